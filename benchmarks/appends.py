@@ -2,10 +2,10 @@
 
     python benchmarks/appends.py                     # 1,000 appends of 10 pairs; ten minutes
 
-Each version has a whole manifest and a whole index, of all shards before it. So an append costs
-time and bytes in proportion to the versions before it, and many appends to their square. Beside
-them: the same pairs in ten appends, and the folding of all versions by packing the dataset again,
-and by `concat` and `clean`.
+Each version has a whole manifest and a whole index, of all shards before it. So an
+append costs time and bytes in proportion to the versions before it, and many appends to
+their square. Beside them: the same pairs in ten appends, and the folding of all
+versions by packing the dataset again, and by `concat` and `clean`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def make_pairs(count: int, first: int) -> list[Record]:
     for number in range(first, first + count):
         random = np.random.default_rng(number)
         sides = {"prompt": 40, "chosen": 30, "rejected": 30}
-        records.append({side: random.integers(5, 30_000, n).tolist() for side, n in sides.items()})
+        records.append(
+            {side: random.integers(5, 30_000, n).tolist() for side, n in sides.items()}
+        )
     return records
 
 
@@ -42,7 +44,9 @@ def size_of(folder: Path) -> int:
 
 
 def grow(place: Path, appends: int, pairs: int) -> dict[str, Any]:
-    """Append `appends` times `pairs` pairs; return milliseconds per append, and bytes."""
+    """Append `appends` times `pairs` pairs; return milliseconds per append, and
+    bytes.
+    """
     packstore.pack(make_pairs(pairs, first=0), str(place), pack_size=2048)
     milliseconds = []
     for number in range(1, appends + 1):
@@ -70,13 +74,17 @@ def time_to_open(place: Path) -> float:
 
 
 def fold(grown: Path, work: Path) -> list[dict[str, Any]]:
-    """Fold all versions into one, in each way; return the seconds and the bytes afterwards."""
+    """Fold all versions into one, in each way; return the seconds and the bytes
+    afterwards.
+    """
     rows = []
     start = time.perf_counter()
     packed = packstore.pack(str(grown), str(work / "packed"), pack_size=2048)
     seconds = time.perf_counter() - start
     figures = {"seconds": seconds, "bytes": size_of(work / "packed")}
-    rows.append({"way": "pack the dataset", "shards": len(packed.manifest.shards), **figures})
+    rows.append(
+        {"way": "pack the dataset", "shards": len(packed.manifest.shards), **figures}
+    )
 
     start = time.perf_counter()
     joined = packstore.concat([str(grown)], str(work / "joined"))
@@ -85,7 +93,9 @@ def fold(grown: Path, work: Path) -> list[dict[str, Any]]:
     rows.append({"way": "concat", "shards": len(joined.manifest.shards), **figures})
 
     start = time.perf_counter()
-    packstore.clean(str(grown), keep_versions=1, older_than=0, no_writers=True, delete=True)
+    packstore.clean(
+        str(grown), keep_versions=1, older_than=0, no_writers=True, delete=True
+    )
     seconds = time.perf_counter() - start
     figures = {"seconds": seconds, "bytes": size_of(grown)}
     shards = len(packstore.open(str(grown)).manifest.shards)

@@ -1,11 +1,13 @@
-"""Simulates how long ranks wait for the slowest one, by how packs are planned and dealt to them.
+"""Simulates how long ranks wait for the slowest one, by how packs are planned and dealt
+to them.
 
     python benchmarks/balance.py                     # a minute
 
-A step ends when its slowest rank does. The cost of a pack is that of a dense model of 8B: its
-tokens, and the squares of its sequences for attention. Figures: the time of all steps over that of
-ranks that are never idle. Under DDP ranks wait once a step, under FSDP2 for each batch, as they
-gather weights together. Lengths are random; layout `concat`.
+A step ends when its slowest rank does. The cost of a pack is that of a dense model of
+8B: its tokens, and the squares of its sequences for attention. Figures: the time of all
+steps over that of ranks that are never idle. Under DDP ranks wait once a step, under
+FSDP2 for each batch, as they gather weights together. Lengths are random; layout
+`concat`.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ SPREADS = 1.0, 0.7
 """Standard deviations of the logarithms, of prompts and responses."""
 
 SQUARE = 32 * 4096 / 8.03e9 * 700 / 300
-"""Cost of causal attention over the square of a length, in tokens: layers x width over weights, and
-the rates of matrix products and of attention on an H100 in TFLOP/s."""
+"""Cost of causal attention over the square of a length, in tokens: layers x width over
+weights, and the rates of matrix products and of attention on an H100 in TFLOP/s.
+"""
 
 SLACKS = 1.02, 1.1, 1.25
-"""A pack planned by cost costs at most so many times the mean, unless one example does."""
+"""A pack planned by cost costs at most so many times the mean, unless one example does.
+"""
 
 WINDOW = 8192
 RANKS = (8, 64, 512)
@@ -50,7 +54,9 @@ def draw(name: str, packs: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and squares of pairs that fill so many packs."""
     prompt, response, size = SETS[name]
     rng = np.random.default_rng(0)
-    mean = 2 * (prompt * np.exp(SPREADS[0] ** 2 / 2) + response * np.exp(SPREADS[1] ** 2 / 2))
+    mean = 2 * (
+        prompt * np.exp(SPREADS[0] ** 2 / 2) + response * np.exp(SPREADS[1] ** 2 / 2)
+    )
     n = int(packs * size / mean)
     prompts = rng.lognormal(np.log(prompt), SPREADS[0], n)
     sides = prompts[:, None] + rng.lognormal(np.log(response), SPREADS[1], (n, 2))
@@ -60,7 +66,9 @@ def draw(name: str, packs: int) -> tuple[np.ndarray, np.ndarray]:
 
 @njit(cache=False)  # type: ignore[untyped-decorator]
 def plan_by_cost(tokens: Any, costs: Any, size: int, most: float, window: int) -> Any:
-    """The pack of each example: the oldest that fit both capacities, of a window in order."""
+    """The pack of each example: the oldest that fit both capacities, of a window in
+    order.
+    """
     n = len(tokens)
     pack_of = np.full(n, -1)
     first, pack = 0, 0
@@ -81,8 +89,12 @@ def plan_by_cost(tokens: Any, costs: Any, size: int, most: float, window: int) -
     return pack_of
 
 
-def idle(costs: np.ndarray, squares: np.ndarray, ranks: int, batches: int, way: str) -> Any:
-    """Mean over the steps of the slowest rank's cost, with one wait a step and one a batch."""
+def idle(
+    costs: np.ndarray, squares: np.ndarray, ranks: int, batches: int, way: str
+) -> Any:
+    """Mean over the steps of the slowest rank's cost, with one wait a step and one a
+    batch.
+    """
     steps = len(costs) // (ranks * batches)
     by_step = by_batch = 0.0
     for n in range(steps):
@@ -111,7 +123,10 @@ def measure(name: str, ranks: list[int]) -> list[dict[str, Any]]:
         shuffled = np.random.default_rng(1).permutation(pack_of.max() + 1)
         ways[f"cost, {slack}"] = shuffled[pack_of]
     for planned, pack_of in ways.items():
-        of_packs = np.bincount(pack_of, costs), np.bincount(pack_of, squares).astype(np.int64)
+        of_packs = (
+            np.bincount(pack_of, costs),
+            np.bincount(pack_of, squares).astype(np.int64),
+        )
         packs = len(of_packs[0])
         ideal = costs.sum() / packs
         for number, (batches, way) in itertools.product(ranks, WAYS):

@@ -1,20 +1,23 @@
-"""Runs writers, cleaners and readers on one dataset; stops, wakes and kills them at random.
+"""Runs writers, cleaners and readers on one dataset; stops, wakes and kills them at
+random.
 
     python benchmarks/chaos.py --commits 2000 --out benchmarks/results/chaos.json
     python benchmarks/chaos.py --places local --seconds 10 --seed 7
 
-Every role is a process in a loop: three replace the dataset, append to it and concatenate it, two
-clean it, one reads epochs, one opens it. They are stopped for fractions of a second or for many
-(others commit meanwhile), and killed; a writer that was killed mostly begins its last job again.
-On an object store most requests go over a proxy that delays them, loses their answers, does them
-after it hung up, and answers listings from older answers.
+Every role is a process in a loop: three replace the dataset, append to it and
+concatenate it, two clean it, one reads epochs, one opens it. They are stopped for
+fractions of a second or for many (others commit meanwhile), and killed; a writer that
+was killed mostly begins its last job again. On an object store most requests go over a
+proxy that delays them, loses their answers, does them after it hung up, and answers
+listings from older answers.
 
-An observer with its own file access checks: each version has its files and verifies, no manifest
-is ever replaced, only `clean` removes versions, each job that reported success has its version
-with its records behind those of the version before, and every error is one of packstore's and
-names the place. A run is cut into rounds. The clock of the cleaners makes files of earlier rounds
-old enough to be removed. At the end of a round all processes stop, versions are verified again, two
-cleaners remove all leftovers at once, and nothing else may remain.
+An observer with its own file access checks: each version has its files and verifies, no
+manifest is ever replaced, only `clean` removes versions, each job that reported success
+has its version with its records behind those of the version before, and every error is
+one of packstore's and names the place. A run is cut into rounds. The clock of the
+cleaners makes files of earlier rounds old enough to be removed. At the end of a round
+all processes stop, versions are verified again, two cleaners remove all leftovers at
+once, and nothing else may remain.
 """
 
 from __future__ import annotations
@@ -46,7 +49,16 @@ from stores import Store, serving
 import packstore
 from packstore.io.versions.clean import clean
 
-KINDS = ("refuse", "error 500", "slow down", "delay", "done but lost", "late", "stale", "wait")
+KINDS = (
+    "refuse",
+    "error 500",
+    "slow down",
+    "delay",
+    "done but lost",
+    "late",
+    "stale",
+    "wait",
+)
 DRAIN_S = 300
 """After so long a process that was asked to end has hung."""
 
@@ -70,7 +82,9 @@ def spawn(work: Callable[[], object]) -> int:
 
 
 def in_child(work: Callable[[], Any]) -> Any:
-    """The result of `work`, done in a process of its own, which holds no threads of this one."""
+    """The result of `work`, done in a process of its own, which holds no threads of
+    this one.
+    """
     reading, writing = os.pipe()
 
     def answer() -> None:
@@ -139,7 +153,9 @@ class Troupe:
         os.kill(self._pids[name], what)
 
 
-def play_round(scene: Scene, number: int, seconds: float, calm: float) -> dict[str, Any]:
+def play_round(
+    scene: Scene, number: int, seconds: float, calm: float
+) -> dict[str, Any]:
     """Runs one round to its end; returns the signals that it sent."""
     (scene.folder / "stop").unlink(missing_ok=True)
     time.sleep(2)  # stores tell whole seconds
@@ -169,10 +185,11 @@ def watch(scene: Scene) -> None:
 
 
 def sweep(scene: Scene) -> int:
-    """Verifies again after all processes have ended, 50 versions at most, and cleans twice at once.
+    """Verifies again after all processes have ended, 50 versions at most, and cleans
+    twice at once.
 
-    That is with no age and no writers: nothing but the versions that are kept may remain. Returns
-    the newest version.
+    That is with no age and no writers: nothing but the versions that are kept may
+    remain. Returns the newest version.
     """
     tempfile.tempdir = str(scene.folder / "tmp")
     observer = Observer(scene)
@@ -195,7 +212,9 @@ def sweep(scene: Scene) -> int:
         thread.join()
     for leftover in clean(scene.url, **how).leftovers:
         observer.note(f"after clean: {leftover.path}: {leftover.why}")
-    wanted = {path for version in observer.look() for path in observer.seen[version].files}
+    wanted = {
+        path for version in observer.look() for path in observer.seen[version].files
+    }
     for path in observer.raw.files().keys() - wanted:
         if "/manifest-" not in path:
             observer.note(f"after clean: {path}: no version names it")
@@ -209,7 +228,9 @@ def report_of(scene: Scene) -> dict[str, Any]:
     return {**observer.check_logs(), "problems": list(observer.problems)}
 
 
-def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float) -> dict[str, Any]:
+def run(
+    scene: Scene, commits: int, seconds: float, round_s: float, calm: float
+) -> dict[str, Any]:
     """Runs rounds until the number of commits, or the time, is reached."""
     for name in ("logs", "inputs", "tmp"):
         (scene.folder / name).mkdir(parents=True)
@@ -222,7 +243,9 @@ def run(scene: Scene, commits: int, seconds: float, round_s: float, calm: float)
         wrong += told["failed"]
         newest = in_child(lambda: sweep(scene))
         number += 1
-        print(f"round {number}: {newest} versions, {len(wrong)} problems", file=sys.stderr)
+        print(
+            f"round {number}: {newest} versions, {len(wrong)} problems", file=sys.stderr
+        )
     report = in_child(lambda: report_of(scene))
     problems, unnamed = wrong + report.pop("problems"), report.pop("unnamed")
     return {
@@ -246,7 +269,9 @@ def prepare(scene: Scene) -> None:
 
 @contextlib.contextmanager
 def proxied(endpoint: str, rate: float, seed: int) -> Iterator[str]:
-    """A proxy in a process of its own, as this one only forks and must have no threads."""
+    """A proxy in a process of its own, as this one only forks and must have no
+    threads.
+    """
     reading, writing = os.pipe()
 
     def serve() -> None:
@@ -283,12 +308,22 @@ def main() -> int:
     choices = ["local", "s3"]
     command.add_argument("--places", nargs="+", default=choices, choices=choices)
     command.add_argument("--commits", type=int, default=10**9, help="at each place")
-    command.add_argument("--seconds", type=float, default=3600, help="at each place, at most")
+    command.add_argument(
+        "--seconds", type=float, default=3600, help="at each place, at most"
+    )
     command.add_argument("--round", type=float, default=60, help="seconds of a round")
-    command.add_argument("--calm", type=float, default=0.3, help="seconds between two signals")
-    command.add_argument("--rate", type=float, default=0.03, help="of requests that fail")
-    command.add_argument("--seed", type=int, default=None, help="default: another one each time")
-    command.add_argument("--endpoint", help="of a server that runs; default: one is started")
+    command.add_argument(
+        "--calm", type=float, default=0.3, help="seconds between two signals"
+    )
+    command.add_argument(
+        "--rate", type=float, default=0.03, help="of requests that fail"
+    )
+    command.add_argument(
+        "--seed", type=int, default=None, help="default: another one each time"
+    )
+    command.add_argument(
+        "--endpoint", help="of a server that runs; default: one is started"
+    )
     command.add_argument("--out", type=Path)
     args = command.parse_args()
     seed = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
@@ -305,13 +340,19 @@ def main() -> int:
                     endpoint = args.endpoint or stack.enter_context(
                         serving(place, folder / "servers" / place)
                     )
-                    store = Store(place, BUCKET, f"chaos-{os.getpid()}-{seed}", endpoint)
+                    store = Store(
+                        place, BUCKET, f"chaos-{os.getpid()}-{seed}", endpoint
+                    )
                     proxy = stack.enter_context(proxied(endpoint, args.rate, seed))
                     scene = Scene(folder / place, seed, store, proxy)
-                report[place] = run(scene, args.commits, args.seconds, args.round, args.calm)
+                report[place] = run(
+                    scene, args.commits, args.seconds, args.round, args.calm
+                )
             save(args.out, report)
             print(place, json.dumps(report[place]), flush=True)
-    bad = [p for p in args.places if report[p]["problems"] or report[p]["unnamed_errors"]]
+    bad = [
+        p for p in args.places if report[p]["problems"] or report[p]["unnamed_errors"]
+    ]
     return 1 if bad else 0
 
 

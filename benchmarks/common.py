@@ -1,6 +1,8 @@
-"""Shared parts of the scripts: command line, tables, process sizes, results and their origin.
+"""Shared parts of the scripts: command line, tables, process sizes, results and their
+origin.
 
-Only the standard library is loaded at first: peers run in environments without packstore.
+Only the standard library is loaded at first: peers run in environments without
+packstore.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def parser(text: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=text, formatter_class=raw)
 
 
-def show(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str | None = None) -> None:
+def show(
+    columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str | None = None
+) -> None:
     """Prints a table, floats with four digits."""
     from rich.console import Console
     from rich.table import Table
@@ -36,7 +40,13 @@ def show(columns: Iterable[str], rows: Iterable[Iterable[Any]], title: str | Non
     def text(x: Any) -> str:
         if isinstance(x, list | tuple):
             return " ".join(map(text, x))
-        return str(x) if not isinstance(x, float) else f"{x:,.0f}" if x >= 1e4 else f"{x:.4g}"
+        return (
+            str(x)
+            if not isinstance(x, float)
+            else f"{x:,.0f}"
+            if x >= 1e4
+            else f"{x:.4g}"
+        )
 
     table = Table(*columns, title=title)
     for row in rows:
@@ -52,12 +62,16 @@ def save(path: Path | str | None, result: dict[str, Any]) -> None:
 
 def records(path: Path) -> Iterator[Any]:
     """The values of a file of JSON lines, which may be compressed by gzip."""
-    with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
+    with (gzip.open if path.suffix == ".gz" else open)(
+        path, "rt", encoding="utf-8"
+    ) as file:
         yield from map(json.loads, file)
 
 
 def memory(pid: int | str = "self") -> dict[str, int]:
-    """Sizes of a process in bytes, by their names in ``/proc/PID/status``; none if it has ended."""
+    """Sizes of a process in bytes, by their names in ``/proc/PID/status``; none if it
+    has ended.
+    """
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     except OSError:
@@ -67,13 +81,17 @@ def memory(pid: int | str = "self") -> dict[str, int]:
 
 
 def provenance(*packages: str) -> dict[str, Any]:
-    """Machine, versions, commit and command; a package that is not installed is None."""
+    """Machine, versions, commit and command; a package that is not installed is
+    None.
+    """
     from packstore.version import VERSION
 
     commit = None
     with suppress(OSError):  # no git there
         git = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        commit = subprocess.run(
+            git, capture_output=True, text=True, check=False
+        ).stdout.strip()
     versions: dict[str, str | None] = {"packstore": VERSION}
     for name in packages:
         versions[name] = None

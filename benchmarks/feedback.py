@@ -38,14 +38,20 @@ def pack(rows: list[dict[str, Any]], folder: Path) -> str:
     import packstore
 
     how: dict[str, Any] = {"tokenizer": str(folder.parent / "model"), "pack_size": 1024}
-    packstore.pack(rows, folder, layout="shared_prefix", as_chat=True, max_length=512, **how)
+    packstore.pack(
+        rows, folder, layout="shared_prefix", as_chat=True, max_length=512, **how
+    )
     return str(folder)
 
 
-def run(folder: Path, name: str, train: str, held_out: str, rate: float, **loss: Any) -> Any:
+def run(
+    folder: Path, name: str, train: str, held_out: str, rate: float, **loss: Any
+) -> Any:
     """Trains for one epoch; returns the curve, and the figures of what was held out."""
     how = {"learning_rate": rate, "warmup_steps": 0.1, "examples_per_step": 16, **loss}
-    result, lines = train_packs(folder, name, train_dataset=train, eval_dataset=held_out, **how)
+    result, lines = train_packs(
+        folder, name, train_dataset=train, eval_dataset=held_out, **how
+    )
     return {
         "steps": result.step,
         "learning_rate": rate,
@@ -54,15 +60,26 @@ def run(folder: Path, name: str, train: str, held_out: str, rate: float, **loss:
     }
 
 
-def reward(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Any:
+def reward(
+    folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]
+) -> Any:
     """A reward model's accuracy, and that of a random head."""
     import packstore
     from packstore.torch import evaluate
     from packstore.torch.models.load import load_model
 
-    parts = [pack(rows, folder / name) for rows, name in ((pairs, "pairs"), (held_out, "held"))]
-    how: dict[str, Any] = {"loss": "bradley_terry", "max_steps": 1, "learning_rate": 0.0}
-    train_packs(folder, "drawn", train_dataset=parts[1], **how)  # the head stays as it is drawn
+    parts = [
+        pack(rows, folder / name)
+        for rows, name in ((pairs, "pairs"), (held_out, "held"))
+    ]
+    how: dict[str, Any] = {
+        "loss": "bradley_terry",
+        "max_steps": 1,
+        "learning_rate": 0.0,
+    }
+    train_packs(
+        folder, "drawn", train_dataset=parts[1], **how
+    )  # the head stays as it is drawn
     drawn = load_model(folder / "drawn" / "model", scores=True)
     before = evaluate(drawn, packstore.open(parts[1]), loss="bradley_terry")
     how = {"loss": "bradley_terry", "loss_parameters": {"center": 0.01}}
@@ -72,7 +89,9 @@ def reward(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, A
     return {"pairs": counts, "accuracy_before": before_accuracy, **found}
 
 
-def kto(folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]) -> Any:
+def kto(
+    folder: Path, pairs: list[dict[str, Any]], held_out: list[dict[str, Any]]
+) -> Any:
     """KTO on the same answers, one by one."""
     import packstore
 
@@ -94,10 +113,17 @@ def rollouts() -> dict[str, Any]:
 
     rng = np.random.default_rng(0)
     groups: list[Any] = [
-        (rng.integers(0, 30_000, 300), [*rng.integers(0, 30_000, (8, 800))], rng.normal(size=8))
+        (
+            rng.integers(0, 30_000, 300),
+            [*rng.integers(0, 30_000, (8, 800))],
+            rng.normal(size=8),
+        )
         for _ in range(64)
     ]
-    lists = [(p.tolist(), [r.tolist() for r in answers], w.tolist()) for p, answers, w in groups]
+    lists = [
+        (p.tolist(), [r.tolist() for r in answers], w.tolist())
+        for p, answers, w in groups
+    ]
     found: dict[str, Any] = {"rollouts": 512, "tokens": 512 * 1100, "pack_size": 16_384}
     for name, data in (("arrays", groups), ("lists", lists)):
         for layout in ("concat", "shared_prefix"):
@@ -115,25 +141,40 @@ def rollouts() -> dict[str, Any]:
 
 def main() -> None:
     command = parser(__doc__)
-    command.add_argument("--data", type=Path, required=True, help="JSON lines of pairs of text")
+    command.add_argument(
+        "--data", type=Path, required=True, help="JSON lines of pairs of text"
+    )
     command.add_argument("--pairs", type=int, default=600, help="for the reward model")
     command.add_argument("--layers", type=int, default=8, help="of the model's 30")
     command.add_argument("--kto-pairs", type=int, default=200)
     command.add_argument("--held-out", type=int, default=240)
     command.add_argument("--out", default=RESULTS / "feedback.json", help="-: nowhere")
     args = command.parse_args()
-    result = {"environment": provenance("transformers", "torch"), "rollouts": rollouts()}
+    result = {
+        "environment": provenance("transformers", "torch"),
+        "rollouts": rollouts(),
+    }
     result["layers"] = args.layers
-    result["grpo"] = {"rewards": [round(x, 4) for x in runpy.run_path(str(GRPO))["train"](80)]}
-    rows = [row for row in records(args.data) if all(isinstance(row[s], str) for s in SIDES)]
+    result["grpo"] = {
+        "rewards": [round(x, 4) for x in runpy.run_path(str(GRPO))["train"](80)]
+    }
+    rows = [
+        row for row in records(args.data) if all(isinstance(row[s], str) for s in SIDES)
+    ]
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     held_out, rest = rows[: args.held_out], rows[args.held_out :]
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         save_model(folder / "model", args.layers)
         result["reward"] = reward(folder, rest[: args.pairs], held_out)
-        result["kto"] = kto(folder, rest[: args.kto_pairs], held_out[: args.held_out // 4])
-    print(json.dumps({name: result[name] for name in ("rollouts", "reward", "kto")}, indent=1))
+        result["kto"] = kto(
+            folder, rest[: args.kto_pairs], held_out[: args.held_out // 4]
+        )
+    print(
+        json.dumps(
+            {name: result[name] for name in ("rollouts", "reward", "kto")}, indent=1
+        )
+    )
     save(args.out, result)
 
 

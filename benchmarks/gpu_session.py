@@ -1,19 +1,22 @@
-"""All that is to be measured on one CUDA GPU: one call of nine minutes, and one of three.
+"""All that is to be measured on one CUDA GPU: one call of nine minutes, and one of
+three.
 
     python benchmarks/gpu_session.py --prepare       # before: wheels, data; prints both calls
     python benchmarks/gpu_session.py --data gpu-files/data --end $(($(date +%s) + 515))
     python benchmarks/gpu_session.py --cpu-dry-run --out /tmp/dry
     python benchmarks/gpu_session.py --counted       # what is expected, without a GPU
 
-Parts in the order of their value (``gpu/plan.py``): kernels, head, packed and compiled models
-against float32; pairs a second with compiled layers, beside padding-free and padded batches with
-TRL's head; TRL's trainer beside ``packstore train``; other models, lengths and heads; a profile; a
-run that is killed and resumed; then other backends and settings.
+Parts in the order of their value (``gpu/plan.py``): kernels, head, packed and compiled
+models against float32; pairs a second with compiled layers, beside padding-free and
+padded batches with TRL's head; TRL's trainer beside ``packstore train``; other models,
+lengths and heads; a profile; a run that is killed and resumed; then other backends and
+settings.
 
-Each case prints its verdict and is written to ``results.json`` when it ends, in ``--out`` and in
-``$OUT``; none begins after ``--end``. One that raises, hangs or kills its process is recorded, and
-the rest goes on. What was expected (``gpu/predictions.py``) is printed beside it. Nothing is
-deleted: another call runs the cases that were skipped or not reached, ``--again`` also others.
+Each case prints its verdict and is written to ``results.json`` when it ends, in
+``--out`` and in ``$OUT``; none begins after ``--end``. One that raises, hangs or kills
+its process is recorded, and the rest goes on. What was expected
+(``gpu/predictions.py``) is printed beside it. Nothing is deleted: another call runs the
+cases that were skipped or not reached, ``--again`` also others.
 """
 
 from __future__ import annotations
@@ -28,21 +31,39 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [p for p in (str(ROOT), str(ROOT / "benchmarks")) if p not in sys.path]
-os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of children
+os.environ["PYTHONPATH"] = (
+    f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"  # of children
+)
 
 NO_GPU = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--end", type=float, default=time.time() + 515, help="seconds since 1970")
-    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder of results")
-    parser.add_argument("--data", type=Path, help="packed by --prepare; made if it is missing")
-    parser.add_argument("--prepare", action="store_true", help="fetch wheels, pack data")
-    parser.add_argument("--cpu-dry-run", action="store_true", help="every path, tiny, on CPU")
-    parser.add_argument("--counted", action="store_true", help="print what is expected, and end")
-    parser.add_argument("--only", default="", help="regular expression of names of cases to run")
-    parser.add_argument("--again", nargs="+", default=[], help="verdicts of cases that run again")
+    parser.add_argument(
+        "--end", type=float, default=time.time() + 515, help="seconds since 1970"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu-results"), help="folder of results"
+    )
+    parser.add_argument(
+        "--data", type=Path, help="packed by --prepare; made if it is missing"
+    )
+    parser.add_argument(
+        "--prepare", action="store_true", help="fetch wheels, pack data"
+    )
+    parser.add_argument(
+        "--cpu-dry-run", action="store_true", help="every path, tiny, on CPU"
+    )
+    parser.add_argument(
+        "--counted", action="store_true", help="print what is expected, and end"
+    )
+    parser.add_argument(
+        "--only", default="", help="regular expression of names of cases to run"
+    )
+    parser.add_argument(
+        "--again", nargs="+", default=[], help="verdicts of cases that run again"
+    )
     args = parser.parse_args()
 
     # Processes are forked below, which a driver that was asked before does not survive.

@@ -2,39 +2,43 @@
 
     python benchmarks/loading.py --quick           # 500 packs, and the peers that are installed
 
-All peers do not fit into one environment (mosaicml-streaming asks for numpy<2.2), and two of them
-bring a torchvision that replaces a torch without CUDA; so two environments, and --no-deps:
+All peers do not fit into one environment (mosaicml-streaming asks for numpy<2.2), and
+two of them bring a torchvision that replaces a torch without CUDA; so two environments,
+and --no-deps:
 
     python -m venv a && a/bin/pip install torch==2.13.0
     a/bin/pip install -e '.[torch]' datasets torchdata \\
         boto3 filelock lightning-utilities obstore requests tifffile
     a/bin/pip install --no-deps litdata
     python -m venv b && b/bin/pip install torch==2.13.0 'numpy<2.2' 'transformers<5' 'xxhash<4' \\
-        'paramiko<4' azure-identity azure-storage-blob azure-storage-file-datalake boto3 Brotli \\
-        catalogue google-cloud-storage matplotlib oci python-snappy tqdm zstd
+        'paramiko<4' azure-identity azure-storage-blob azure-storage-file-datalake boto3
+        Brotli \\ catalogue google-cloud-storage matplotlib oci python-snappy tqdm zstd
     b/bin/pip install --no-deps mosaicml-streaming
-    a/bin/python benchmarks/loading.py --python a/bin/python --python b/bin/python --work DIR
+    a/bin/python benchmarks/loading.py --python a/bin/python --python b/bin/python
+    --work DIR
 
-With ``--prepare`` it only writes the files (ten minutes), so that the run itself can be made when
-the machine is idle.
+With ``--prepare`` it only writes the files (ten minutes), so that the run itself can be
+made when the machine is idle.
 
-About 20,000 packs of 4096 tokens are made out of real texts (``peers_loading/texts.py``), packed by
-packstore, and written by every peer as its documentation advises. Every reader gives batches of
-8 packs in a shuffled order, in the training process; every figure comes from a fresh process:
+About 20,000 packs of 4096 tokens are made out of real texts
+(``peers_loading/texts.py``), packed by packstore, and written by every peer as its
+documentation advises. Every reader gives batches of 8 packs in a shuffled order, in the
+training process; every figure comes from a fresh process:
 
-- packs/s, tokens/s: one epoch from the opened loader on, the best of `--passes` interleaved
-  passes.
+- packs/s, tokens/s: one epoch from the opened loader on, the best of `--passes`
+  interleaved passes.
 - CPU us: of the process and its threads, a pack; the lowest.
 - first ms: from nothing but imports to the first batch; the lowest.
 - peak MB: memory that no file backs, above that of a process that imported torch.
-- resume: a fresh process loads the state that another one saved at 50 % and at 95 % of the epoch;
-  time to its first batch, and whether the rest is exactly the rest. Peers without a state replay.
-- MB and write CPU s: of the files, and of writing them. What the folder `--work` has already is
-  kept: remove a reader's folder and its .json to have it written again.
+- resume: a fresh process loads the state that another one saved at 50 % and at 95 % of
+  the epoch; time to its first batch, and whether the rest is exactly the rest. Peers
+  without a state replay.
+- MB and write CPU s: of the files, and of writing them. What the folder `--work` has
+  already is kept: remove a reader's folder and its .json to have it written again.
 
-``packstore`` is `PackedDataLoader`, of whose batches ids and labels are asked for (int64);
-``packstore padded`` the same packs in torch's DataLoader with the peers' collation: the same work
-as theirs. ``arrow`` has uncompressed Arrow files.
+``packstore`` is `PackedDataLoader`, of whose batches ids and labels are asked for
+(int64); ``packstore padded`` the same packs in torch's DataLoader with the peers'
+collation: the same work as theirs. ``arrow`` has uncompressed Arrow files.
 """
 
 from __future__ import annotations
@@ -104,7 +108,9 @@ class Benchmark:
             if not result:
                 return {}
             keys = ("write_cpu_seconds", "bytes")
-            marker.write_text(json.dumps({key: result[key] for key in keys}), encoding="utf-8")
+            marker.write_text(
+                json.dumps({key: result[key] for key in keys}), encoding="utf-8"
+            )
         return dict(json.loads(marker.read_text(encoding="utf-8")))
 
     def read(self, reader: str) -> None:
@@ -119,7 +125,9 @@ class Benchmark:
             row[key] = max(found[key], row.get(key, 0))
         for key in ("cpu_us", "first_seconds", "memory"):
             row[key] = min(found[key], row.get(key, found[key]))
-        row.setdefault("all_samples_per_second", []).append(round(found["samples_per_second"]))
+        row.setdefault("all_samples_per_second", []).append(
+            round(found["samples_per_second"])
+        )
 
     def resume(self, reader: str) -> None:
         """Saves in one process and continues in another."""
@@ -138,7 +146,11 @@ class Benchmark:
         """The row of the table."""
         found = [self.rows[reader].get(key, "-") for key, _ in COLUMNS.values()]
         return [
-            [y * scale for y in x] if isinstance(x, list) else x if x == "-" else x * scale
+            [y * scale for y in x]
+            if isinstance(x, list)
+            else x
+            if x == "-"
+            else x * scale
             for x, (_, scale) in zip(found, COLUMNS.values(), strict=True)
         ]
 
@@ -175,15 +187,25 @@ def run(args: Any) -> dict[str, Any]:
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--quick", action="store_true", help="500 packs, one pass")
-    command.add_argument("--prepare", action="store_true", help="write the files, measure nothing")
-    command.add_argument("--work", type=Path, help="folder of the files, kept; default: temporary")
+    command.add_argument(
+        "--prepare", action="store_true", help="write the files, measure nothing"
+    )
+    command.add_argument(
+        "--work", type=Path, help="folder of the files, kept; default: temporary"
+    )
     command.add_argument("--data", type=Path, default=DATA, help="folder of real texts")
-    command.add_argument("--python", action="append", help="with peers; repeatable; default: this")
+    command.add_argument(
+        "--python", action="append", help="with peers; repeatable; default: this"
+    )
     command.add_argument("--only", nargs="+", choices=READERS)
     command.add_argument("--packs", type=int, help="default: 20,000")
     command.add_argument("--passes", type=int, help="default: 3")
-    command.add_argument("--limit", type=float, default=300, help="seconds for one process at most")
-    command.add_argument("--out", type=Path, help="default: benchmarks/results/loading.json")
+    command.add_argument(
+        "--limit", type=float, default=300, help="seconds for one process at most"
+    )
+    command.add_argument(
+        "--out", type=Path, help="default: benchmarks/results/loading.json"
+    )
     args = command.parse_args()
     if args.prepare and not args.work:
         command.error("--prepare needs --work, where the files stay")

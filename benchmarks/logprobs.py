@@ -3,15 +3,16 @@
     pip install trl; pip install --no-deps liger-kernel      # the peers
     python benchmarks/logprobs.py                            # --quick: small, to see that it runs
 
-Peak memory above the inputs, and CPU seconds of forward and backward, of 4096 tokens (half of
-them supervised) over a vocabulary of 32768 from 512 features, in float32 and bfloat16. Each route
-runs in a fresh process with one thread, the routes in turn, several rounds; the least time and the
-largest memory count. Every route gets the same upstream gradient for each token, except Liger's,
-which has the DPO loss inside. `error` is the largest difference of a log-prob from float64,
-`error_dW` that of the head's gradient as a share of its largest entry; routes with a frozen head
-have none, and compute the gradient of the features alone. With bfloat16 inputs, plain
-routes round the logits to it; the one "in float32" does not, as ours. A peer that is absent is
-reported as such.
+Peak memory above the inputs, and CPU seconds of forward and backward, of 4096 tokens
+(half of them supervised) over a vocabulary of 32768 from 512 features, in float32 and
+bfloat16. Each route runs in a fresh process with one thread, the routes in turn,
+several rounds; the least time and the largest memory count. Every route gets the same
+upstream gradient for each token, except Liger's, which has the DPO loss inside. `error`
+is the largest difference of a log-prob from float64, `error_dW` that of the head's
+gradient as a share of its largest entry; routes with a frozen head have none, and
+compute the gradient of the features alone. With bfloat16 inputs, plain routes round the
+logits to it; the one "in float32" does not, as ours. A peer that is absent is reported
+as such.
 """
 
 from __future__ import annotations
@@ -38,14 +39,20 @@ COLUMNS += ("error", "error_dW", "absent")
 
 
 def inputs(sizes: dict[str, int], dtype: str) -> tuple[Any, ...]:
-    """hidden [T, H], weight [V, H], labels [T] (each run begins with -100), upstream [T]."""
+    """hidden [T, H], weight [V, H], labels [T] (each run begins with -100), upstream
+    [T].
+    """
     import torch
 
     generator = torch.Generator().manual_seed(0)
     tokens, vocab, width = sizes["tokens"], sizes["vocab"], sizes["width"]
     kind = getattr(torch, dtype)
     hidden = torch.randn(tokens, width, generator=generator).to(kind).requires_grad_()
-    weight = (0.05 * torch.randn(vocab, width, generator=generator)).to(kind).requires_grad_()
+    weight = (
+        (0.05 * torch.randn(vocab, width, generator=generator))
+        .to(kind)
+        .requires_grad_()
+    )
     labels = torch.randint(vocab, (tokens,), generator=generator)
     run = tokens // 4
     labels[torch.arange(tokens) % run < run // 2] = -100
@@ -77,14 +84,20 @@ def checkpointed(hidden: Any, weight: Any, labels: Any) -> Any:
 
     parts = [
         checkpoint(
-            log_softmax, hidden[i : i + 512], weight, labels[i : i + 512], use_reentrant=False
+            log_softmax,
+            hidden[i : i + 512],
+            weight,
+            labels[i : i + 512],
+            use_reentrant=False,
         )
         for i in range(0, len(hidden), 512)
     ]
     return torch.cat(parts)
 
 
-def packstore(chunk_size: int, frozen: bool = False, **settings: Any) -> Callable[..., Any]:
+def packstore(
+    chunk_size: int, frozen: bool = False, **settings: Any
+) -> Callable[..., Any]:
     def route(hidden: Any, weight: Any, labels: Any) -> Any:
         from packstore.torch.logprobs.fused_head import HeadLogProbs
         from packstore.torch.logprobs.tiles import Projection
@@ -108,18 +121,24 @@ def torch_linear_cross_entropy(hidden: Any, weight: Any, labels: Any) -> Any:
     import torch.nn.functional as F
 
     options = torch.nn.LinearCrossEntropyOptions()
-    return -F.linear_cross_entropy(hidden, weight, labels, reduction="none", options=options)
+    return -F.linear_cross_entropy(
+        hidden, weight, labels, reduction="none", options=options
+    )
 
 
 def liger(hidden: Any, weight: Any, labels: Any) -> Any:
-    """Two pairs, chosen first; its own loss, whose gradients it makes in the forward pass."""
+    """Two pairs, chosen first; its own loss, whose gradients it makes in the forward
+    pass.
+    """
     from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
     loss = LigerFusedLinearDPOLoss(use_ref_model=False, compiled=False)
     return loss(weight, hidden.view(4, -1, hidden.shape[-1]), labels.view(4, -1))[0]
 
 
-ROUTES: dict[str, tuple[Callable[..., Any], bool]] = {  # and whether it sees supervised rows only
+ROUTES: dict[
+    str, tuple[Callable[..., Any], bool]
+] = {  # and whether it sees supervised rows only
     "log_softmax, all rows": (log_softmax, False),
     BASE: (log_softmax, True),
     "the same, in float32": (in_float32, True),
@@ -161,7 +180,9 @@ def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str
 
     step(inputs({**sizes, "tokens": 32, "vocab": 64}, dtype))  # libraries are loaded
     given = inputs(sizes, dtype)
-    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak begins anew
+    Path("/proc/self/clear_refs").write_text(
+        "5", encoding="utf-8"
+    )  # the peak begins anew
     before = memory()["VmRSS"]
     out, d_weight, rows = step(given)
     extra = memory()["VmHWM"] - before
@@ -178,8 +199,12 @@ def work(route: str, sizes: dict[str, int], dtype: str, repeat: int) -> dict[str
     return {**result, "seconds": min(seconds)}
 
 
-def errors(given: tuple[Any, ...], out: Any, d_weight: Any, rows: Any) -> dict[str, float]:
-    """Against float64, from the same (rounded) inputs; the head's gradient on its first columns."""
+def errors(
+    given: tuple[Any, ...], out: Any, d_weight: Any, rows: Any
+) -> dict[str, float]:
+    """Against float64, from the same (rounded) inputs; the head's gradient on its first
+    columns.
+    """
     import torch
 
     hidden, weight, labels, upstream = given
@@ -207,7 +232,9 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
             for route in args.routes:
                 order = json.dumps([route, sizes, dtype, args.repeat])
                 command = [sys.executable, __file__, "--worker", order]
-                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                done = subprocess.run(
+                    command, capture_output=True, text=True, check=False
+                )
                 key = {"dtype": dtype, "route": route}
                 if done.returncode:
                     last = done.stderr.strip().splitlines()[-1:]
@@ -232,10 +259,18 @@ def main() -> None:
     command.add_argument("--vocab", type=int, default=32_768)
     command.add_argument("--width", type=int, default=512)
     command.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    command.add_argument("--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES))
-    command.add_argument("--repeat", type=int, default=3, help="timed repeats in a process")
-    command.add_argument("--rounds", type=int, default=3, help="processes of each route")
-    command.add_argument("--quick", action="store_true", help="small, one round, nothing written")
+    command.add_argument(
+        "--routes", nargs="+", default=list(ROUTES), choices=list(ROUTES)
+    )
+    command.add_argument(
+        "--repeat", type=int, default=3, help="timed repeats in a process"
+    )
+    command.add_argument(
+        "--rounds", type=int, default=3, help="processes of each route"
+    )
+    command.add_argument(
+        "--quick", action="store_true", help="small, one round, nothing written"
+    )
     command.add_argument("--out", type=Path, default=RESULTS / "logprobs.json")
     command.add_argument("--worker", help=argparse.SUPPRESS)
     args = command.parse_args()
@@ -243,12 +278,20 @@ def main() -> None:
         print(json.dumps(work(*json.loads(args.worker))))
         return
     if args.quick:
-        args.tokens, args.vocab, args.width, args.repeat, args.rounds = 512, 4096, 128, 1, 1
+        args.tokens, args.vocab, args.width, args.repeat, args.rounds = (
+            512,
+            4096,
+            128,
+            1,
+            1,
+        )
     os.environ["OMP_NUM_THREADS"] = "1"
     before = provenance("torch", "transformers", "trl", "liger-kernel")
     rows = measure(args)
     show(COLUMNS, [[row.get(name, "-") for name in COLUMNS] for row in rows])
-    settings = {k: v for k, v in vars(args).items() if k not in ("out", "worker", "quick")}
+    settings = {
+        k: v for k, v in vars(args).items() if k not in ("out", "worker", "quick")
+    }
     found = {"environment": before, "settings": settings, "rows": rows}
     save(None if args.quick else args.out, found)
 

@@ -4,10 +4,10 @@
     python benchmarks/packing.py                     # about ten minutes
     python benchmarks/packing.py --n 1000 --out -    # a look
 
-A peer that is not installed is reported and left out. Figures: CPU nanoseconds per example, the
-least of three runs by turns in one process, compiled code warm; fill; packs above the lower bound,
-tokens over pack size. Peers get a Python list, ready made, as their interfaces ask; ours get a
-numpy array.
+A peer that is not installed is reported and left out. Figures: CPU nanoseconds per
+example, the least of three runs by turns in one process, compiled code warm; fill;
+packs above the lower bound, tokens over pack size. Peers get a Python list, ready made,
+as their interfaces ask; ours get a numpy array.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ Draw = Callable[[np.random.Generator, int, int], np.ndarray]
 Row = dict[str, Any]
 
 
-def _pairs(median: float, sigma: float, rng: np.random.Generator, n: int, c: int) -> np.ndarray:
+def _pairs(
+    median: float, sigma: float, rng: np.random.Generator, n: int, c: int
+) -> np.ndarray:
     return rng.lognormal(np.log(median), sigma, n)
 
 
@@ -43,12 +45,15 @@ SETS: dict[str, tuple[int, Draw]] = {
     "uniform": (3, lambda rng, n, c: rng.integers(1, c + 1, n)),
     "narrow": (5, lambda rng, n, c: rng.uniform(0.26 * c, 0.48 * c, n)),
 }
-"""Sets of lengths, two like preference pairs and two that are hard: a part of the seed, and a
-function of a generator, the number of lengths and the pack size."""
+"""Sets of lengths, two like preference pairs and two that are hard: a part of the seed,
+and a function of a generator, the number of lengths and the pack size.
+"""
 
 
 def draw(name: str, n: int, capacity: int) -> Int32:
-    """int32 `[n]`, each 1..capacity; a part at a time, so that 1e8 need no more than their own."""
+    """int32 `[n]`, each 1..capacity; a part at a time, so that 1e8 need no more than
+    their own.
+    """
     number, lengths_of = SETS[name]
     rng, lengths = np.random.default_rng([0, number]), np.empty(n, np.int32)
     for start in range(0, n, AT_ONCE):
@@ -57,7 +62,9 @@ def draw(name: str, n: int, capacity: int) -> Int32:
     return lengths
 
 
-def contenders(lengths: Int32, capacity: int) -> Iterator[tuple[str, Callable[[], Any]]]:
+def contenders(
+    lengths: Int32, capacity: int
+) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Name and call of each that runs on so many examples."""
     for name in STRATEGIES:
         yield name, partial(packstore.plan, lengths, pack_size=capacity, strategy=name)

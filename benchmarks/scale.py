@@ -1,18 +1,21 @@
-"""One machine of many cores, and a billion pairs on a thousand: measured here, then simulated.
+"""One machine of many cores, and a billion pairs on a thousand: measured here, then
+simulated.
 
     python benchmarks/scale.py --shared FOLDER       # pairs of about 4 kB; two minutes
     python benchmarks/scale.py … --pairs 1e9 --workers 1000 --files 4000
 
-Measured here: CPU of each stage for a MB of text, the whole job on one core and on two (`taskset`),
-and the bytes of the manifest for a million tokens. Simulated:
+Measured here: CPU of each stage for a MB of text, the whole job on one core and on two
+(`taskset`), and the bytes of the manifest for a million tokens. Simulated:
 
-- **one machine**, in three ways: threads of one process, which share the GIL; worker processes
-  that tokenize, while one process does all else, each stage in a thread; worker processes that make
-  whole partitions, and read files several times. A stage in a thread uses one core. Exchange with
-  processes (2 ms for a MB), memory bandwidth and disks are left out;
-- **a cluster**, event by event, as ``engine="ray"`` runs it: tasks start in order, two for each
-  worker at most ahead of the oldest unfinished one; a task reads every file of which it has a
-  share, is slower by a random factor, and lost with its machine. Network and stores are assumed.
+- **one machine**, in three ways: threads of one process, which share the GIL; worker
+  processes that tokenize, while one process does all else, each stage in a thread;
+  worker processes that make whole partitions, and read files several times. A stage in
+  a thread uses one core. Exchange with processes (2 ms for a MB), memory bandwidth and
+  disks are left out;
+- **a cluster**, event by event, as ``engine="ray"`` runs it: tasks start in order, two
+  for each worker at most ahead of the oldest unfinished one; a task reads every file of
+  which it has a share, is slower by a random factor, and lost with its machine. Network
+  and stores are assumed.
 """
 
 from __future__ import annotations
@@ -86,7 +89,9 @@ class Measured:
     pair_bytes: float  # means of the data
     pair_tokens: float
     manifest_bytes: float  # for a million tokens
-    cores: dict[int, dict[str, float]]  # number of cores -> seconds of the job on them, by stage
+    cores: dict[
+        int, dict[str, float]
+    ]  # number of cores -> seconds of the job on them, by stage
 
 
 def stage_costs(job: Callable[[], Any]) -> Counter[str]:
@@ -116,7 +121,10 @@ def measure(shared: Path, scratch: Path) -> Measured:
     source, first = scratch / "sample.jsonl", scratch / "first.jsonl"
     write_pairs(shared / "pairs", source, SAMPLE, "long")
     first.write_bytes(b"".join(source.read_bytes().splitlines(True)[:100]))
-    settings: dict[str, Any] = {"tokenizer": str(shared / "tokenizers" / "qwen3"), "num_workers": 1}
+    settings: dict[str, Any] = {
+        "tokenizer": str(shared / "tokenizers" / "qwen3"),
+        "num_workers": 1,
+    }
     small = packstore.pack(str(first), str(scratch / "small"), **settings).manifest
     size = source.stat().st_size / 1e6
     packstore.pack(str(source), str(scratch / "before"), **settings)
@@ -137,10 +145,16 @@ def measure(shared: Path, scratch: Path) -> Measured:
     )
 
 
-def on_cores(number: int, source: Path, tokenizer: str, scratch: Path) -> dict[str, float]:
+def on_cores(
+    number: int, source: Path, tokenizer: str, scratch: Path
+) -> dict[str, float]:
     """Seconds of the job by stage, in a process that may use so many cores."""
     cores = ("taskset", "-c", f"0-{number - 1}")
-    task = {"contender": "packstore", "source": str(source), "out": str(scratch / f"on-{number}")}
+    task = {
+        "contender": "packstore",
+        "source": str(source),
+        "out": str(scratch / f"on-{number}"),
+    }
     return dict(in_process({**task, "tokenizer": tokenizer}, *cores)["stages"])
 
 
@@ -153,20 +167,30 @@ def one_machine(stages: dict[str, float], cores: int, way: str) -> tuple[float, 
         return (sum(stages.values()) + (READERS - 1) * stages["read"]) / cores, "cores"
     reading = {n: s for n, s in stages.items() if n in HOLDS}
     writing = {n: s for n, s in stages.items() if n not in HOLDS}
-    here = HOLDS if way == "threads" else {"read": HOLDS["read"], "spill": HOLDS["spill"]}
+    here = (
+        HOLDS if way == "threads" else {"read": HOLDS["read"], "spill": HOLDS["spill"]}
+    )
     lanes = {"the GIL": sum(here[n] * stages[n] for n in here), "read": stages["read"]}
-    read = max((s, n) for n, s in {**lanes, "cores": sum(reading.values()) / cores}.items())
-    write = max((s, n) for n, s in {**writing, "cores": sum(writing.values()) / cores}.items())
+    read = max(
+        (s, n) for n, s in {**lanes, "cores": sum(reading.values()) / cores}.items()
+    )
+    write = max(
+        (s, n) for n, s in {**writing, "cores": sum(writing.values()) / cores}.items()
+    )
     both = max(read[0], write[0], sum(stages.values()) / cores)
     return (read[0] + both + write[0]) / 2, max(read, write)[1]
 
 
-def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) -> dict[str, Any]:
+def simulate(
+    pairs: float, workers: int, files: int, m: Measured, a: Assumed
+) -> dict[str, Any]:
     """Runs the tasks of a job; returns hours, and where they go."""
     rng = np.random.default_rng(0)
     total = pairs * m.pair_bytes / 1e6
     partitions = max(1, math.ceil(total * 1e6 / PARTITION_BYTES))
-    each = max(1, min(SHARES, READERS * files // partitions))  # files of which a partition takes
+    each = max(
+        1, min(SHARES, READERS * files // partitions)
+    )  # files of which a partition takes
     reads = max(1.0, partitions * each / files)
     per_task = reads * files / partitions
     reading = per_task * total / files * max(m.stages["read"], 1 / a.download_mb)
@@ -181,7 +205,9 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
     for n in range(partitions):
         allowed = 0.0 if n < 2 * workers else oldest[n - 2 * workers]
         start = max(heapq.heappop(free), allowed)
-        while (death := start + rng.exponential(a.lost_hours * 3600)) < start + seconds[n]:
+        while (death := start + rng.exponential(a.lost_hours * 3600)) < start + seconds[
+            n
+        ]:
             start, lost = death + a.restart_s, lost + 1
         heapq.heappush(free, start + seconds[n])
         oldest[n] = done = max(done, start + seconds[n])  # results are taken in order
@@ -202,8 +228,12 @@ def simulate(pairs: float, workers: int, files: int, m: Measured, a: Assumed) ->
 def main() -> None:
     """Measures, simulates and prints."""
     command = parser(__doc__)
-    command.add_argument("--shared", type=Path, default=SHARED, help="with pairs and tokenizers")
-    command.add_argument("--pairs", type=float, nargs="+", default=[1e6, 1e8, 1e9, 1e10])
+    command.add_argument(
+        "--shared", type=Path, default=SHARED, help="with pairs and tokenizers"
+    )
+    command.add_argument(
+        "--pairs", type=float, nargs="+", default=[1e6, 1e8, 1e9, 1e10]
+    )
     command.add_argument("--workers", type=int, default=1000)
     command.add_argument("--files", type=int, nargs="+", default=[1000, 4000, 256_000])
     command.add_argument("--out", default=RESULTS / "scale.json", help="-: nowhere")
@@ -214,13 +244,25 @@ def main() -> None:
     show(("measured", "figures"), asdict(m).items())
     for cores, way in itertools.product(CORES, WAYS):
         seconds, limit = one_machine(m.stages, cores, way)
-        rates = {"gb_hour": 3.6 / seconds, "pairs_hour": 3600e6 / seconds / m.pair_bytes}
+        rates = {
+            "gb_hour": 3.6 / seconds,
+            "pairs_hour": 3600e6 / seconds / m.pair_bytes,
+        }
         machine.append({"cores": cores, "way": way, "limit": limit, **rates})
-    jobs = [simulate(n, args.workers, f, m, assumed) for n in args.pairs for f in args.files]
+    jobs = [
+        simulate(n, args.workers, f, m, assumed) for n in args.pairs for f in args.files
+    ]
     for rows in (machine, jobs):
         show(rows[0], [row.values() for row in rows])
-    facts = {"measured": asdict(m), "assumed": asdict(assumed), "machine": machine, "jobs": jobs}
-    save(args.out, {"environment": provenance("numpy", "pyarrow", "fastokens"), **facts})
+    facts = {
+        "measured": asdict(m),
+        "assumed": asdict(assumed),
+        "machine": machine,
+        "jobs": jobs,
+    }
+    save(
+        args.out, {"environment": provenance("numpy", "pyarrow", "fastokens"), **facts}
+    )
 
 
 if __name__ == "__main__":

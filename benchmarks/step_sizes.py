@@ -3,10 +3,10 @@
     python benchmarks/step_sizes.py --data ../shared/data/pairs/hh_harmless.jsonl.gz \\
         --tokenizer ../shared/data/tokenizers/qwen3
 
-A pack is never split. Compared are the steps of the loader, which end at the pack that is nearest
-to the request and make up for the error in the steps after it, and steps that end before they
-exceed the request. Where the steps are too large, the data is packed again with the pack size that
-the loader advises.
+A pack is never split. Compared are the steps of the loader, which end at the pack that
+is nearest to the request and make up for the error in the steps after it, and steps
+that end before they exceed the request. Where the steps are too large, the data is
+packed again with the pack size that the loader advises.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def measure(data: PackedDataset, requested: int, ranks: int) -> dict[str, Any]:
     fewest, mean, most = plan.examples_per_step
     pairs = manifest.totals.examples
     longest = longest_example(data.stream.datasets[0])
-    warning = large_steps_warning(requested, mean, most, ranks, manifest.pack_size, longest)
+    warning = large_steps_warning(
+        requested, mean, most, ranks, manifest.pack_size, longest
+    )
     advice = re.search(r"pack_size=(\d+)", warning)
     return {
         "pack_size": manifest.pack_size,
@@ -76,8 +78,12 @@ def main() -> None:
     """Pack, plan and print."""
     command = parser(__doc__)
     command.add_argument("--data", required=True, help="file of pairs")
-    command.add_argument("--tokenizer", required=True, help="folder or file of the tokenizer")
-    command.add_argument("--out", default=RESULTS / "step_sizes.json", help="-: nowhere")
+    command.add_argument(
+        "--tokenizer", required=True, help="folder or file of the tokenizer"
+    )
+    command.add_argument(
+        "--out", default=RESULTS / "step_sizes.json", help="-: nowhere"
+    )
     args = command.parse_args()
     rows = []
     with tempfile.TemporaryDirectory() as folder:

@@ -44,8 +44,9 @@ ORDERS = 10
 """Random orders that are drawn; figures are their mean."""
 BATCH = 16
 GROUP_BATCHES = 50
-"""Batches that length grouping sorts together: the most that transformers takes. On sets this small
-it would take fewer, which groups less well."""
+"""Batches that length grouping sorts together: the most that transformers takes. On
+sets this small it would take fewer, which groups less well.
+"""
 STRATEGIES = ("first_fit_shuffle", "first_fit_decreasing", "pool")
 
 
@@ -66,7 +67,9 @@ def batches(order: Int64, size: int) -> list[Int64]:
 
 
 def padded_tokens(lengths: Int32, cut: list[Int64]) -> int:
-    """Tokens of some batches of pairs, each padded to its longest sequence; lengths `[E, 2]`."""
+    """Tokens of some batches of pairs, each padded to its longest sequence; lengths
+    `[E, 2]`.
+    """
     return sum(lengths[own].size * int(lengths[own].max()) for own in cut)
 
 
@@ -84,7 +87,9 @@ def processed_tokens(lengths: Int32) -> tuple[dict[str, float], dict[str, float]
     found, means = defaultdict(list), defaultdict(list)
     for seed in range(ORDERS):
         shuffled = permutation(len(lengths), seed)
-        cuts = {f"padded_random_{size}": batches(shuffled, size) for size in (BATCH, 4, 1)}
+        cuts = {
+            f"padded_random_{size}": batches(shuffled, size) for size in (BATCH, 4, 1)
+        }
         cuts[f"length_grouped_{BATCH}"] = grouped(lengths, seed)
         for way, cut in cuts.items():
             found[way].append(padded_tokens(lengths, cut))
@@ -94,23 +99,31 @@ def processed_tokens(lengths: Int32) -> tuple[dict[str, float], dict[str, float]
     variances = by_length.var(axis=1).mean(), random.var(axis=1).mean()
     price = {
         "length_grouped_variance_over_random": float(variances[0] / variances[1]),
-        "padding_free_largest_step_over_mean": float((random.max(1) / random.mean(1)).mean()),
+        "padding_free_largest_step_over_mean": float(
+            (random.max(1) / random.mean(1)).mean()
+        ),
     }
     mean = {way: float(np.mean(values)) for way, values in found.items()}
     return {**mean, "padding_free": int(tokens.sum())}, price
 
 
 def weights(plan: packstore.Plan) -> np.ndarray:
-    """Weight of each pair under a mean per pack: pairs / (packs * pairs of its pack)."""
+    """Weight of each pair under a mean per pack: pairs / (packs * pairs of its
+    pack).
+    """
     counts = np.diff(plan.offsets)
     return np.repeat(plan.num_examples / (plan.num_packs * counts), counts)
 
 
-def measure(path: str, tokenizer: str, template: str | None, pack_size: int) -> dict[str, Any]:
+def measure(
+    path: str, tokenizer: str, template: str | None, pack_size: int
+) -> dict[str, Any]:
     """The figures of one file."""
     examples = load(path, tokenizer, template, pack_size)
     concat, shared = sizes(examples, "concat"), sizes(examples, "shared_prefix")
-    plans = {s: packstore.plan(concat, pack_size=pack_size, strategy=s) for s in STRATEGIES}
+    plans = {
+        s: packstore.plan(concat, pack_size=pack_size, strategy=s) for s in STRATEGIES
+    }
     tokens, price = processed_tokens(examples.lengths.reshape(-1, 2))
     packs = plans["pool"].num_packs * pack_size
     shared_packs = packstore.plan(shared, pack_size=pack_size).num_packs * pack_size
@@ -145,10 +158,15 @@ def main() -> None:
         ("over_shared_packs", "the same with shared prefixes"),
         ("price", "price of the ways without packs"),
         ("fill", "share of packs that is filled"),
-        ("pack_mean_weight", "weight of a pair under a mean per pack: least, 1 %, 99 %, most"),
+        (
+            "pack_mean_weight",
+            "weight of a pair under a mean per pack: least, 1 %, 99 %, most",
+        ),
     ):
         show(
-            ("", *files), [(way, *(r[key][way] for r in results)) for way in results[0][key]], title
+            ("", *files),
+            [(way, *(r[key][way] for r in results)) for way in results[0][key]],
+            title,
         )
     about: dict[str, Any] = {"tokenizer": Path(args.tokenizer).name, "orders": ORDERS}
     about |= {"chat_template": args.chat_template, "pack_size": args.pack_size}

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: pages that lie outside of docs/, and links that leave it.
 
-Links are written for the repository, so that the pages read well there too. On the site, one to a
-file that is a page leads to it, and one to any other file is its text alone. One to nothing stays,
-for mkdocs to complain of.
+Links are written for the repository, so that the pages read well there too. On the
+site, one to a file that is a page leads to it, and one to any other file is its text
+alone. One to nothing stays, for mkdocs to complain of.
 """
 
 from __future__ import annotations
@@ -57,4 +57,6 @@ def _rewritten(link: re.Match[str], place: str, source: str) -> str:
         return text
     else:
         return link[0]
-    return f"[{text}]({posixpath.relpath(goal, posixpath.dirname(place) or '.')}{anchor})"
+    return (
+        f"[{text}]({posixpath.relpath(goal, posixpath.dirname(place) or '.')}{anchor})"
+    )

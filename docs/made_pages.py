@@ -1,8 +1,9 @@
-"""Generates pages of the site at build time: the API, the commands, the forms, the dependencies.
+"""Generates pages of the site at build time: the API, the commands, the forms, the
+dependencies.
 
-The text of the API is that of the docstrings, by mkdocstrings; settings are tables made from the
-fields of their dataclasses, commands from their parsers, and forms from their decorators. No page
-is stored in a file, so none can differ from the code.
+The text of the API is that of the docstrings, by mkdocstrings; settings are tables made
+from the fields of their dataclasses, commands from their parsers, and forms from their
+decorators. No page is stored in a file, so none can differ from the code.
 """
 
 from __future__ import annotations
@@ -83,7 +84,9 @@ CLOSED_LISTS = {
 """Name of a list of closed names or words -> its title."""
 
 _DEPENDENCIES = re.compile(r"<!-- dependencies -->.*<!-- /dependencies -->", re.S)
-_ROLE = re.compile(r":(?:class|meth|func|attr|data|mod):(<code>|`)(?:~[\w.]+\.(?=\w+(?:<|`)))?")
+_ROLE = re.compile(
+    r":(?:class|meth|func|attr|data|mod):(<code>|`)(?:~[\w.]+\.(?=\w+(?:<|`)))?"
+)
 """A role of reStructuredText in a docstring, up to the name that it shows."""
 
 
@@ -110,14 +113,19 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def pages() -> dict[str, Callable[[], Iterable[str]]]:
     """Place of a page -> its lines of Markdown."""
-    made: dict[str, Callable[[], Iterable[str]]] = {COMMANDS_PAGE: commands, FORMS_PAGE: forms}
+    made: dict[str, Callable[[], Iterable[str]]] = {
+        COMMANDS_PAGE: commands,
+        FORMS_PAGE: forms,
+    }
     for name, place in NAMESPACES.items():
         made[place] = lambda name=name: namespace(name)
     return made
 
 
 def namespace(name: str) -> Iterator[str]:
-    """Yields a page of a namespace: all names with a sentence each, then each in full."""
+    """Yields a page of a namespace: all names with a sentence each, then each
+    in full.
+    """
     yield f"# `{name}`\n"
     yield (inspect.getdoc(importlib.import_module(name)) or "").split("\n\n")[0] + "\n"
     found, entries = homes(name), []
@@ -147,21 +155,33 @@ def homes(name: str) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    own = [n for n, value in vars(module).items() if getattr(value, "__module__", "") == name]
+    own = [
+        n
+        for n, value in vars(module).items()
+        if getattr(value, "__module__", "") == name
+    ]
     public = [n for n in getattr(module, "__all__", own) if not n.startswith("_")]
     return {n: imported.get(n, f"{name}.{n}") for n in sorted(public, key=str.lower)}
 
 
 def commands() -> Iterator[str]:
-    """Yields the page of the command line: each command with all its arguments and defaults."""
+    """Yields the page of the command line: each command with all its arguments and
+    defaults.
+    """
     from packstore.cli import parser
 
     top = parser()
     (subs,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     yield "# Commands\n"
     yield f"{top.description}\n"
-    yield "`packstore COMMAND --help` shows the same in a terminal. A flag is a setting of the "
-    yield "[Python call](packstore.md) with `_` for `-`. Exit codes: 0 success, 1 a named error or "
+    yield (
+        "`packstore COMMAND --help` shows the same in a terminal. A flag is a "
+        "setting of the "
+    )
+    yield (
+        "[Python call](packstore.md) with `_` for `-`. Exit codes: 0 success, 1 a "
+        "named error or "
+    )
     yield "a failed check, 2 wrong usage, 130 interrupted.\n"
     yield from _table(
         ("command", ""),
@@ -181,7 +201,9 @@ def commands() -> Iterator[str]:
 
 
 def forms() -> Iterator[str]:
-    """Yield the page of forms: each with its structures, then own names and closed lists."""
+    """Yield the page of forms: each with its structures, then own names and closed
+    lists.
+    """
     from packstore.tokenizer.records.forms import load
 
     yield _ABOUT_FORMS
@@ -196,7 +218,9 @@ def forms() -> Iterator[str]:
 
 
 def _form(form: Any) -> Iterator[str]:
-    """Yield one form: its first line, or why it is refused, and a row for each structure."""
+    """Yield one form: its first line, or why it is refused, and a row for each
+    structure.
+    """
     yield f"\n### {form.name}\n"
     text = form.summary or f"{form.refusal[0].upper()}{form.refusal[1:]}."
     yield f"{_cell(text)}\n"
@@ -207,10 +231,14 @@ def _form(form: Any) -> Iterator[str]:
         leaves = ", ".join(f"`{path}`" for path in structure.leaves)
         sets = ", ".join(f"`{name}`" for name in structure.sets)
         source = f"[source]({structure.source})" if structure.source else ""
-        rows.append((required, optional, leaves, " ".join(filter(None, (sets, source)))))
+        rows.append(
+            (required, optional, leaves, " ".join(filter(None, (sets, source))))
+        )
     head = ("required", "optional", "not read", "sets")
     filled = [i for i, _ in enumerate(head) if any(row[i] for row in rows)]
-    yield from _table([head[i] for i in filled], ([row[i] for i in filled] for row in rows))
+    yield from _table(
+        [head[i] for i in filled], ([row[i] for i in filled] for row in rows)
+    )
 
 
 def _field(path: str, field_type: Any) -> str:
@@ -223,7 +251,9 @@ def _type_names() -> dict[int, str]:
     from packstore.tokenizer.records import types
 
     return {
-        id(value): name for name, value in vars(types).items() if isinstance(value, types.FieldType)
+        id(value): name
+        for name, value in vars(types).items()
+        if isinstance(value, types.FieldType)
     }
 
 
@@ -232,7 +262,10 @@ def _field_types() -> Iterator[str]:
     from packstore.tokenizer.records import types
 
     yield "\n## Types of fields\n"
-    rows = [(name, _cell(getattr(types, name).description)) for name in _type_names().values()]
+    rows = [
+        (name, _cell(getattr(types, name).description))
+        for name in _type_names().values()
+    ]
     yield from _table(("type", "value"), rows)
 
 
@@ -241,7 +274,11 @@ def _own_names() -> Iterator[str]:
     from packstore.config.record_fields import ID_ROLES, SPELLINGS, id_spellings
 
     yield "\n## Own names\n"
-    yield "A record without a form is read by the names of its columns, the first of a row before "
+    yield (
+        "A record without a form is read by the names of its columns, the first of "
+        "a "
+        "row before "
+    )
     yield "the next. `--field ROLE=NAME` gives a role to any other column or path.\n"
     rows = []
     for role, spellings in SPELLINGS.items():
@@ -252,7 +289,9 @@ def _own_names() -> Iterator[str]:
 
 
 def _closed_lists() -> Iterator[str]:
-    """Yield the names and words that mean something in every set, with their sources."""
+    """Yield the names and words that mean something in every set, with their
+    sources.
+    """
     home = "packstore.tokenizer.records.judgements"
     yield _ABOUT_LISTS
     for name, title in CLOSED_LISTS.items():
@@ -272,22 +311,34 @@ def _closed_lists() -> Iterator[str]:
 
 
 def dependencies() -> Iterator[str]:
-    """Yields the table of dependencies: bounds of pyproject.toml, and installed versions."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    """Yields the table of dependencies: bounds of pyproject.toml, and installed
+    versions.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
+        "project"
+    ]
     groups = {"": project["dependencies"], **project["optional-dependencies"]}
     rows = []
     for extra, names in groups.items():
         for wanted in names if extra != "dev" else ():
             name, bounds = re.match(r"([\w.-]+(?:\[[\w,-]+\])?)(.*)", wanted).groups()  # type: ignore[union-attr]
-            oldest, below = (re.search(rf"{sign}([\w.]+)", bounds) for sign in (">=", "<"))
+            oldest, below = (
+                re.search(rf"{sign}([\w.]+)", bounds) for sign in (">=", "<")
+            )
             if oldest:
-                told = (oldest[1], below[1] if below else "", _installed(name.partition("[")[0]))
+                told = (
+                    oldest[1],
+                    below[1] if below else "",
+                    _installed(name.partition("[")[0]),
+                )
                 rows.append((name, extra and f"`{extra}`", *told))
     yield from _table(("package", "extra", "oldest", "below", "newest tried"), rows)
 
 
 def _entry(n: str, home: str) -> Iterator[str]:
-    """Yields one name in full: its docstring, and the table of settings or tree of errors."""
+    """Yields one name in full: its docstring, and the table of settings or tree of
+    errors.
+    """
     settings = _settings(_value(home))
     yield f"\n::: {home}"
     yield "    options:"
@@ -300,7 +351,9 @@ def _entry(n: str, home: str) -> Iterator[str]:
         yield ""
         yield from _table(("setting", "type", "default", ""), settings)
     if home == "packstore.errors.PackstoreError":
-        drawn = (inspect.getdoc(importlib.import_module("packstore.errors")) or "").split("\n\n")
+        drawn = (
+            inspect.getdoc(importlib.import_module("packstore.errors")) or ""
+        ).split("\n\n")
         tree = textwrap.dedent(next(part for part in drawn if "├──" in part))
         yield f"\n``` {{ .text .tree }}\n{tree}\n```"
     yield ""
@@ -340,11 +393,20 @@ def _argument(action: argparse.Action) -> tuple[str, str, str]:
         default = ""
     else:
         default = f"`{action.default}`"
-    names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
-    value = "" if not action.option_strings or action.nargs == 0 else action.metavar or ""
+    names = (
+        ", ".join(f"`{name}`" for name in action.option_strings)
+        or f"`{action.metavar}`"
+    )
+    value = (
+        "" if not action.option_strings or action.nargs == 0 else action.metavar or ""
+    )
     if action.choices:
         help_ = f"{help_}: {', '.join(f'`{c}`' for c in action.choices)}"
-    return f"{names} {value}".strip(), default, _cell(help_) if not action.choices else help_
+    return (
+        f"{names} {value}".strip(),
+        default,
+        _cell(help_) if not action.choices else help_,
+    )
 
 
 def _each(subs: Any) -> list[tuple[str, argparse.ArgumentParser]]:
@@ -360,8 +422,12 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
 
 
 def _belongs(home: str, name: str, other: str) -> bool:
-    """Returns True if a name of the namespace `name` is explained on the page of `other`."""
-    return other != name and other.startswith(f"{name}.") and home.startswith(f"{other}.")
+    """Returns True if a name of the namespace `name` is explained on the page of
+    `other`.
+    """
+    return (
+        other != name and other.startswith(f"{name}.") and home.startswith(f"{other}.")
+    )
 
 
 def _first_sentence(home: str) -> str:
@@ -376,8 +442,14 @@ def _beside(home: str) -> str:
     module, _, n = home.rpartition(".")
     body = ast.parse(inspect.getsource(importlib.import_module(module))).body
     for statement, after in itertools.pairwise(body):
-        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(after, ast.Expr):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+        if isinstance(statement, ast.Assign | ast.AnnAssign) and isinstance(
+            after, ast.Expr
+        ):
+            targets = (
+                statement.targets
+                if isinstance(statement, ast.Assign)
+                else [statement.target]
+            )
             if any(isinstance(t, ast.Name) and t.id == n for t in targets):
                 return str(ast.literal_eval(after.value))
     return ""

@@ -12,7 +12,12 @@ from pathlib import Path
 
 HERE = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
-COLOURS = {"prompt": "#b7c4d1", "chosen": "#5aa88f", "rejected": "#dd8d6c", "free": "#f0f2f4"}
+COLOURS = {
+    "prompt": "#b7c4d1",
+    "chosen": "#5aa88f",
+    "rejected": "#dd8d6c",
+    "free": "#f0f2f4",
+}
 INK, QUIET = "#22303c", "#66737f"
 CELL = 46
 
@@ -20,20 +25,30 @@ CELL = 46
 def picture(width: int, height: int, title: str, *parts: str) -> str:
     """An SVG page, white, so that it reads on any background."""
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'role="img" '
         f'font-family="system-ui, sans-serif" font-size="14" fill="{INK}">'
     )
     ground = f'<rect width="{width}" height="{height}" rx="8" fill="#ffffff"/>'
-    return "\n".join([head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>", ""])
+    return "\n".join(
+        [head, f"<title>{escape(title)}</title>", ground, *parts, "</svg>", ""]
+    )
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", **style: object) -> str:
     """Words at a place; `anchor` is ``start``, ``middle`` or ``end``."""
-    given = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in style.items())
-    return f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}"{given}>{escape(words)}</text>'
+    given = "".join(
+        f' {name.replace("_", "-")}="{value}"' for name, value in style.items()
+    )
+    return (
+        f'<text x="{x:g}" y="{y:g}" '
+        f'text-anchor="{anchor}"{given}>{escape(words)}</text>'
+    )
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, line: str = "#ffffff") -> str:
+def box(
+    x: float, y: float, width: float, height: float, fill: str, line: str = "#ffffff"
+) -> str:
     """A rectangle."""
     return (
         f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" '
@@ -43,7 +58,10 @@ def box(x: float, y: float, width: float, height: float, fill: str, line: str = 
 
 def bracket(x: float, width: float, y: float, words: str) -> str:
     """A line above a part of a row, with its name."""
-    line = f'<path d="M{x + 3:g} {y + 6:g}v-6h{width - 6:g}v6" fill="none" stroke="{QUIET}"/>'
+    line = (
+        f'<path d="M{x + 3:g} {y + 6:g}v-6h{width - 6:g}v6" fill="none" '
+        f'stroke="{QUIET}"/>'
+    )
     return line + text(x + width / 2, y - 6, words, "middle", fill=QUIET)
 
 
@@ -64,13 +82,20 @@ def layouts() -> str:
         left, first = 150, len(CHOSEN)
         parts.append(text(20, top - 30, name, font_weight="bold", font_size=16))
         parts.append(bracket(left, first * CELL, top - 4, "segment 0: chosen"))
-        parts.append(bracket(left + first * CELL, len(second) * CELL, top - 4, "1: rejected"))
+        parts.append(
+            bracket(left + first * CELL, len(second) * CELL, top - 4, "1: rejected")
+        )
         for i, (number, side) in enumerate(row):
             x = left + i * CELL
             parts += [
                 box(x, top + 8, CELL, 34, COLOURS[side]),
                 text(x + CELL / 2, top + 30, str(number), "middle"),
-                text(x + CELL / 2, top + 66, "·" if side == "prompt" else str(number), "middle"),
+                text(
+                    x + CELL / 2,
+                    top + 66,
+                    "·" if side == "prompt" else str(number),
+                    "middle",
+                ),
             ]
             place = i if i < first else i - first + offset
             parts.append(text(x + CELL / 2, top + 92, str(place), "middle", fill=QUIET))
@@ -80,23 +105,34 @@ def layouts() -> str:
             (92, "position_ids"),
             (122, "seq_boundaries"),
         ):
-            parts.append(text(20, top + y, label, fill=INK if y in (30, 66, 122) else QUIET))
+            parts.append(
+                text(20, top + y, label, fill=INK if y in (30, 66, 122) else QUIET)
+            )
         for edge in (0, first, len(row)):
             x = left + edge * CELL
-            parts.append(f'<path d="M{x} {top + 44}v62" stroke="{INK}" stroke-dasharray="3 3"/>')
+            parts.append(
+                f'<path d="M{x} {top + 44}v62" stroke="{INK}" stroke-dasharray="3 3"/>'
+            )
             parts.append(text(x, top + 122, str(edge), "middle", font_weight="bold"))
         told = f"lengths 5, 4 · tokens stored: {len(row)}"
         if offset:
             told += " · the rejected segment leaves out 11 12, which are above"
         parts.append(text(20, top + 152, told, fill=QUIET))
-    parts.append(_legend(20, 478, {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}))
+    parts.append(
+        _legend(
+            20, 478, {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
+        )
+    )
     return picture(680, 500, "One pair in the layouts concat and shared_prefix", *parts)
 
 
 def masks() -> str:
     """Draws the attention masks of both layouts."""
     parts: list[str] = []
-    for left, name, second in ((70, "concat", REJECTED), (440, "shared_prefix", SHARED)):
+    for left, name, second in (
+        (70, "concat", REJECTED),
+        (440, "shared_prefix", SHARED),
+    ):
         row, size, first = CHOSEN + second, 28, len(CHOSEN)
         parts.append(text(left, 34, name, font_weight="bold", font_size=16))
         for i, (number, _) in enumerate(row):
@@ -106,9 +142,17 @@ def masks() -> str:
             for j in range(len(row)):
                 own = j <= i and (i < first or j >= first)
                 gathered = name == "shared_prefix" and i >= first and j < 2
-                fill = COLOURS[row[j][1]] if own else "#8fa3b5" if gathered else COLOURS["free"]
+                fill = (
+                    COLOURS[row[j][1]]
+                    if own
+                    else "#8fa3b5"
+                    if gathered
+                    else COLOURS["free"]
+                )
                 parts.append(box(left + j * size, y, size, size, fill))
-    parts.append(text(70, 352, "rows: queries; columns: keys; empty: not seen", fill=QUIET))
+    parts.append(
+        text(70, 352, "rows: queries; columns: keys; empty: not seen", fill=QUIET)
+    )
     parts.append(text(440, 352, "dark: shared keys, gathered once more", fill=QUIET))
     return picture(760, 370, "Attention masks of one pair in both layouts", *parts)
 
@@ -120,7 +164,9 @@ def words() -> str:
         text(130, 36, "prompt + chosen + rejected", fill=QUIET),
         text(20, 86, "example", font_weight="bold"),
         text(20, 104, "2 sequences", fill=QUIET),
-        *_row(130, 70, [("prompt", 70), ("chosen", 60), ("prompt", 70), ("rejected", 40)]),
+        *_row(
+            130, 70, [("prompt", 70), ("chosen", 60), ("prompt", 70), ("rejected", 40)]
+        ),
         f'<path d="M130 112h130v5m0 -5h110v5" fill="none" stroke="{QUIET}"/>',
         text(195, 132, "sequence", "middle", fill=QUIET),
         text(315, 132, "sequence", "middle", fill=QUIET),
@@ -134,7 +180,11 @@ def words() -> str:
         parts += _pack(130, 250 + 26 * i, sizes, 620, height=20)
     parts += [
         text(20, 364, "dataset", font_weight="bold"),
-        text(130, 364, "shards, and a manifest that is written last: it makes them a dataset"),
+        text(
+            130,
+            364,
+            "shards, and a manifest that is written last: it makes them a dataset",
+        ),
     ]
     return picture(780, 390, "Records, examples, sequences, packs, shards", *parts)
 
@@ -160,12 +210,17 @@ def weights() -> str:
         for pair, share in enumerate(shares):
             width = 200 if pair == 0 else 50
             height = 100 * share
-            parts.append(box(x + width / 2 - 18, top + 56 - height, 36, height, "#3d6f8e"))
+            parts.append(
+                box(x + width / 2 - 18, top + 56 - height, 36, height, "#3d6f8e")
+            )
             told = {0.5: "1/2", 0.125: "1/8", 0.2: "1/5"}[share]
             parts.append(text(x + width / 2, top + 74, told, "middle"))
             x += width + (24 if pair == 0 else 0)
     return picture(
-        720, 270, "The weight of five pairs, by a mean per pack and by sum and count", *parts
+        720,
+        270,
+        "The weight of five pairs, by a mean per pack and by sum and count",
+        *parts,
     )
 
 
@@ -182,10 +237,21 @@ WAYS = {
 
 
 def gains() -> str:
-    """Tokens of an epoch by the way it is batched: the least and the most of four sets of pairs."""
-    measured = json.loads((RESULTS / "why_pack.json").read_text(encoding="utf-8"))["results"]
+    """Tokens of an epoch by the way it is batched: the least and the most of four sets
+    of pairs.
+    """
+    measured = json.loads((RESULTS / "why_pack.json").read_text(encoding="utf-8"))[
+        "results"
+    ]
     left, unit = 290, 112
-    parts = [text(20, 36, "Tokens that an epoch processes, relative to packs", font_weight="bold")]
+    parts = [
+        text(
+            20,
+            36,
+            "Tokens that an epoch processes, relative to packs",
+            font_weight="bold",
+        )
+    ]
     for i, (name, way) in enumerate(WAYS.items()):
         y = 56 + i * 34
         found = [r["tokens"][way] / r["tokens"]["packs"] for r in measured]
@@ -194,16 +260,25 @@ def gains() -> str:
         fill, light = ("#5aa88f", "#a9d3c5") if ours else ("#8fa3b5", "#cdd7e0")
         told = "1" if way == "packs" else f"{low:.2f} to {high:.2f}"
         parts += [
-            text(left - 12, y + 18, name, "end", font_weight="bold" if ours else "normal"),
+            text(
+                left - 12, y + 18, name, "end", font_weight="bold" if ours else "normal"
+            ),
             box(left, y, high * unit, 26, light),
             box(left, y, low * unit, 26, fill),
             text(left + max(high, 1) * unit + 10, y + 18, told),
         ]
     base, bottom = left + unit, 56 + 34 * len(WAYS)
-    parts.append(f'<path d="M{base} 48V{bottom}" stroke="{INK}" stroke-dasharray="3 3"/>')
-    sets = f"{len(measured)} sets of real pairs, pack size 4096. Dark: the least; light: the most."
+    parts.append(
+        f'<path d="M{base} 48V{bottom}" stroke="{INK}" stroke-dasharray="3 3"/>'
+    )
+    sets = (
+        f"{len(measured)} sets of real pairs, pack size 4096. Dark: the least; "
+        "light: the most."
+    )
     parts.append(text(20, bottom + 26, sets, fill=QUIET))
-    return picture(780, bottom + 44, "Tokens of an epoch by how it is batched; packs are 1", *parts)
+    return picture(
+        780, bottom + 44, "Tokens of an epoch by how it is batched; packs are 1", *parts
+    )
 
 
 GREEN, ORANGE = COLOURS["chosen"], COLOURS["rejected"]
@@ -215,7 +290,11 @@ def feedback() -> str:
     of_reward, of_kto = found["reward"]["curve"], found["kto"]["curve"]
     good, bad = (of_kto[f"rewards/{side}"] for side in ("chosen", "rejected"))
     parts = [
-        *_curves(50, "reward model: ranked right", {"": (of_reward["rewards/accuracies"], GREEN)}),
+        *_curves(
+            50,
+            "reward model: ranked right",
+            {"": (of_reward["rewards/accuracies"], GREEN)},
+        ),
         *_curves(320, "KTO: rewards", {"good": (good, GREEN), "bad": (bad, ORANGE)}),
         *_curves(610, "GRPO: reward", {"": (found["grpo"]["rewards"], GREEN)}),
         text(50, 236, "each point: the mean of six steps", fill=QUIET),
@@ -234,7 +313,10 @@ def _curves(
     every = [value for values in means.values() for value in values]
     low, high, width, top, height = min(every), max(every), 190.0, 60.0, 130.0
     yield text(left, 36, title, font_weight="bold")
-    yield f'<path d="M{left:g} {top:g}v{height:g}h{width:g}" fill="none" stroke="{QUIET}"/>'
+    yield (
+        f'<path d="M{left:g} {top:g}v{height:g}h{width:g}" fill="none" '
+        f'stroke="{QUIET}"/>'
+    )
     for value, y in ((high, top), (low, top + height)):
         yield text(left - 6, y + 5, f"{value:.2f}", "end", fill=QUIET)
     for name, values in means.items():
@@ -242,13 +324,18 @@ def _curves(
         ys = [top + height * (high - value) / (high - low) for value in values]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in zip(xs, ys, strict=True))
         colour = series[name][1]
-        yield f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        yield (
+            f'<polyline points="{line}" fill="none" stroke="{colour}" '
+            'stroke-width="2"/>'
+        )
         yield text(left + width + 6, ys[-1] + 5, name, fill=colour)
     steps = len(next(iter(series.values()))[0])
     yield text(left + width, top + height + 20, f"{steps} steps", "end", fill=QUIET)
 
 
-def _row(x: float, y: float, parts: Sequence[tuple[str, float]], height: float = 34) -> list[str]:
+def _row(
+    x: float, y: float, parts: Sequence[tuple[str, float]], height: float = 34
+) -> list[str]:
     drawn = []
     for side, width in parts:
         drawn.append(box(x, y, width, height, COLOURS[side]))
@@ -256,23 +343,32 @@ def _row(x: float, y: float, parts: Sequence[tuple[str, float]], height: float =
     return drawn
 
 
-def _pack(x: float, y: float, sizes: Sequence[int], width: int, height: float = 34) -> list[str]:
+def _pack(
+    x: float, y: float, sizes: Sequence[int], width: int, height: float = 34
+) -> list[str]:
     """Examples of so many tokens side by side, and what is left free."""
     drawn, ends = [box(x, y, width, height, COLOURS["free"])], []
     for size in sizes:
         shares = zip(
-            ("prompt", "chosen", "prompt", "rejected"), (0.3, 0.25, 0.3, 0.15), strict=True
+            ("prompt", "chosen", "prompt", "rejected"),
+            (0.3, 0.25, 0.3, 0.15),
+            strict=True,
         )
         drawn += _row(x, y, [(side, size * share) for side, share in shares], height)
         x += size
-        ends.append(f'<path d="M{x:g} {y:g}v{height:g}" stroke="{INK}" stroke-width="2"/>')
+        ends.append(
+            f'<path d="M{x:g} {y:g}v{height:g}" stroke="{INK}" stroke-width="2"/>'
+        )
     return drawn + ends
 
 
 def _legend(x: float, y: float, names: dict[str, str]) -> str:
     drawn = []
     for name, words in names.items():
-        drawn += [box(x, y - 12, 16, 16, COLOURS[name]), text(x + 22, y + 1, words, fill=QUIET)]
+        drawn += [
+            box(x, y - 12, 16, 16, COLOURS[name]),
+            text(x + 22, y + 1, words, fill=QUIET),
+        ]
         x += 100
     return "\n".join(drawn)
 

@@ -1,4 +1,5 @@
-"""Takes the pictures of pages in ``docs/screenshots``, with Chromium, of the project's own sample.
+"""Takes the pictures of pages in ``docs/screenshots``, with Chromium, of the project's
+own sample.
 
 python docs/screenshots.py [FOLDER]        # two minutes; needs chromium and the extra train
 """
@@ -49,8 +50,16 @@ def take(page: Path, picture: Path, size: str) -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         raise SystemExit("needs chromium: apt-get install chromium")
-    flags = "--headless --no-sandbox --disable-gpu --hide-scrollbars --virtual-time-budget=4000"
-    words = [*flags.split(), f"--window-size={size}", f"--screenshot={picture}", page.as_uri()]
+    flags = (
+        "--headless --no-sandbox --disable-gpu --hide-scrollbars "
+        "--virtual-time-budget=4000"
+    )
+    words = [
+        *flags.split(),
+        f"--window-size={size}",
+        f"--screenshot={picture}",
+        page.as_uri(),
+    ]
     subprocess.run([chromium, *words], check=True, stderr=subprocess.DEVNULL)
 
 

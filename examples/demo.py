@@ -1,8 +1,9 @@
-"""``make demo``: preference pairs in, packed shards, and DPO steps out, in under two minutes.
+"""``make demo``: preference pairs in, packed shards, and DPO steps out, in under two
+minutes.
 
-Packs the project's own sample of pairs (examples/sample) with a tokenizer trained on it, shows one
-pack, then aligns a tiny random model with DPO and watches a held-out set. CPU only; everything is
-written to ./demo, which is made anew.
+Packs the project's own sample of pairs (examples/sample) with a tokenizer trained on
+it, shows one pack, then aligns a tiny random model with DPO and watches a held-out set.
+CPU only; everything is written to ./demo, which is made anew.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ console = Console(highlight=False, soft_wrap=True)
 
 def split_sample() -> tuple[Path, Path]:
     """Every eighth pair is held out."""
-    lines = (HERE / "sample" / "pairs.jsonl").read_text(encoding="utf-8").splitlines(True)
+    lines = (
+        (HERE / "sample" / "pairs.jsonl").read_text(encoding="utf-8").splitlines(True)
+    )
     train, held_out = OUT / "train.jsonl", OUT / "held-out.jsonl"
     train.write_text("".join(x for i, x in enumerate(lines) if i % 8), encoding="utf-8")
     held_out.write_text("".join(lines[::8]), encoding="utf-8")
@@ -54,7 +57,11 @@ def train_tokenizer(pairs: Path) -> Path:
     texts = []
     for line in pairs.read_text(encoding="utf-8").splitlines():
         pair = json.loads(line)
-        texts += [pair["chosen"], pair["rejected"], *(turn["content"] for turn in pair["prompt"])]
+        texts += [
+            pair["chosen"],
+            pair["rejected"],
+            *(turn["content"] for turn in pair["prompt"]),
+        ]
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -89,14 +96,18 @@ def tiny_model(vocab_size: int) -> LlamaForCausalLM:
 
 
 def evaluate(policy: LlamaForCausalLM, reference: LlamaForCausalLM, url: str) -> float:
-    """Share of held-out pairs whose chosen response gained more than the rejected one."""
+    """Share of held-out pairs whose chosen response gained more than the
+    rejected one.
+    """
     right = pairs = 0.0
     loss_fn = PreferenceLoss("dpo", beta=0.1)
     with torch.no_grad():
         for batch in PackedDataLoader(PackedDataset(url, shuffle=False)):
             logps = segment_logps(batch, logits=policy(**batch.model_inputs()).logits)
             ref = segment_logps(batch, logits=reference(**batch.model_inputs()).logits)
-            total, count = loss_fn(logps, batch, ref_logps=ref).metrics["rewards/accuracies"]
+            total, count = loss_fn(logps, batch, ref_logps=ref).metrics[
+                "rewards/accuracies"
+            ]
             right, pairs = right + float(total), pairs + float(count)
     return right / pairs
 
@@ -115,7 +126,9 @@ def align(train: str, held_out: str, vocab_size: int) -> None:
         steps = 0
         for batch in PackedDataLoader(data, packs_per_batch=2):
             with torch.no_grad():
-                ref = segment_logps(batch, logits=reference(**batch.model_inputs()).logits)
+                ref = segment_logps(
+                    batch, logits=reference(**batch.model_inputs()).logits
+                )
             logps = segment_logps(batch, logits=policy(**batch.model_inputs()).logits)
             out = loss_fn(logps, batch, ref_logps=ref)
             out.loss.backward()
@@ -127,7 +140,8 @@ def align(train: str, held_out: str, vocab_size: int) -> None:
             right += float(out.metrics["rewards/accuracies"][0])
         score = evaluate(policy, reference, held_out)
         console.print(
-            f"{epoch + 1:5} {steps:6} {loss_sum / pairs:7.4f} {right / pairs:9.1%} {score:18.1%}"
+            f"{epoch + 1:5} {steps:6} {loss_sum / pairs:7.4f} {right / pairs:9.1%} "
+            f"{score:18.1%}"
         )
 
 
@@ -140,14 +154,19 @@ def main() -> None:
     OUT.mkdir()
     train, held_out = split_sample()
     tokenizer = train_tokenizer(train)
-    settings = {"tokenizer": tokenizer, "chat_template": "chatml", "pack_size": PACK_SIZE}
+    settings = {
+        "tokenizer": tokenizer,
+        "chat_template": "chatml",
+        "pack_size": PACK_SIZE,
+    }
 
     console.rule("1. pack", align="left")
     data = packstore.pack(train, OUT / "pairs", **settings)
     packstore.pack(held_out, OUT / "pairs-held-out", **settings)
     m = data.manifest
     console.print(
-        f"{m.pairs} pairs in {len(data)} packs of {PACK_SIZE} tokens: fill rate {m.fill_rate:.2%}"
+        f"{m.pairs} pairs in {len(data)} packs of {PACK_SIZE} tokens: fill rate "
+        f"{m.fill_rate:.2%}"
     )
 
     console.rule("2. look", align="left")
@@ -156,7 +175,9 @@ def main() -> None:
     console.rule("3. align", align="left")
     vocab_size = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).get_vocab_size()
     align(str(OUT / "pairs"), str(OUT / "pairs-held-out"), vocab_size)
-    console.print(f"\ndone in {time.perf_counter() - start:.0f} s; the dataset is in {OUT}/pairs")
+    console.print(
+        f"\ndone in {time.perf_counter() - start:.0f} s; the dataset is in {OUT}/pairs"
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""GRPO on packs: a tiny model learns to repeat the larger of two digits, in seconds on a CPU.
+"""GRPO on packs: a tiny model learns to repeat the larger of two digits, in seconds on
+a CPU.
 
-Each step samples eight answers to each of 16 prompts and rewards every digit that is right. The
-answers are packed with their prompt once, and trained on twice::
+Each step samples eight answers to each of 16 prompts and rewards every digit that is
+right. The answers are packed with their prompt once, and trained on twice::
 
     python examples/grpo.py [--steps 80]
 """
@@ -18,8 +19,12 @@ import packstore.torch as pt
 PROMPTS, ANSWERS, LENGTH, DIGITS = 16, 8, 4, 10
 
 
-def sample(model: LlamaForCausalLM, prompts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws an answer to each prompt; returns it and its log-probs, `[n, LENGTH]` each."""
+def sample(
+    model: LlamaForCausalLM, prompts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draws an answer to each prompt; returns it and its log-probs, `[n,
+    LENGTH]` each.
+    """
     ids, logps = prompts, []
     for _ in range(LENGTH):
         chances = model(input_ids=ids).logits[:, -1].log_softmax(-1)
@@ -33,7 +38,9 @@ def train(steps: int) -> list[float]:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    config = LlamaConfig(vocab_size=DIGITS, max_position_embeddings=16, **sizes, **heads)
+    config = LlamaConfig(
+        vocab_size=DIGITS, max_position_embeddings=16, **sizes, **heads
+    )
     model = LlamaForCausalLM(config)
     loss_fn = pt.PolicyLoss(average="token", clip_low=0.2, clip_high=0.28)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -43,7 +50,9 @@ def train(steps: int) -> list[float]:
         model.set_attn_implementation("sdpa")  # its own, to sample
         with torch.no_grad():
             answers, old_logps = sample(model, prompts.repeat_interleave(ANSWERS, 0))
-        answers, old_logps = (x.view(PROMPTS, ANSWERS, LENGTH) for x in (answers, old_logps))
+        answers, old_logps = (
+            x.view(PROMPTS, ANSWERS, LENGTH) for x in (answers, old_logps)
+        )
         rewards = (answers == prompts.amax(1)[:, None, None]).float().mean(-1)
         advantages = rewards - rewards.mean(1, keepdim=True)
         advantages /= rewards.std(1, keepdim=True) + 1e-4
@@ -52,7 +61,9 @@ def train(steps: int) -> list[float]:
         pt.use_packed_attention(model)
         for _ in range(2):  # in the second pass, ratios are clipped
             for batch in batches:
-                old = old_logps[batch.example_ids].flatten()  # in the order of batch.target_index
+                old = old_logps[
+                    batch.example_ids
+                ].flatten()  # in the order of batch.target_index
                 logps = pt.packed_logps(model, batch, per_token=True)
                 loss_fn(logps, batch, old_logps=old).loss.backward()
             optimizer.step()

@@ -1,17 +1,20 @@
-"""DPO with Lightning from packed data: a ``LightningDataModule``, and resume inside an epoch.
+"""DPO with Lightning from packed data: a ``LightningDataModule``, and resume inside an
+epoch.
 
-Takes a dataset and a causal LM, and trains it with Lightning's own loop, checkpoints and ranks::
+Takes a dataset and a causal LM, and trains it with Lightning's own loop, checkpoints
+and ranks::
 
     packstore pack prefs.jsonl prefs-8k --tokenizer my-sft-model
     packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model
     python examples/lightning_datamodule.py my-sft-model prefs-8k prefs-8k-ref [last.ckpt]
 
-Lightning saves the position of the loader in its checkpoints, as the loader has ``state_dict``.
-Save after a whole step: no checkpoint holds the gradients of half a step. Each loss is divided by
-the count of its whole step, as its batch tells; optimizer steps are taken by hand, because their
-number of batches is the loader's. It takes the number of batches of the first
-epoch for that of all, and would leave out batches of the others without a word: with
-``examples_per_step`` or ``tokens_per_batch``, set ``reload_dataloaders_every_n_epochs=1``.
+Lightning saves the position of the loader in its checkpoints, as the loader has
+``state_dict``. Save after a whole step: no checkpoint holds the gradients of half a
+step. Each loss is divided by the count of its whole step, as its batch tells; optimizer
+steps are taken by hand, because their number of batches is the loader's. It takes the
+number of batches of the first epoch for that of all, and would leave out batches of the
+others without a word: with ``examples_per_step`` or ``tokens_per_batch``, set
+``reload_dataloaders_every_n_epochs=1``.
 """
 
 from __future__ import annotations
@@ -54,15 +57,22 @@ class PackedData(lightning.LightningDataModule):
         **batching: Any,
     ) -> None:
         super().__init__()
-        self.sources = {"train": (train, ref_logps), "held": (validation, validation_ref_logps)}
+        self.sources = {
+            "train": (train, ref_logps),
+            "held": (validation, validation_ref_logps),
+        }
         self.batching = batching
         self.loader: PackedDataLoader | None = None
 
     def train_dataloader(self) -> PackedDataLoader:
-        """The loader, in the epoch that begins; asked for in each, as its length differs."""
+        """The loader, in the epoch that begins; asked for in each, as its length
+        differs.
+        """
         if self.loader is None:
             url, side = self.sources["train"]
-            self.loader = PackedDataLoader(PackedDataset(url, side=[side]), **self.batching)
+            self.loader = PackedDataLoader(
+                PackedDataset(url, side=[side]), **self.batching
+            )
         self.loader.set_epoch(self.trainer.current_epoch)
         return self.loader
 
@@ -82,7 +92,9 @@ class DPO(lightning.LightningModule):
         learning_rate: of AdamW.
     """
 
-    def __init__(self, model: Any, loss_fn: PreferenceLoss, learning_rate: float = 1e-6) -> None:
+    def __init__(
+        self, model: Any, loss_fn: PreferenceLoss, learning_rate: float = 1e-6
+    ) -> None:
         super().__init__()
         self.automatic_optimization = False
         self.policy = PackedPolicy(model).train()
@@ -106,18 +118,26 @@ class DPO(lightning.LightningModule):
         self.held_out.add(self.loss_fn(self.policy(batch), batch).metrics)
 
     def on_validation_epoch_end(self) -> None:
-        self.log_dict({f"eval/{name}": value for name, value in self.held_out.means().items()})
+        self.log_dict(
+            {f"eval/{name}": value for name, value in self.held_out.means().items()}
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=self.learning_rate, weight_decay=0.0)
+        return torch.optim.AdamW(
+            self.parameters(), lr=self.learning_rate, weight_decay=0.0
+        )
 
 
-def main(model: str, dataset: str, ref_logps: str, checkpoint: str | None = None) -> None:
+def main(
+    model: str, dataset: str, ref_logps: str, checkpoint: str | None = None
+) -> None:
     """Trains for two epochs; goes on from `checkpoint` if there is one."""
     data = PackedData(dataset, ref_logps, examples_per_step=64, packs_per_batch=1)
     module = DPO(load_model(model, trainable=True), PreferenceLoss("dpo", beta=0.1))
     trainer = lightning.Trainer(max_epochs=2, reload_dataloaders_every_n_epochs=1)
-    trainer.fit(module, data, ckpt_path=checkpoint, weights_only=False if checkpoint else None)
+    trainer.fit(
+        module, data, ckpt_path=checkpoint, weights_only=False if checkpoint else None
+    )
     module.policy.model.save_pretrained("model")
 
 

@@ -1,8 +1,10 @@
-"""``packstore train`` from nothing: a tiny model learns from real chats, then from real pairs.
+"""``packstore train`` from nothing: a tiny model learns from real chats, then from real
+pairs.
 
-A random Llama of half a million parameters is trained by SFT on chats, and then by DPO on pairs of
-better and worse answers; a fifth of the pairs is held out. CPU only, a few minutes. Everything is
-written to the folder that is named (made anew), and the curves to ``curves.svg`` in it::
+A random Llama of half a million parameters is trained by SFT on chats, and then by DPO
+on pairs of better and worse answers; a fifth of the pairs is held out. CPU only, a few
+minutes. Everything is written to the folder that is named (made anew), and the curves
+to ``curves.svg`` in it::
 
     python examples/train_tiny.py --data ../shared/data [--out train-tiny] [--quick]
 
@@ -35,12 +37,19 @@ PACK_SIZE = 1536
 
 
 def split_pairs(data: Path, out: Path) -> None:
-    """Every fifth pair is held out; the prompts and better answers of the others are the chats."""
-    lines = [x for name in PAIRS for x in (data / name).read_text(encoding="utf-8").splitlines()]
+    """Every fifth pair is held out; the prompts and better answers of the others are
+    the chats.
+    """
+    lines = [
+        x
+        for name in PAIRS
+        for x in (data / name).read_text(encoding="utf-8").splitlines()
+    ]
     pairs = [json.loads(line) for line in lines]
     train, held = [p for i, p in enumerate(pairs) if i % 5], pairs[::5]
     chats = [
-        {"messages": [*p["prompt"], {"role": "assistant", "content": p["chosen"]}]} for p in train
+        {"messages": [*p["prompt"], {"role": "assistant", "content": p["chosen"]}]}
+        for p in train
     ]
     for name, records in (("train", train), ("held", held), ("chats", chats)):
         text = "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in records)
@@ -49,7 +58,11 @@ def split_pairs(data: Path, out: Path) -> None:
 
 def pack_all(tokenizer: Path, out: Path) -> None:
     """Three datasets; the validation set in larger packs, which changes nothing."""
-    for name, size in (("train", PACK_SIZE), ("held", 2 * PACK_SIZE), ("chats", PACK_SIZE)):
+    for name, size in (
+        ("train", PACK_SIZE),
+        ("held", 2 * PACK_SIZE),
+        ("chats", PACK_SIZE),
+    ):
         ds = packstore.pack(
             str(out / f"{name}.jsonl"),
             str(out / name),
@@ -63,7 +76,8 @@ def pack_all(tokenizer: Path, out: Path) -> None:
         )
         m = ds.manifest
         print(
-            f"{name}: {m.totals.examples} examples in {m.num_packs} packs", dict(m.records.dropped)
+            f"{name}: {m.totals.examples} examples in {m.num_packs} packs",
+            dict(m.records.dropped),
         )
 
 
@@ -87,12 +101,16 @@ def train(settings: dict[str, Any]) -> list[dict[str, float]]:
     flags = [x for name, value in settings.items() for x in (f"--{name}", str(value))]
     if command_line(["train", *flags]):
         raise SystemExit(1)
-    state = Path(settings["output-dir"], "trainer_state.json").read_text(encoding="utf-8")
+    state = Path(settings["output-dir"], "trainer_state.json").read_text(
+        encoding="utf-8"
+    )
     history: list[dict[str, float]] = json.loads(state)["log_history"]
     return history
 
 
-def draw(sft: list[dict[str, float]], dpo: list[dict[str, float]], picture: Path) -> None:
+def draw(
+    sft: list[dict[str, float]], dpo: list[dict[str, float]], picture: Path
+) -> None:
     """Losses of both runs, and the accuracy on held-out pairs."""
     try:
         import matplotlib
@@ -137,7 +155,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--data", type=Path, default=Path("../shared/data"))
     parser.add_argument("--out", type=Path, default=Path("train-tiny"))
-    parser.add_argument("--quick", action="store_true", help="an epoch of each, no picture")
+    parser.add_argument(
+        "--quick", action="store_true", help="an epoch of each, no picture"
+    )
     args = parser.parse_args()
     if not args.data.is_dir():
         print(f"skipped: no data at {args.data}")
@@ -183,7 +203,8 @@ def main() -> int:
     print(f"{steps} steps in {time.perf_counter() - start:.0f} s: ", end="")
     print(f"held-out accuracy {last['eval_rewards/accuracies']:.1%}, ", end="")
     print(
-        f"chosen {last['eval_rewards/chosen']:+.3f}, rejected {last['eval_rewards/rejected']:+.3f}"
+        f"chosen {last['eval_rewards/chosen']:+.3f}, rejected "
+        f"{last['eval_rewards/rejected']:+.3f}"
     )
     return int(last["eval_rewards/accuracies"] < 0.55)
 

@@ -1,14 +1,17 @@
 """packstore: preference data, packed once and checked, trained from anywhere.
 
     >>> import packstore
-    >>> ds = packstore.pack("prefs.jsonl", "prefs-8k", tokenizer="tokenizer.json", pack_size=8192)
+    >>> ds = packstore.pack(
+    ...     "prefs.jsonl", "prefs-8k", tokenizer="tokenizer.json", pack_size=8192
+    ... )
     >>> ds.manifest.fill_rate, len(ds)
     >>> packstore.open("prefs-8k").verify()
 
-There is one function for each command: ``append``, ``check``, ``clean``, ``concat``, ``doctor``,
-``estimate``, ``export``, ``pack`` and ``publish``; ``open`` and ``scan`` read, and ``plan`` plans
-from lengths. ``packstore.pack`` is a call and the sub-package of the packing algorithms at once.
-Importing packstore is cheap: numba, pyarrow and torch are loaded by the first call that needs them.
+There is one function for each command: ``append``, ``check``, ``clean``, ``concat``,
+``doctor``, ``estimate``, ``export``, ``pack`` and ``publish``; ``open`` and ``scan``
+read, and ``plan`` plans from lengths. ``packstore.pack`` is a call and the sub-package
+of the packing algorithms at once. Importing packstore is cheap: numba, pyarrow and
+torch are loaded by the first call that needs them.
 """
 
 from __future__ import annotations
@@ -62,7 +65,9 @@ if TYPE_CHECKING:
 else:
 
     class _CallablePackage(ModuleType):
-        """The sub-package, made callable from here so that it never imports a higher layer."""
+        """The sub-package, made callable from here so that it never imports a higher
+        layer.
+        """
 
         def __call__(self, *args: Any, **settings: Any) -> Dataset:
             return _pack()(*args, **settings)
@@ -70,8 +75,12 @@ else:
         @property
         def __doc__(self) -> str:
             given = inspect.signature(_pack()).parameters.values()
-            plain = [parameter.replace(annotation=parameter.empty) for parameter in given]
-            return f"packstore.pack{inspect.Signature(plain)}\n\n{inspect.getdoc(_pack())}"
+            plain = [
+                parameter.replace(annotation=parameter.empty) for parameter in given
+            ]
+            return (
+                f"packstore.pack{inspect.Signature(plain)}\n\n{inspect.getdoc(_pack())}"
+            )
 
         @property
         def __signature__(self) -> inspect.Signature:

@@ -1,7 +1,8 @@
-"""Names that users type: the code that each stands for, and what an unknown one may mean.
+"""Names that users type: the code that each stands for, and what an unknown one may
+mean.
 
-A plug-in is one small file plus one line in the registry of its folder. Listing the choices
-(``--help``) imports nothing.
+A plug-in is one small file plus one line in the registry of its folder. Listing the
+choices (``--help``) imports nothing.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ class Registry(dict[str, str], Generic[T]):
     Args:
         noun: noun for the names in error messages (``"strategy"``).
         entries: name -> ``"module:attribute"``.
-        extras: name -> the extra of packstore that installs the required third-party package.
+        extras: name -> the extra of packstore that installs the required third-party
+            package.
     """
 
     def __init__(
-        self, noun: str, entries: Mapping[str, str], extras: Mapping[str, str] | None = None
+        self,
+        noun: str,
+        entries: Mapping[str, str],
+        extras: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(entries)
         self.noun, self._extras = noun, extras or {}
@@ -35,7 +40,9 @@ class Registry(dict[str, str], Generic[T]):
         """Returns `name` if it is known."""
         if name in self:
             return name
-        choices = f"choose one of: {', '.join(self)}.{meant(str(name).strip().lower(), self)}"
+        choices = (
+            f"choose one of: {', '.join(self)}.{meant(str(name).strip().lower(), self)}"
+        )
         raise UnknownNameError(f"unknown {self.noun} {name!r}; {choices}")
 
     def load(self, name: str) -> T:
@@ -46,7 +53,9 @@ class Registry(dict[str, str], Generic[T]):
         except ImportError as error:
             if name not in self._extras:
                 raise
-            raise missing_extra(f"{self.noun} {name!r}", self._extras[name], error) from error
+            raise missing_extra(
+                f"{self.noun} {name!r}", self._extras[name], error
+            ) from error
         return loaded  # type: ignore[no-any-return]
 
 
@@ -54,13 +63,16 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
     """Returns the value of a setting; refuses one that is none of the choices."""
     if value not in choices:
         raise ConfigError(
-            f"{name} must be one of: {', '.join(map(str, choices))}; found {quote(value)}."
+            f"{name} must be one of: {', '.join(map(str, choices))}; found "
+            f"{quote(value)}."
         )
     return value
 
 
 def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:
-    """Returns the error for a missing optional dependency, with the command that installs it."""
+    """Returns the error for a missing optional dependency, with the command that
+    installs it.
+    """
     package = (error.name or str(error)).partition(".")[0]
     return MissingExtraError(
         f"{noun} needs the package {package!r}, which is not installed. "
@@ -69,7 +81,8 @@ def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraErro
 
 
 _THEIRS = {
-    "examples_per_step packs_per_batch": "batch_size train_batch_size global_batch_size",
+    "examples_per_step packs_per_batch": "batch_size train_batch_size "
+    "global_batch_size",
     "packs_per_batch": "micro_batch_size",
     "pack_size": "max_seq_length max_seq_len seq_length seq_len",
     "max_length": "max_prompt_length",
@@ -94,19 +107,26 @@ _THEIRS = {
     "num_workers": "num_proc dataset_num_proc",
     "": "shuffle",
 }
-ELSEWHERE = {name: ours.split() for ours, names in _THEIRS.items() for name in names.split()}
-"""A name in torch, transformers, TRL, Megatron or Lightning -> names of settings and flags here."""
+ELSEWHERE = {
+    name: ours.split() for ours, names in _THEIRS.items() for name in names.split()
+}
+"""A name in torch, transformers, TRL, Megatron or Lightning -> names of settings and
+flags here.
+"""
 
 DECIDED = {
     "batch_size": "Batches are cut while training: examples_per_step",
     "shuffle": "The dataset decides: PackedDataset(url, shuffle=…)",
-    "early_stopping_patience": "It is a callback, which Python passes: docs/training.md, Recipes",
+    "early_stopping_patience": "It is a callback, which Python passes: "
+    "docs/training.md, Recipes",
 }
 """What to say of a name if nothing that it means here is known in this place."""
 
 
 def meant(name: str, known: Iterable[str], spell: Callable[[str], str] = repr) -> str:
-    """Returns a sentence, after a space, on what an unknown name or flag may mean; else nothing."""
+    """Returns a sentence, after a space, on what an unknown name or flag may mean; else
+    nothing.
+    """
     plain = {_plain(each): each for each in known}
     if (theirs := _plain(name)) in ELSEWHERE:
         near = [plain[ours] for ours in ELSEWHERE[theirs] if ours in plain]

@@ -1,4 +1,6 @@
-"""Hides logins, keys and tokens of URLs, options and environments in texts that are shown."""
+"""Hides logins, keys and tokens of URLs, options and environments in texts that are
+shown.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,11 @@ from urllib.parse import quote as percent
 
 from packstore.errors import logins
 
-_NAME = re.compile(r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I)
-# Patterns of secrets in messages of clients that were not given as options: they came from the
-# environment, a profile, or a signed URL.
+_NAME = re.compile(
+    r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I
+)
+# Patterns of secrets in messages of clients that were not given as options: they came
+# from the environment, a profile, or a signed URL.
 _FORMS = re.compile(
     r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
     r"|[?&;](?:sig|token|access_token|password)|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*(?:(?:Bearer|Basic)\s+)?"
@@ -20,7 +24,8 @@ _FORMS = re.compile(
     re.I,
 )
 _LOGIN = re.compile(r"[^\s'\"<>]*(?::|//)[^\s'\"<>]*(?=@|%40)", re.I)
-"""User and password, with the scheme before them: a password may hold a slash or an @."""
+"""User and password, with the scheme before them: a password may hold a slash or an @.
+"""
 
 
 class Secrets:
@@ -38,14 +43,18 @@ class Secrets:
         return _FORMS.sub(r"\g<name>***", text)
 
     def hide_in(self, error: BaseException) -> BaseException:
-        """Returns the error; if it or a cause has secrets, a copy of its builtin kind without."""
+        """Returns the error; if it or a cause has secrets, a copy of its builtin kind
+        without.
+        """
         return _without(self.hide, error)
 
 
 def client_text(said: object) -> str:
-    """Return the text of a client of the hub or of a tracker, or a name given to it, for showing.
+    """Return the text of a client of the hub or of a tracker, or a name given to it,
+    for showing.
 
-    Clients repeat names, which may be URLs by mistake, the endpoint with its login, and headers.
+    Clients repeat names, which may be URLs by mistake, the endpoint with its login, and
+    headers.
     """
     return _LOGIN.sub("***", _FORMS.sub(r"\g<name>***", str(said)))
 
@@ -56,7 +65,9 @@ def client_cause(error: BaseException) -> BaseException:
 
 
 def _without(hide: Callable[[str], str], error: BaseException) -> BaseException:
-    """Return the error; if it or a cause has secrets, a copy of its builtin kind without."""
+    """Return the error; if it or a cause has secrets, a copy of its builtin kind
+    without.
+    """
     if all(hide(str(link)) == str(link) for link in chain_of(error)):
         return error
     kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
@@ -69,7 +80,8 @@ def _of_url(url: str) -> Iterator[str]:
         if login:
             yield login
             password = login.partition(":")[2]
-            # Clients may split a login at other characters than its author, and show the parts.
+            # Clients may split a login at other characters than its author, and show
+            # the parts.
             pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
             yield from filter(None, (password, *pieces))
         if len(more) > 1:
@@ -110,4 +122,6 @@ def chain_of(error: BaseException) -> Iterator[BaseException]:
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        link = link.__cause__ or (
+            None if link.__suppress_context__ else link.__context__
+        )

@@ -1,4 +1,6 @@
-"""Helpers for tests of packstore and of its users: random examples and exact comparison."""
+"""Helpers for tests of packstore and of its users: random examples and exact
+comparison.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ def random_examples(
 ) -> Examples:
     """Returns `n` random examples that obey every rule of the format.
 
-    The sequences of an example mostly have the same prompt. With `edges`, some examples have
-    prompts with a partial or no common prefix, prompts of one token, responses that repeat the
-    prompt's tokens, and unsupervised gaps in a response.
+    The sequences of an example mostly have the same prompt. With `edges`, some examples
+    have prompts with a partial or no common prefix, prompts of one token, responses
+    that repeat the prompt's tokens, and unsupervised gaps in a response.
     """
     rng = np.random.default_rng(seed)
     ids: list[np.ndarray] = []
@@ -34,7 +36,9 @@ def random_examples(
         shared = rng.integers(0, vocab_size, rng.integers(1, max_prompt + 1))
         for i in range(k):
             prompt = shared.copy()
-            if edges and i and rng.random() < 0.2:  # the prompts differ from some token on
+            if (
+                edges and i and rng.random() < 0.2
+            ):  # the prompts differ from some token on
                 prompt[rng.integers(0, len(prompt)) :] = rng.integers(0, vocab_size)
             response = rng.integers(0, vocab_size, rng.integers(1, max_response + 1))
             on = np.ones(len(response), bool)
@@ -45,7 +49,9 @@ def random_examples(
             lengths.append(len(ids[-1]))
         counts.append(k)
     return Examples(
-        input_ids=np.concatenate(ids).astype(np.int32) if ids else np.empty(0, np.int32),
+        input_ids=np.concatenate(ids).astype(np.int32)
+        if ids
+        else np.empty(0, np.int32),
         supervised=np.concatenate(supervised) if ids else np.empty(0, np.bool_),
         sequence_offsets=to_offsets(np.array(lengths, np.int64)),
         example_offsets=to_offsets(np.array(counts, np.int64)),
@@ -60,7 +66,9 @@ def assert_examples_equal(a: Examples, b: Examples) -> None:
         if name == "columns":
             assert set(a.columns) == set(b.columns), (set(a.columns), set(b.columns))
             for column in a.columns:
-                np.testing.assert_array_equal(a.columns[column], b.columns[column], column)
+                np.testing.assert_array_equal(
+                    a.columns[column], b.columns[column], column
+                )
         else:
             x, y = getattr(a, name), getattr(b, name)
             if x is None or y is None:

@@ -21,22 +21,24 @@ from stores import (  # noqa: F401  fixtures
     store,
 )
 
-# Loops compile in a thread, and there numba's colours for errors put back the stderr of before:
-# what the next test wrote was not in its capture.
+# Loops compile in a thread, and there numba's colours for errors put back the stderr of
+# before: what the next test wrote was not in its capture.
 os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
 
-# A shell ignores Ctrl-C in what it runs in the background, and processes that tests start and
-# interrupt would inherit that.
+# A shell ignores Ctrl-C in what it runs in the background, and processes that tests
+# start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Workers of pytest fill the cores; threads of torch beside them cost more than they bring. Also in
-# the processes that tests start.
+# Workers of pytest fill the cores; threads of torch beside them cost more than they
+# bring. Also in the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Time is not what tests are about, and a busy machine would fail them.
 slow = [HealthCheck.too_slow]
-settings.register_profile("patient", settings(), deadline=None, suppress_health_check=slow)
+settings.register_profile(
+    "patient", settings(), deadline=None, suppress_health_check=slow
+)
 settings.load_profile("patient")
 
 
@@ -44,7 +46,9 @@ gc.disable()  # until all is loaded
 
 
 def pytest_collection_finish() -> None:
-    """Freezes what is loaded: torch and all else is not searched for garbage again and again."""
+    """Freezes what is loaded: torch and all else is not searched for garbage again and
+    again.
+    """
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -79,8 +83,8 @@ def own_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def no_collector() -> Iterator[None]:
     """Pauses the collector of cycles, for tests of text that is nested without end.
 
-    It may run just where the stack is full: the finalizer of something of an earlier test then
-    fails, and pytest blames the test that runs.
+    It may run just where the stack is full: the finalizer of something of an earlier
+    test then fails, and pytest blames the test that runs.
     """
     gc.disable()
     yield

@@ -1,10 +1,11 @@
-"""The documentation site: it builds, its pictures are current, and its code does what it says.
+"""The documentation site: it builds, its pictures are current, and its code does what
+it says.
 
-Python and console blocks of a page run in order, in a folder of its own that begins as the
-quickstart left it, with its variables. What follows a command in a console block must be its
-output, and so must a ``text`` block after Python, where an error is its class and message; ``…``
-stands for anything, and white space does not count. A block under ``<!-- not run: why -->`` is not
-run.
+Python and console blocks of a page run in order, in a folder of its own that begins as
+the quickstart left it, with its variables. What follows a command in a console block
+must be its output, and so must a ``text`` block after Python, where an error is its
+class and message; ``…`` stands for anything, and white space does not count. A block
+under ``<!-- not run: why -->`` is not run.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ ELSEWHERE = {
 }
 """Pages whose blocks are fragments, and the tests that run what they show."""
 
-PAGES = sorted(p for p in DOCS.glob("*.md") if p.name not in ELSEWHERE and p != QUICKSTART)
+PAGES = sorted(
+    p for p in DOCS.glob("*.md") if p.name not in ELSEWHERE and p != QUICKSTART
+)
 FENCE = re.compile(
     r"(?P<skip><!-- not run: [^>]+ -->\n+)?^```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$",
     re.M | re.S,
@@ -57,7 +60,9 @@ FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """A code block, the line it begins at, and the output that the page shows for it."""
+    """A code block, the line it begins at, and the output that the page shows
+    for it.
+    """
 
     language: str
     code: str
@@ -75,7 +80,9 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str
     return folder, names
 
 
-def test_the_quickstart_does_what_it_says(quickstart: tuple[Path, dict[str, Any]]) -> None:
+def test_the_quickstart_does_what_it_says(
+    quickstart: tuple[Path, dict[str, Any]],
+) -> None:
     assert (quickstart[0] / "prefs-packed").is_dir()
 
 
@@ -90,8 +97,12 @@ def test_code_does_what_the_page_says(
 
 
 @pytest.mark.slow
-def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """Its commands as they stand, with a hub on this machine; its Python with what they made."""
+def test_the_readme_runs(
+    quickstart: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Its commands as they stand, with a hub on this machine; its Python with what they
+    made.
+    """
     folder, names = quickstart
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     first, job = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
@@ -113,9 +124,17 @@ def test_the_readme_runs(quickstart: tuple[Path, dict[str, Any]], tmp_path: Path
 
 
 def public_hub(folder: Path, model: Any) -> dict[str, dict[str, bytes]]:
-    """The repositories that the README names: the project's own pairs, and a tiny model."""
-    (dataset,) = re.findall(r"hf://(datasets/[\w-]+/\w+)/", (ROOT / "README.md").read_text("utf-8"))
-    lines = (ROOT / "examples" / "sample" / "pairs.jsonl").read_text(encoding="utf-8").splitlines()
+    """The repositories that the README names: the project's own pairs, and a tiny
+    model.
+    """
+    (dataset,) = re.findall(
+        r"hf://(datasets/[\w-]+/\w+)/", (ROOT / "README.md").read_text("utf-8")
+    )
+    lines = (
+        (ROOT / "examples" / "sample" / "pairs.jsonl")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     rows = []
     for pair in map(json.loads, lines[:50]):
         chats = {
@@ -131,7 +150,9 @@ def public_hub(folder: Path, model: Any) -> dict[str, dict[str, bytes]]:
     shutil.copy(folder / "tokenizer.json", there)
     config = {"eos_token": "</s>", "chat_template": BUILTIN["chatml"]}
     (there / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
-    splits = {f"data/{split}-00000-of-00001.parquet": records for split in ("train", "test")}
+    splits = {
+        f"data/{split}-00000-of-00001.parquet": records for split in ("train", "test")
+    }
     return {dataset: splits, "models/Qwen/Qwen3-0.6B": folder_files(there)}
 
 
@@ -152,7 +173,9 @@ def test_every_page_is_in_the_navigation() -> None:
 
 def test_pictures_are_those_of_the_script() -> None:
     pictures = runpy.run_path(str(DOCS / "pictures.py"))["PICTURES"]
-    assert {f"{name}.svg" for name in pictures} == {p.name for p in (DOCS / "pictures").iterdir()}
+    assert {f"{name}.svg" for name in pictures} == {
+        p.name for p in (DOCS / "pictures").iterdir()
+    }
     for name, draw in pictures.items():
         stored = (DOCS / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         assert stored == draw(), f"run docs/pictures.py: {name}.svg is not current"
@@ -170,17 +193,35 @@ def test_it_builds(tmp_path: Path) -> None:
     if not all(map(find_spec, ("mkdocs", "material", "mkdocstrings_handlers"))):
         pytest.skip("mkdocs-material and mkdocstrings are in the extra docs")
     # Not --quiet, with which --strict sees no warning.
-    command = ["-W", "ignore", "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"]
+    command = [
+        "-W",
+        "ignore",
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--site-dir",
+        tmp_path / "site",
+    ]
     done = run_python(*command, cwd=ROOT, env={"NO_MKDOCS_2_WARNING": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     site = tmp_path / "site"
     assert "seq_boundaries" in text_of(site / "format")
-    for namespace, place in runpy.run_path(str(DOCS / "made_pages.py"))["NAMESPACES"].items():
+    for namespace, place in runpy.run_path(str(DOCS / "made_pages.py"))[
+        "NAMESPACES"
+    ].items():
         page = text_of(site / place.removesuffix(".md"))
-        for name in getattr(importlib.import_module(namespace), "__all__", ["random_examples"]):
-            assert name.startswith("_") or f"<code>{name}</code>" in page, (namespace, name)
+        for name in getattr(
+            importlib.import_module(namespace), "__all__", ["random_examples"]
+        ):
+            assert name.startswith("_") or f"<code>{name}</code>" in page, (
+                namespace,
+                name,
+            )
     page = text_of(site / "reference" / "commands")
-    (subs,) = (a for a in parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (subs,) = (
+        a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)
+    )
     for name, command in subs.choices.items():
         _, _, section = page.partition(f'id="packstore-{name}"')
         section = section.partition("<h2")[0]
@@ -195,7 +236,9 @@ def text_of(folder: Path) -> str:
 
 
 def run_page(page: Path, names: dict[str, Any]) -> None:
-    """Runs the blocks of a page here, with the variables `names`, and compares what they print."""
+    """Runs the blocks of a page here, with the variables `names`, and compares what
+    they print.
+    """
     for block in blocks(page.read_text(encoding="utf-8")):
         where = f"{page.relative_to(ROOT)}, line {block.line}"
         if block.language == "python":
@@ -207,7 +250,9 @@ def run_page(page: Path, names: dict[str, Any]) -> None:
 
 
 def run_code(block: Block, where: str, names: dict[str, Any]) -> str:
-    """Runs the block; returns its output, with a packstore error if output is compared."""
+    """Runs the block; returns its output, with a packstore error if output is
+    compared.
+    """
     code = compile("\n" * block.line + block.code, where, "exec")
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
@@ -224,13 +269,17 @@ def run_console(text: str, where: str) -> None:
     for part in re.split(r"^\$ ", text, flags=re.M)[1:]:
         command, _, expected = part.replace("\\\n", " ").partition("\n")
         program, *arguments = shlex.split(command)
-        assert program == "packstore", f"{where}: only packstore runs in the tests, not {program}"
+        assert program == "packstore", (
+            f"{where}: only packstore runs in the tests, not {program}"
+        )
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(arguments)
         _, error, message = err.getvalue().partition("packstore: error: ")
         printed = error + message if code else out.getvalue()
-        assert code == int("packstore: error: " in expected), f"{where}: {command}: {printed}"
+        assert code == int("packstore: error: " in expected), (
+            f"{where}: {command}: {printed}"
+        )
         if expected.strip():
             assert matches(expected, printed), f"{where}: {command} prints:\n{printed}"
 
@@ -243,7 +292,11 @@ def blocks(text: str) -> Iterator[Block]:
             continue
         after = fences[i + 1] if i + 1 < len(fences) else None
         output = None
-        if after and after["language"] == "text" and not text[fence.end() : after.start()].strip():
+        if (
+            after
+            and after["language"] == "text"
+            and not text[fence.end() : after.start()].strip()
+        ):
             output = after["code"]
         line = text.count("\n", 0, fence.start("code"))
         yield Block(fence["language"], fence["code"], line, output)
@@ -257,6 +310,11 @@ def matches(expected: str, printed: str) -> bool:
 
 @contextlib.contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """A context in `folder`, with a console of a hundred columns and without colours."""
-    with contextlib.chdir(folder), mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"):
+    """A context in `folder`, with a console of a hundred columns and without
+    colours.
+    """
+    with (
+        contextlib.chdir(folder),
+        mock.patch.dict(os.environ, COLUMNS="100", NO_COLOR="1"),
+    ):
         yield

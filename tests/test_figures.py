@@ -34,7 +34,13 @@ ROUTES = (
     "torch linear_cross_entropy",
     "packstore",
 )
-PROGRAMS = ("datasets+trl", "nemo-steps", "plain-script", "packstore", "packstore-reference")
+PROGRAMS = (
+    "datasets+trl",
+    "nemo-steps",
+    "plain-script",
+    "packstore",
+    "packstore-reference",
+)
 
 
 def span(value: Callable[[Any], float], digits: int = 2) -> str:
@@ -52,12 +58,20 @@ def rows(page: str) -> dict[str, list[str]]:
 def test_the_readme_rounds_what_was_measured() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     padded = span(lambda r: r["over_packs"]["padded_random_16"], 1)
-    assert f"Padded batches of 16 random pairs process {padded} times the tokens" in readme
-    assert f"gives a pair {weights('first_fit_shuffle')} times its fair weight" in readme
-    trl, packed = (result("real_model")["results"][name] for name in ("trl", "trl_packed"))
+    assert (
+        f"Padded batches of 16 random pairs process {padded} times the tokens" in readme
+    )
+    assert (
+        f"gives a pair {weights('first_fit_shuffle')} times its fair weight" in readme
+    )
+    trl, packed = (
+        result("real_model")["results"][name] for name in ("trl", "trl_packed")
+    )
     unpacked = f"a pair in {trl['seconds_per_pair']:.1f} s with {trl['peak_gb']:.1f} GB"
     assert unpacked in readme
-    assert f"{packed['seconds_per_pair']:.1f} s and {packed['peak_gb']:.1f} GB" in readme
+    assert (
+        f"{packed['seconds_per_pair']:.1f} s and {packed['peak_gb']:.1f} GB" in readme
+    )
 
 
 def test_the_benchmarks_page_gives_every_baseline() -> None:
@@ -65,10 +79,15 @@ def test_the_benchmarks_page_gives_every_baseline() -> None:
     shared = span(lambda r: r["tokens"]["shared_packs"] / r["tokens"]["packs"])
     assert table_under("Tokens of an epoch") == [*over, [shared]]
     strategies = "first_fit_shuffle", "first_fit_decreasing"
-    assert table_under("Weight of a pair in the gradient") == [[weights(s)] for s in strategies]
-    routes = {r["route"]: r for r in result("logprobs")["rows"] if r["dtype"] == "float32"}
+    assert table_under("Weight of a pair in the gradient") == [
+        [weights(s)] for s in strategies
+    ]
+    routes = {
+        r["route"]: r for r in result("logprobs")["rows"] if r["dtype"] == "float32"
+    }
     assert table_under("Log-probs and their gradients") == [
-        [f"{routes[r]['extra_mib']:.0f} MiB", f"{routes[r]['seconds']:.2f} s"] for r in ROUTES
+        [f"{routes[r]['extra_mib']:.0f} MiB", f"{routes[r]['seconds']:.2f} s"]
+        for r in ROUTES
     ]
     text, chats = (seconds(f"qwen3 {form} 50000") for form in ("text", "chat"))
     assert table_under("From text to a dataset") == [
@@ -77,14 +96,17 @@ def test_the_benchmarks_page_gives_every_baseline() -> None:
     ]
     runs = result("real_model")["results"]
     assert table_under("Training") == [
-        [f"{runs[n]['seconds_per_pair']:.1f} s", f"{runs[n]['peak_gb']:.1f} GB"] for n in CONTENDERS
+        [f"{runs[n]['seconds_per_pair']:.1f} s", f"{runs[n]['peak_gb']:.1f} GB"]
+        for n in CONTENDERS
     ]
     curves = zip(runs["trl"]["losses"], runs["trl_packed"]["losses"], strict=True)
     assert max(abs(unpacked - on_packs) for unpacked, on_packs in curves) < 1e-5
 
 
 def table_under(heading: str) -> list[list[str]]:
-    """The cells of the table in a section of the page of benchmarks, without the first column."""
+    """The cells of the table in a section of the page of benchmarks, without the first
+    column.
+    """
     page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
     section = page.partition(f"\n## {heading}\n")[2].split("\n## ")[0]
     lines = re.findall(r"^\| (.+) \|$", section, re.M)
@@ -92,8 +114,13 @@ def table_under(heading: str) -> list[list[str]]:
 
 
 def seconds(case: str) -> dict[str, float]:
-    """Seconds of each contender of ``etl.py``; of the two ways to run TRL, the quicker one."""
-    took = {name: row["seconds"] for name, row in result("etl")["cases"][case]["rows"].items()}
+    """Seconds of each contender of ``etl.py``; of the two ways to run TRL, the quicker
+    one.
+    """
+    took = {
+        name: row["seconds"]
+        for name, row in result("etl")["cases"][case]["rows"].items()
+    }
     if ways := [s for name, s in took.items() if name.startswith("datasets")]:
         took["datasets+trl"] = min(ways)
     return took
@@ -103,7 +130,8 @@ def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():
         expected = [
-            f"{r['over_packs'][way]:.2f}, {r['over_shared_packs'][way]:.2f}" for r in MEASURED
+            f"{r['over_packs'][way]:.2f}, {r['over_shared_packs'][way]:.2f}"
+            for r in MEASURED
         ]
         assert told[name] == expected, name
 
@@ -130,9 +158,14 @@ def test_the_pages_give_what_a_gpu_measured() -> None:
         ("padded, pairs of like length, TRL's head", "padded_grouped/trl"),
     ):
         found = [session.get(f"{model}/{way}{end}") for end in ("/compiled", "")]
-        assert page[name] == [f"{f['pairs_per_second']:.0f}" if f else "–" for f in found], name
+        assert page[name] == [
+            f"{f['pairs_per_second']:.0f}" if f else "–" for f in found
+        ], name
     ratios = session[f"{model}/ratio to padding-free/compiled"]
-    texts = [(ROOT / p).read_text(encoding="utf-8") for p in ("docs/benchmarks.md", "README.md")]
+    texts = [
+        (ROOT / p).read_text(encoding="utf-8")
+        for p in ("docs/benchmarks.md", "README.md")
+    ]
     for way in ("padding_free/triton", "padded_grouped/trl"):
         assert all(f" {ratios[f'over {way}']:.2f} times" in text for text in texts)
     right = sum(case["verdict"] == "right" for case in session.values())
@@ -156,7 +189,10 @@ def test_the_pages_give_the_sizes_of_steps() -> None:
     for size, requested in lines:
         row = by_settings[int(size.replace(",", "")), int(requested)]
         cells = [size, f"{row['pairs_per_pack']:.1f}", requested, mean(row)]
-        cells += [f"{row['fewest']} to {row['most']}", f"{row['mean_below_request']:.1f}"]
+        cells += [
+            f"{row['fewest']} to {row['most']}",
+            f"{row['mean_below_request']:.1f}",
+        ]
         assert f"| {' | '.join(cells)} |" in loaders
     from_trl = rows("docs/from-trl.md")
     for size in (2048, 8192):

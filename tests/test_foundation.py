@@ -31,7 +31,9 @@ from packstore.testing import assert_examples_equal, random_examples
 def test_the_exception_tree_drawn_is_the_tree_that_is() -> None:
     drawn = dict(re.findall(r"(\w+Error) *(?:\((\w+)\))?", errors.__doc__ or ""))
     classes = {
-        name: cls for name, cls in vars(errors).items() if inspect.isclass(cls) and "Error" in name
+        name: cls
+        for name, cls in vars(errors).items()
+        if inspect.isclass(cls) and "Error" in name
     }
     assert set(drawn) - {"ValueError"} == set(classes)
     for name, builtin in drawn.items():
@@ -58,7 +60,10 @@ def test_a_sentence_is_one_line(where: str, found: str) -> None:
             "row_group_tokens must be at most 16777216; found 1073741824",
         ),
         ({"max_drop_rate": float("nan")}, "max_drop_rate must be a number; found nan"),
-        ({"seed": 1 << 63}, "seed must be at most 9223372036854775807; found 9223372036854775808"),
+        (
+            {"seed": 1 << 63},
+            "seed must be at most 9223372036854775807; found 9223372036854775808",
+        ),
         ({"seed": -(1 << 63) - 1}, "seed must be at least -9223372036854775808"),
         ({"layout": "padded"}, "layout must be one of: concat, shared_prefix"),
         ({"max_drop_rate": 1.5}, "max_drop_rate must be at most 1; found 1.5"),
@@ -74,18 +79,29 @@ def test_config_refuses(settings: dict[str, object], text: str) -> None:
 def test_config_names_the_nearest_setting() -> None:
     with pytest.raises(UnknownNameError, match="Did you mean 'pack_size'"):
         PackConfig.of(packsize=8)
-    with pytest.raises(UnknownNameError, match="Did you mean 'examples_per_step' or 'packs_per_b"):
+    with pytest.raises(
+        UnknownNameError, match="Did you mean 'examples_per_step' or 'packs_per_b"
+    ):
         BatchConfig.of(batch_size=4)
-    with pytest.raises(UnknownNameError, match=r"The dataset decides: PackedDataset\(url, shuffle"):
+    with pytest.raises(
+        UnknownNameError, match=r"The dataset decides: PackedDataset\(url, shuffle"
+    ):
         BatchConfig.of(shuffle=True)
-    with pytest.raises(UnknownNameError, match=r"unknown field 'promt'.* Did you mean 'prompt'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown field 'promt'.* Did you mean 'prompt'"
+    ):
         PackConfig.of(fields={"promt": "question"})
     with pytest.raises(UnknownNameError, match=r"Swap the two: prompt=task\.body"):
         PackConfig.of(fields={"task.body": "prompt"})
 
 
 def test_names_of_other_tools_lead_to_settings() -> None:
-    settings = {*PackConfig.names(), *TrainConfig.names(), *BatchConfig.names(), *FURTHER}
+    settings = {
+        *PackConfig.names(),
+        *TrainConfig.names(),
+        *BatchConfig.names(),
+        *FURTHER,
+    }
     flags = {"tokenizer", "num_workers", "loss_parameter"}  # of commands, not settings
     assert {name for ours in ELSEWHERE.values() for name in ours} <= settings | flags
     assert settings & ELSEWHERE.keys() <= {"shuffle"}  # which a loader does not have

@@ -1,4 +1,6 @@
-"""The house itself: layers, types, style, cheap imports, and a package that is also a call."""
+"""The house itself: layers, types, style, cheap imports, and a package that is also a
+call.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,10 @@ def tool(*command: str) -> None:
 
 
 def test_layers() -> None:
-    python("from importlinter.cli import lint_imports_command; lint_imports_command()", ROOT)
+    python(
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        ROOT,
+    )
 
 
 @pytest.mark.slow
@@ -54,11 +59,17 @@ def test_texts_name_their_encoding() -> None:
     bare, positional = [], {"read_text": 0, "write_text": 1}
     for file in (f for folder in CODE for f in (ROOT / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        for call in ast.walk(ast.parse(text)) if any(map(text.__contains__, positional)) else ():
+        for call in (
+            ast.walk(ast.parse(text)) if any(map(text.__contains__, positional)) else ()
+        ):
             if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
                 name = call.func.attr
                 named = any(word.arg == "encoding" for word in call.keywords)
-                if name in positional and not named and len(call.args) <= positional[name]:
+                if (
+                    name in positional
+                    and not named
+                    and len(call.args) <= positional[name]
+                ):
                     bare.append(f"{file}:{call.lineno}")
     assert not bare
 
@@ -67,9 +78,15 @@ def test_scripts_import_what_the_package_has() -> None:
     """Most import inside functions, and no test runs them all."""
     pytest.importorskip("torch", reason="scripts that train import it")
     lacking = []
-    for file in (f for folder in ("benchmarks", "examples") for f in (ROOT / folder).rglob("*.py")):
+    for file in (
+        f
+        for folder in ("benchmarks", "examples")
+        for f in (ROOT / folder).rglob("*.py")
+    ):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("packstore"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
+                "packstore"
+            ):
                 try:
                     exec(ast.unparse(node), {})
                 except MissingExtraError:
@@ -80,19 +97,29 @@ def test_scripts_import_what_the_package_has() -> None:
 
 
 def test_importing_packstore_is_cheap() -> None:
-    heavy = "{'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}"
-    assert python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
+    heavy = (
+        "{'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', "
+        "'rich'}"
+    )
+    assert (
+        python(f"import sys, packstore; print({heavy} & set(sys.modules))") == "set()"
+    )
 
 
 @pytest.mark.parametrize(
-    ("command", "found"), [([], set()), (["pack", "--help"], {"packstore.cli.pack", "rich"})]
+    ("command", "found"),
+    [([], set()), (["pack", "--help"], {"packstore.cli.pack", "rich"})],
 )
-def test_the_command_line_loads_the_command_alone(command: list[str], found: set[str]) -> None:
+def test_the_command_line_loads_the_command_alone(
+    command: list[str], found: set[str]
+) -> None:
     code = (
         "import contextlib, io, sys, packstore.cli as cli\n"
-        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        "with contextlib.redirect_stdout(io.StringIO()), "
+        "contextlib.suppress(SystemExit):\n"
         f"    cli.main({command})\n"
-        "heavy = {'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', 'fsspec', 'rich'}\n"
+        "heavy = {'torch', 'numba', 'pyarrow', 'polars', 'numpy', 'tokenizers', "
+        "'fsspec', 'rich'}\n"
         "commands = {cli.COMMANDS[name].partition(':')[0] for name in cli.COMMANDS}\n"
         "print(sorted((heavy | commands) & set(sys.modules)))"
     )
@@ -101,20 +128,27 @@ def test_the_command_line_loads_the_command_alone(command: list[str], found: set
 
 @pytest.mark.parametrize("module", ["packstore.torch", "packstore.io.dataset.dataset"])
 def test_training_begins_without_what_it_does_not_need(module: str) -> None:
-    heavy = "{'numba', 'pandas', 'polars', 'tokenizers', 'torch._dynamo', 'transformers'}"
+    heavy = (
+        "{'numba', 'pandas', 'polars', 'tokenizers', 'torch._dynamo', 'transformers'}"
+    )
     assert python(f"import sys, {module}; print({heavy} & set(sys.modules))") == "set()"
 
 
 def test_a_small_job_loads_no_compiler(tmp_path: Path) -> None:
     code = (
-        "import sys, packstore; sides = {'prompt': [5], 'chosen': [8], 'rejected': [9]}\n"
-        "packstore.pack([sides] * 100, 'ds', pack_size=64, layout='shared_prefix').verify()\n"
+        "import sys, packstore; sides = {'prompt': [5], 'chosen': [8], 'rejected': "
+        "[9]}\n"
+        "packstore.pack([sides] * 100, 'ds', pack_size=64, "
+        "layout='shared_prefix').verify()\n"
         "print({'numba', 'polars', 'torch', 'tokenizers'} & set(sys.modules))"
     )
     assert python(code, tmp_path) == "set()"
 
 
-CALL = "print(callable(packstore.pack), packstore.pack.plan.plan([3], pack_size=4).num_packs)"
+CALL = (
+    "print(callable(packstore.pack), packstore.pack.plan.plan([3], "
+    "pack_size=4).num_packs)"
+)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +190,12 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
         "packstore.estimate('a', 'b', layouts=['wide'])\n",
         encoding="utf-8",
     )
-    done = run_python("-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script), cwd=ROOT)
-    assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, done.stdout
+    done = run_python(
+        "-m", "mypy", "--strict", "--cache-dir", str(tmp_path), str(script), cwd=ROOT
+    )
+    assert 'Revealed type is "packstore.io.dataset.dataset.Dataset"' in done.stdout, (
+        done.stdout
+    )
     for error in (
         'Missing positional argument "out" in call to "pack"',
         "List item 0 has incompatible type \"Literal['wide']\"",
@@ -166,19 +204,27 @@ def test_mypy_sees_the_signature_of_the_call(tmp_path: Path) -> None:
 
 
 def test_public_names() -> None:
-    calls = "append check clean concat doctor estimate export open pack plan publish scan"
-    classes = "Answers Chat Dataset Drop PackConfig PackstoreError Pair Plan __version__"
+    calls = (
+        "append check clean concat doctor estimate export open pack plan publish scan"
+    )
+    classes = (
+        "Answers Chat Dataset Drop PackConfig PackstoreError Pair Plan __version__"
+    )
     assert sorted(packstore.__all__) == [*classes.split(), *calls.split()]
     for name in packstore.__all__:
         assert getattr(packstore, name) is not None
-        assert name not in packstore._LAZY or not isinstance(getattr(packstore, name), ModuleType)
+        assert name not in packstore._LAZY or not isinstance(
+            getattr(packstore, name), ModuleType
+        )
     with pytest.raises(AttributeError, match="nonsense"):
         _ = packstore.nonsense  # type: ignore[attr-defined]
 
 
 def test_public_names_of_torch() -> None:
     namespace = importlib.import_module("packstore.torch")
-    assert {"train", "evaluate", "write_ref_logps", "open_side"} < set(namespace.__all__)
+    assert {"train", "evaluate", "write_ref_logps", "open_side"} < set(
+        namespace.__all__
+    )
     assert dir(namespace) == namespace.__all__
     for name in namespace._LAZY:
         assert getattr(namespace, name).__name__ == name
@@ -199,10 +245,16 @@ def plugin_folders() -> list[Path]:
 def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> None:
     package = ".".join(folder.relative_to(ROOT).parts)
     module = importlib.import_module(package)
-    (registry,) = (v for v in vars(module).values() if isinstance(v, Registry) and len(v))
+    (registry,) = (
+        v for v in vars(module).values() if isinstance(v, Registry) and len(v)
+    )
     modules = {target.partition(":")[0] for target in registry.values()}
-    files = {f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")}
-    helpers = {f"{package}.{name}" for name in ("settings", "common")}  # of the command line
+    files = {
+        f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")
+    }
+    helpers = {
+        f"{package}.{name}" for name in ("settings", "common")
+    }  # of the command line
     assert modules == files - helpers
     for name in registry:
         with suppress(MissingExtraError):  # what only a machine with a GPU has
@@ -211,10 +263,14 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
 
 def folders() -> list[Path]:
     """The folders of the package with code in them."""
-    return sorted({p.parent for p in (ROOT / "packstore").rglob("*.py")} - {ROOT / "packstore"})
+    return sorted(
+        {p.parent for p in (ROOT / "packstore").rglob("*.py")} - {ROOT / "packstore"}
+    )
 
 
-@pytest.mark.parametrize("folder", folders(), ids=lambda p: str(p.relative_to(ROOT / "packstore")))
+@pytest.mark.parametrize(
+    "folder", folders(), ids=lambda p: str(p.relative_to(ROOT / "packstore"))
+)
 def test_the_readme_of_a_folder_is_short_and_names_its_files(folder: Path) -> None:
     text = (folder / "README.md").read_text(encoding="utf-8")
     prose = re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S)

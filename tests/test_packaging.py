@@ -1,4 +1,6 @@
-"""Files of a release. ``tests/try_release.py`` installs and tries it; that takes minutes."""
+"""Files of a release. ``tests/try_release.py`` installs and tries it; that takes
+minutes.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_the_wheel_holds_pages_and_example_configs() -> None:
 
 def test_the_smoke_test_has_a_part_for_every_extra() -> None:
     parts = set(runpy.run_path(str(ROOT / "tests" / "support" / "smoke.py"))["PARTS"])
-    assert parts == {"core"} | set(PROJECT["optional-dependencies"]) - SCRIPT["NOT_TRIED"]
+    assert (
+        parts == {"core"} | set(PROJECT["optional-dependencies"]) - SCRIPT["NOT_TRIED"]
+    )
 
 
 def test_the_oldest_python_is_the_one_of_the_classifiers() -> None:
@@ -74,7 +78,9 @@ def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
 def test_an_upper_bound_has_its_reason_beside_it() -> None:
     """A bound without one only keeps packstore from resolving beside other packages."""
     lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
-    bounds = [n for n, line in enumerate(lines) if re.search(r'"[\w.\[\]-]+>=[\w.]+,<', line)]
+    bounds = [
+        n for n, line in enumerate(lines) if re.search(r'"[\w.\[\]-]+>=[\w.]+,<', line)
+    ]
     assert bounds
     for n in bounds:
         limit = re.search(r",(<[\w.]+)", lines[n])
@@ -87,13 +93,22 @@ def test_an_upper_bound_has_its_reason_beside_it() -> None:
 def test_the_oldest_releases_are_enough_alone(extra: str, tmp_path: Path) -> None:
     """Packs, loads, verifies, scans and trains with the lower bounds, and nothing else.
 
-    The environment of the tests would hide a need for pandas, as `datasets` installs it. Only torch
-    is not its lower bound but the release of the Makefile: PyPI's older ones are CUDA builds of
-    gigabytes. `make floors` also takes the oldest torch.
+    The environment of the tests would hide a need for pandas, as `datasets` installs
+    it. Only torch is not its lower bound but the release of the Makefile: PyPI's older
+    ones are CUDA builds of gigabytes. `make floors` also takes the oldest torch.
     """
     if not (ROOT / ".git").exists():
         pytest.skip("needs a checkout of git")
-    asked = ("-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "packaging")
+    asked = (
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--dest",
+        tmp_path,
+        "packaging",
+    )
     if run_python(*asked).returncode:
         pytest.skip("no package registry is reachable: the lower bounds are NOT tried")
     copy_tracked_files(tmp_path / "tree")
@@ -121,7 +136,9 @@ def test_the_sdist_holds_what_git_tracks(tmp_path: Path) -> None:
     if too_old or not (ROOT / ".git").exists():
         pytest.skip("setuptools 77 or newer, and a checkout of git")
     tracked = copy_tracked_files(tmp_path / "tree")
-    code = f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    code = (
+        f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"
+    )
     done = run_python("-W", "ignore", "-c", code, cwd=tmp_path / "tree")
     assert done.returncode == 0, done.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
@@ -134,7 +151,12 @@ def test_make_demo_says_size_and_time_before_it_begins(tmp_path: Path) -> None:
     if shutil.which("make") is None:
         pytest.skip("make is not installed")
     command = ["make", "-n", "demo", f"VENV={tmp_path / 'none'}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
-    told, demo = done.stdout.index("3 GB with a CPU build"), done.stdout.index("one to two minutes")
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", check=True
+    )
+    told, demo = (
+        done.stdout.index("3 GB with a CPU build"),
+        done.stdout.index("one to two minutes"),
+    )
     assert told < done.stdout.index("pip --disable-pip-version-check install")
     assert demo < done.stdout.index("examples/demo.py")

@@ -1,6 +1,7 @@
 """``packstore train`` from stored packs, beside TRL's own trainer.
 
-Training runs in processes of their own, which are killed before they would write a checkpoint.
+Training runs in processes of their own, which are killed before they would write a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -31,25 +32,33 @@ WAYS: dict[str, dict[str, Any]] = {
     "ref-logps": {"dtype": "bfloat16", "ref_logps": True},
     "lora": {"dtype": "bfloat16", "peft_config": {"r": 16}, "learning_rate": 1e-4},
 }
-"""Settings of ``train``; without stored log-probs the reference is computed in the step."""
+"""Settings of ``train``; without stored log-probs the reference is computed in the
+step.
+"""
 
 
 def training(session: Session, data: Path, scratch: Path, ways: Iterable[str]) -> None:
-    """Trains the first model on pairs like hh, by TRL's trainer and by ``train`` with settings."""
+    """Trains the first model on pairs like hh, by TRL's trainer and by ``train`` with
+    settings.
+    """
     for way in ways:
         case = partial(_trl, session, scratch) if way == "trl" else None
         case = case or partial(_train, session, data, scratch, way)
         session.case(f"train/{way}", case, 45 if session.sizes.cuda else 3)
 
 
-def saved_model(session: Session, family: str, config: dict[str, Any], folder: Path) -> Path:
+def saved_model(
+    session: Session, family: str, config: dict[str, Any], folder: Path
+) -> Path:
     """Writes a random model, unless it is there; returns its folder."""
     if not folder.exists():
         make_model(family, config, session.sizes).save_pretrained(folder)
     return folder
 
 
-def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dict[str, Any]:
+def settings_of(
+    session: Session, model: Path, dataset: Path, steps: int
+) -> dict[str, Any]:
     """Settings of ``train`` that all runs share."""
     return {
         "model": str(model),
@@ -63,24 +72,33 @@ def settings_of(session: Session, model: Path, dataset: Path, steps: int) -> dic
 
 
 def run_process(task: dict[str, Any]) -> Figures:
-    """Trains in a process; returns its records, the times of its steps and its peak of memory.
+    """Trains in a process; returns its records, the times of its steps and its peak of
+    memory.
 
     Args:
-        task: for packstore `settings` of ``train``, `kill_at`, the step after whose record the
-            process is killed, and `exact`, for deterministic algorithms; or arguments of ``trl``.
+        task: for packstore `settings` of ``train``, `kill_at`, the step after whose
+            record the process is killed, and `exact`, for deterministic algorithms; or
+            arguments of ``trl``.
     """
     done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("run_training.py")), json.dumps(task)],
+        [
+            sys.executable,
+            str(Path(__file__).with_name("run_training.py")),
+            json.dumps(task),
+        ],
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if task.get("exact") else {}),
+        env=os.environ
+        | ({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if task.get("exact") else {}),
     )
     if done.returncode != (-signal.SIGKILL if task.get("kill_at") else 0):
         for kind in (torch.OutOfMemoryError, ModuleNotFoundError):
             if f"{kind.__name__}: " in done.stderr:
                 raise kind(done.stderr.splitlines()[-1])
-        raise RuntimeError(f"the training ended with {done.returncode}: {done.stderr[-600:]}")
+        raise RuntimeError(
+            f"the training ended with {done.returncode}: {done.stderr[-600:]}"
+        )
     found: Figures = json.loads(done.stdout.splitlines()[-1])
     return found
 
@@ -94,21 +112,32 @@ def _rates(session: Session, found: Figures, first: int = FIRST) -> Figures:
     """Pairs a second after the first steps, by the same clock for all trainers."""
     first = first if session.sizes.cuda else 1
     taken = found["times"][-1] - found["times"][first - 1]
-    pairs = [r.get("examples", session.sizes.pairs_per_step) for r in found["records"][first:]]
+    pairs = [
+        r.get("examples", session.sizes.pairs_per_step)
+        for r in found["records"][first:]
+    ]
     return {"pairs_per_second": sum(pairs) / taken, "peak_gib": found["peak_gib"]}
 
 
 def _trl(session: Session, scratch: Path) -> Figures:
-    """TRL's trainer on pairs of the same lengths, for fewer steps: it compiles nothing."""
+    """TRL's trainer on pairs of the same lengths, for fewer steps: it compiles
+    nothing.
+    """
     step = session.sizes.pairs_per_step
-    pairs = lengths("hh", min(session.sizes.steps, 6) * step, session.sizes.longest["hh"]).tolist()
+    pairs = lengths(
+        "hh", min(session.sizes.steps, 6) * step, session.sizes.longest["hh"]
+    ).tolist()
     task = {"model": str(_model(session, scratch)), "output_dir": str(scratch / "trl")}
     return _rates(session, run_process({**task, "pairs": pairs, "step": step}), first=2)
 
 
 def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
-    """Rates of a run that is killed before it saves; right if it hardly waits for data."""
-    settings = settings_of(session, _model(session, scratch), data, session.sizes.steps + 1)
+    """Rates of a run that is killed before it saves; right if it hardly waits
+    for data.
+    """
+    settings = settings_of(
+        session, _model(session, scratch), data, session.sizes.steps + 1
+    )
     settings |= WAYS[way] | {"output_dir": str(scratch / f"run-{way}")}
     figures: Figures = {}
     if settings.get("ref_logps"):
@@ -116,7 +145,10 @@ def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
         figures["reference_tokens_per_second"] = _ref_logps(session, settings)
     found = run_process({"settings": settings, "kill_at": session.sizes.steps})
     steady = found["records"][FIRST if session.sizes.cuda else 1 :]
-    middle = {name: statistics.median(r[name] for r in steady) for name in ("fill", "data_wait")}
+    middle = {
+        name: statistics.median(r[name] for r in steady)
+        for name in ("fill", "data_wait")
+    }
     quick = {"right": middle["data_wait"] < 0.01} if session.sizes.cuda else {}
     return {**quick, **_rates(session, found), **middle, **figures}
 

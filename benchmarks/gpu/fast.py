@@ -1,14 +1,19 @@
 """Pairs a second of whole models, against what else there is.
 
-Forward and backward of random models in bfloat16. A way is a packing and a head, ``packing/head``:
+Forward and backward of random models in bfloat16. A way is a packing and a head,
+``packing/head``:
 
-- ``shared_prefix`` and ``padding_free``: flat rows in packstore's layouts, with its attention;
-- ``padded_grouped`` and ``padded``: `[2B, longest]` rows with a mask, transformers' sdpa; of pairs
-  of similar length, and of random ones;
-- ``triton`` and ``eager``: packstore's head, log-probs of supervised tokens without logits;
-- ``trl``: the head that TRL 1.16 fuses into models; ``logits``: float32 logits of all tokens.
+- ``shared_prefix`` and ``padding_free``: flat rows in packstore's layouts, with its
+  attention;
+- ``padded_grouped`` and ``padded``: `[2B, longest]` rows with a mask, transformers'
+  sdpa; of pairs of similar length, and of random ones;
+- ``triton`` and ``eager``: packstore's head, log-probs of supervised tokens without
+  logits;
+- ``trl``: the head that TRL 1.16 fuses into models; ``logits``: float32 logits of all
+  tokens.
 
-All ways train on the same pairs in turns, with the same loss. ``padded/trl`` is what TRL 1.16 does.
+All ways train on the same pairs in turns, with the same loss. ``padded/trl`` is what
+TRL 1.16 does.
 """
 
 from __future__ import annotations
@@ -31,7 +36,12 @@ OURS = "shared_prefix/triton"
 SAME_HEAD = "padding_free/triton"
 WAYS = (
     *(OURS, SAME_HEAD, "padding_free/trl", "padded_grouped/trl", "padded/trl"),
-    *("shared_prefix/eager", "padding_free/eager", "padding_free/logits", "padded_grouped/logits"),
+    *(
+        "shared_prefix/eager",
+        "padding_free/eager",
+        "padding_free/logits",
+        "padded_grouped/logits",
+    ),
 )
 PEAK = 989e12
 """Dense bfloat16 operations a second of an H100 or H200, by its data sheet."""
@@ -45,11 +55,12 @@ def group(
     ways: tuple[str, ...] = WAYS,
     compiled: bool = False,
 ) -> None:
-    """Measures ways to train a model on pairs of a length profile, `tokens` in a micro-batch.
+    """Measures ways to train a model on pairs of a length profile, `tokens` in a
+    micro-batch.
 
-    The first two, which decide, are timed before the others are tried; then all in turns.
-    Those with compiled layers need a process that has compiled for no other model: beyond a number
-    of graphs torch runs layers without the compiler.
+    The first two, which decide, are timed before the others are tried; then all in
+    turns. Those with compiled layers need a process that has compiled for no other
+    model: beyond a number of graphs torch runs layers without the compiler.
     """
     name, end = f"{model}/{profile}/{tokens}", "/compiled" if compiled else ""
     cases = {f"{name}/{way}{end}": way for way in ways}
@@ -100,7 +111,9 @@ class Trial:
         self.family, self.config = self.sizes.models[model]
         self.tokens, self.compiled = tokens, compiled
         rows = lengths(profile, 4000, self.sizes.longest[profile])
-        volume = self.sizes.micro_batches * self.sizes.tokens[0]  # full micro-batches of ours
+        volume = (
+            self.sizes.micro_batches * self.sizes.tokens[0]
+        )  # full micro-batches of ours
         runs = cut(rows, "shared_prefix", tokens)[: -(-volume // tokens)]
         self.rows = np.concatenate(runs)
         self.seconds: dict[str, list[float]] = {}
@@ -154,7 +167,9 @@ class Trial:
         loss_fn = PreferenceLoss("dpo", beta=0.1)
         return loss_fn(sums, batch, torch.zeros_like(sums), divisor=divisor).loss
 
-    def _head(self, head: str, inputs: dict[str, Any], seen: Any, ids: Tensor) -> Tensor:
+    def _head(
+        self, head: str, inputs: dict[str, Any], seen: Any, ids: Tensor
+    ) -> Tensor:
         if head == "logits":
             logps = self.model(**inputs).logits.float().log_softmax(-1)[seen]
             return logps.gather(-1, ids[:, None]).squeeze(-1)
@@ -168,7 +183,9 @@ class Trial:
         return float(loss.detach())
 
     def warm(self, way: str) -> Figures:
-        """The loss of the same few pairs; a round to warm up, and its peak of memory."""
+        """The loss of the same few pairs; a round to warm up, and its peak of
+        memory.
+        """
         loss = self.step(way, self._batch(self.rows[:4], way.partition("/")[0]))
         if self.sizes.cuda:
             torch.cuda.reset_peak_memory_stats()
@@ -179,14 +196,18 @@ class Trial:
         return {"loss": loss, "peak_gib": peak / 2**30, **self._compiled()}
 
     def _compiled(self) -> Figures:
-        """Counts the compiled frames; raises if one was left to run without the compiler."""
+        """Counts the compiled frames; raises if one was left to run without the
+        compiler.
+        """
         if not self.compiled:
             return {}
         from torch._dynamo.utils import counters
 
         frames, breaks = counters["frames"], sum(counters["graph_break"].values())
         if not 0 < frames["total"] == frames["ok"]:
-            raise RuntimeError(f"{frames['ok']} of {frames['total']} frames were compiled")
+            raise RuntimeError(
+                f"{frames['ok']} of {frames['total']} frames were compiled"
+            )
         return {"frames": frames["total"], "graph_breaks": breaks}
 
     def round(self, way: str) -> None:
@@ -207,7 +228,9 @@ class Trial:
         packing, _, head = way.partition("/")
         counted = []
         for batch in self.batches(way):
-            queries, keys = (x.diff().cpu() for x in (batch.cu_seqlens, batch.cu_seqlens_k))
+            queries, keys = (
+                x.diff().cpu() for x in (batch.cu_seqlens, batch.cu_seqlens_k)
+            )
             if packing.startswith("padded"):
                 queries = keys = torch.full_like(keys, batch.max_seqlen_k)
             counts = (queries, keys, len(batch.targets.ids), head, self.compiled)
@@ -219,7 +242,9 @@ class Trial:
         return len(self.rows) / sum(w.seconds(self.ceilings) for w in self.work(way))
 
     def ratios(self) -> Figures:
-        """The rate of shared prefixes over that of every other way; the one with its head first."""
+        """The rate of shared prefixes over that of every other way; the one with its
+        head first.
+        """
         others = [way for way in self.seconds if way != OURS]
         measured = {f"over {way}": self.rate(OURS) / self.rate(way) for way in others}
         same = {f"over {SAME_HEAD}": self.expected(OURS) / self.expected(SAME_HEAD)}

@@ -26,7 +26,9 @@ SORTS = {
 
 
 def device(session: Session) -> None:
-    """Machine and versions; the rates of a copy and of a bfloat16 product, for all expectations."""
+    """Machine and versions; the rates of a copy and of a bfloat16 product, for all
+    expectations.
+    """
     session.case("about", partial(about, session))
     session.case("ceilings", partial(ceilings, session))
 
@@ -58,7 +60,9 @@ def ceilings(session: Session) -> Figures:
     }
 
 
-def seconds_of(work: Callable[[], Any], cuda: bool, times: int = 10, warm: int = 3) -> float:
+def seconds_of(
+    work: Callable[[], Any], cuda: bool, times: int = 10, warm: int = 3
+) -> float:
     """Median seconds of a call, on the device's clock."""
     for _ in range(warm if cuda else 1):
         work()
@@ -81,44 +85,61 @@ def seconds_of(work: Callable[[], Any], cuda: bool, times: int = 10, warm: int =
 def profiles(session: Session, model: str) -> None:
     """A model with shared prefixes and compiled layers."""
     case = f"profile/{model}/{OURS}/compiled"
-    session.case(case, partial(profile, session, model), seconds=20 if session.sizes.cuda else 3)
+    session.case(
+        case, partial(profile, session, model), seconds=20 if session.sizes.cuda else 3
+    )
 
 
 def profile(session: Session, model: str) -> Figures:
-    """One step of forward and backward by kernel: the longest, and the share of each kind.
+    """One step of forward and backward by kernel: the longest, and the share of each
+    kind.
 
-    ``ms`` is the time of the kernels, ``wall_ms`` that of the step without a profiler: what is
-    beyond is the device waiting for the host, whose time by operator is ``host``.
+    ``ms`` is the time of the kernels, ``wall_ms`` that of the step without a profiler:
+    what is beyond is the device waiting for the host, whose time by operator is
+    ``host``.
     """
     cuda = session.sizes.cuda
     trial = Trial(session, model, "hh", session.sizes.tokens[0], compiled=True)
     batch = trial.batches(OURS)[0]
     wall = seconds_of(lambda: trial.step(OURS, batch), cuda, times=5)
     kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]) as p:
+    with torch.profiler.profile(
+        activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]
+    ) as p:
         trial.step(OURS, batch)
     # On a GPU kernels only: an operator's time is that of its kernels.
     events = p.key_averages()
     found = [e for e in events if not cuda or e.device_type.name == "CUDA"]
     calls = sorted(events, key=lambda e: -e.self_cpu_time_total)[:20]
     host = [(e.key[:60], e.self_cpu_time_total / 1e3, e.count) for e in calls]
-    times = {e.key: e.self_device_time_total if cuda else e.self_cpu_time_total for e in found}
+    times = {
+        e.key: e.self_device_time_total if cuda else e.self_cpu_time_total
+        for e in found
+    }
     counts = {e.key: e.count for e in found}
     total = sum(times.values()) or 1
     shares = dict.fromkeys((*SORTS, "elementwise"), 0.0)
     for name, took in times.items():
-        sort = next((s for s, parts in SORTS.items() if any(x in name for x in parts)), None)
+        sort = next(
+            (s for s, parts in SORTS.items() if any(x in name for x in parts)), None
+        )
         shares[sort or "elementwise"] += took / total
     longest = sorted(times, key=lambda name: -times[name])[:40]
     table = [(name[:100], times[name] / 1e3, counts[name]) for name in longest]
     for name, ms, count in table[: 20 if cuda else 3]:
         print(f"           {ms:8.3f} ms {count:5} x {name}")
-    figures = {"ms": total / 1e3, "wall_ms": 1e3 * wall, "kernels": sum(counts.values())}
+    figures = {
+        "ms": total / 1e3,
+        "wall_ms": 1e3 * wall,
+        "kernels": sum(counts.values()),
+    }
     return {**figures, "shares": shares, "table": table, "host": host}
 
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs `[n]`."""
+    """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs
+    `[n]`.
+    """
     from packstore.torch.logprobs.tiles import GPU_CHUNK
 
     def liger(h: Tensor, w: Tensor, t: Tensor) -> Tensor:
@@ -178,7 +199,9 @@ def _head(
     if out.ndim:
         with torch.no_grad():
             exact = hidden[:64].double() @ weight.double().T
-            wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(-1)
+            wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(
+                -1
+            )
         figures["error"] = distance(out[:64], wanted)
     if name in HEADS:
         (vocab, width), (times, passes) = shape, HEADS[name]
@@ -188,7 +211,9 @@ def _head(
 
 
 def attention(session: Session) -> None:
-    """Attention by segment length: operations a second of causal attention, forward + backward."""
+    """Attention by segment length: operations a second of causal attention, forward +
+    backward.
+    """
     from packstore.torch.attention import ATTENTION, Settings
     from packstore.torch.batch.layout import AttentionLayout
 
@@ -197,7 +222,9 @@ def attention(session: Session) -> None:
     heads, kv_heads, size = sizes.heads[0]
 
     def rate(backend: str, length: int) -> Figures:
-        ends = torch.arange(0, total + 1, length, dtype=torch.int32, device=sizes.device)
+        ends = torch.arange(
+            0, total + 1, length, dtype=torch.int32, device=sizes.device
+        )
         layout = AttentionLayout(ends, ends, length, length, total)
         attend = ATTENTION.load(backend)
         qkv, up = random_heads(sizes, total, heads, kv_heads, size)

@@ -1,4 +1,6 @@
-"""The plan: which cases run, in which order, in which processes, for how many seconds at most."""
+"""The plan: which cases run, in which order, in which processes, for how many seconds
+at most.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ALWAYS, SOFT = ("plain", "frozen", "autocast"), ("softcap", "bias", "float32")
 
 
 def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
-    """All parts by their value: is it right, is the claim true as users run it, then the rest."""
+    """All parts by their value: is it right, is the claim true as users run it, then
+    the rest.
+    """
     auto, *others, slowest = sizes.backends
     few, many, edges = sizes.head_tokens
     short, long = sizes.tokens
@@ -22,9 +26,15 @@ def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
     padded, training = right_models.packed_is_padded, end_to_end.training
     training = partial(training, data=data, scratch=scratch)
 
-    def group(model: str, profile: str, tokens: int, ways: int, compiled: bool = True) -> Part:
-        """The first of the ways; a process for each, which has compiled for no other model."""
-        works = partial(fast.group, tokens=tokens, ways=fast.WAYS[:ways], compiled=compiled)
+    def group(
+        model: str, profile: str, tokens: int, ways: int, compiled: bool = True
+    ) -> Part:
+        """The first of the ways; a process for each, which has compiled for no other
+        model.
+        """
+        works = partial(
+            fast.group, tokens=tokens, ways=fast.WAYS[:ways], compiled=compiled
+        )
         name = f"{model}/{profile}/{tokens}{'/compiled' if compiled else ''}"
         return Part(name, 110, (partial(works, model=model, profile=profile),))
 
@@ -50,15 +60,28 @@ def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
     last.append(group(big, "hh", long, 4))
     return [
         Part("right", 80, right),
-        Part("compiled is right", 50, (partial(padded, families=("Llama",), compiled=True),)),
+        Part(
+            "compiled is right",
+            50,
+            (partial(padded, families=("Llama",), compiled=True),),
+        ),
         group(big, "hh", short, 4),
-        Part("trainers", 130, (partial(training, ways=("bfloat16", "trl", "own precision")),)),
+        Part(
+            "trainers",
+            130,
+            (partial(training, ways=("bfloat16", "trl", "own precision")),),
+        ),
         group(small, "ultrafeedback", short, 3),
         group(big, "long", long, 2),
         group(big, "hh", short, 2, compiled=False),
         Part("heads", 60, (parts.heads,)),
-        *(Part(f"profile of {m}", 60, (partial(parts.profiles, model=m),)) for m in sizes.models),
-        Part("resumed", 70, (partial(right_models.resumed, data=data, scratch=scratch),)),
+        *(
+            Part(f"profile of {m}", 60, (partial(parts.profiles, model=m),))
+            for m in sizes.models
+        ),
+        Part(
+            "resumed", 70, (partial(right_models.resumed, data=data, scratch=scratch),)
+        ),
         Part("more is right", 110, more),
         Part("attention", 40, (parts.attention,)),
         group(small, "hh", short, 9, compiled=False),

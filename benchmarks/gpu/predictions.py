@@ -1,8 +1,8 @@
 """Expects the seconds of a step by counting: no figure here was measured on a GPU.
 
-Matrix products and attention count by their operations, elementwise passes by the bytes that they
-read and write. A device does so much of each in a second as ``ceilings`` measures on it, times the
-shares below; without it, an H100's.
+Matrix products and attention count by their operations, elementwise passes by the bytes
+that they read and write. A device does so much of each in a second as ``ceilings``
+measures on it, times the shares below; without it, an H100's.
 """
 
 from __future__ import annotations
@@ -24,26 +24,42 @@ PRODUCTS, COPIES, FLASH, FLASH_BACKWARD = 0.89, 0.87, 0.42, 0.33
 TOLERANCE = 0.25
 """A figure that is off by more is to be explained before anything is tuned."""
 
-HEADS = {"triton": (4, 8 + 14), "eager": (4, 24 + 45), "trl": (4, 4 + 10), "logits": (3, 14 + 22)}
-"""Way -> products of the head; bytes a logit that its passes move, forward and backward. ``logits``
-holds the logits of all tokens; the others make them twice, of supervised tokens alone."""
+HEADS = {
+    "triton": (4, 8 + 14),
+    "eager": (4, 24 + 45),
+    "trl": (4, 4 + 10),
+    "logits": (3, 14 + 22),
+}
+"""Way -> products of the head; bytes a logit that its passes move, forward and
+backward. ``logits`` holds the logits of all tokens; the others make them twice, of
+supervised tokens alone.
+"""
 
-LAYERS = {1024: (947_842, 162_435), 2048: (973_955, 269_613), 4096: (1_890_438, 506_434)}
-"""Width of a model -> bytes that the elementwise passes of a layer move by token, forward and
-backward: eager and compiled layers of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, as
-``tests/torch/models/test_layer_kernels.py`` counts them."""
+LAYERS = {
+    1024: (947_842, 162_435),
+    2048: (973_955, 269_613),
+    4096: (1_890_438, 506_434),
+}
+"""Width of a model -> bytes that the elementwise passes of a layer move by token,
+forward and backward: eager and compiled layers of Qwen3-0.6B, Llama-3.2-1B and
+Llama-3.1-8B, as ``tests/torch/models/test_layer_kernels.py`` counts them.
+"""
 
 REFERENCE = 0.3
-"""Forward pass of a reference as a share of a step without one, counted 0.29 to 0.32."""
+"""Forward pass of a reference as a share of a step without one, counted 0.29 to 0.32.
+"""
 
 GATHERED = 8 + 2 + 1
-"""Bytes that an element of a gathered key or value moves: two copies; its gradient, read once; the
-sum, written once for about two copies."""
+"""Bytes that an element of a gathered key or value moves: two copies; its gradient,
+read once; the sum, written once for about two copies.
+"""
 
 
 class Work(NamedTuple):
-    """Operations of the layers' products, of one product of the head, and of attention's forward
-    pass; how often the head multiplies; bytes of elementwise passes."""
+    """Operations of the layers' products, of one product of the head, and of
+    attention's forward pass; how often the head multiplies; bytes of elementwise
+    passes.
+    """
 
     layers: float
     head: float
@@ -77,7 +93,8 @@ def work(
 
     Args:
         config: of the model.
-        queries, keys: lengths of the segments, and of the key runs that they see, `[S]`.
+        queries, keys: lengths of the segments, and of the key runs that they see,
+            `[S]`.
         targets: supervised tokens.
         head: a name of `HEADS`.
         compiled: count compiled layers in place of eager ones.
@@ -94,7 +111,9 @@ def work(
     seen = (queries * keys - queries * (queries - 1) / 2).sum()
     moved = LAYERS.get(width, (0, 0))[compiled]
     traffic = tokens * layers * moved + rows * vocab * passes
-    traffic += 6 * (layers * layer + vocab * width)  # gradients are added to the last ones
+    traffic += 6 * (
+        layers * layer + vocab * width
+    )  # gradients are added to the last ones
     if keys.sum() > tokens:
         traffic += keys.sum() * layers * kv_width * GATHERED
     return Work(
@@ -108,7 +127,9 @@ def work(
 
 def misses(expected: dict[str, float], figures: dict[str, Any]) -> list[str]:
     """Returns the figures that are off too far, as sentences."""
-    parts = {n: figures[n] / v - 1 for n, v in expected.items() if figures.get(n) is not None}
+    parts = {
+        n: figures[n] / v - 1 for n, v in expected.items() if figures.get(n) is not None
+    }
     return [
         f"{n}: expected {expected[n]:.4g}, measured {figures[n]:.4g} ({part:+.0%})"
         for n, part in parts.items()
@@ -117,11 +138,13 @@ def misses(expected: dict[str, float], figures: dict[str, Any]) -> list[str]:
 
 
 def ratios(compiled: bool) -> dict[tuple[str, str], dict[str, float]]:
-    """Pairs a second with shared prefixes and the Triton head, over those of other ways.
+    """Pairs a second with shared prefixes and the Triton head, over those of other
+    ways.
 
-    By model and length profile, then by way: the head of padding-free batches, with the same
-    layers, or ``trainer``: TRL's with its defaults, 8 random pairs padded, eager layers, and a
-    reference in each step, which ours has read from a file.
+    By model and length profile, then by way: the head of padding-free batches, with the
+        same
+    layers, or ``trainer``: TRL's with its defaults, 8 random pairs padded, eager
+    layers, and a reference in each step, which ours has read from a file.
     """
     found = {}
     for name, config in MODELS.items():
@@ -130,7 +153,9 @@ def ratios(compiled: bool) -> dict[tuple[str, str], dict[str, float]]:
             prompt, *responses = rows.T
             whole = np.concatenate([prompt + n for n in responses])
             stored = np.concatenate([prompt + responses[0], responses[1] + 1])
-            padded = np.repeat((prompt + np.maximum(*responses)).reshape(-1, 8).max(1), 16)
+            padded = np.repeat(
+                (prompt + np.maximum(*responses)).reshape(-1, 8).max(1), 16
+            )
             targets = int(sum(map(np.sum, responses)))
             seconds = {
                 head: work(config, whole, whole, targets, head, compiled).seconds()

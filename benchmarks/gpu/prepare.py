@@ -1,7 +1,8 @@
 """Fetches wheels and packs data for a GPU machine without network and without numba.
 
-The machine needs Python 3.12 with torch, transformers, accelerate, peft, pandas, pyarrow and
-triton; the rest travels in the ignored folder ``gpu-files``, as wheels and as a dataset.
+The machine needs Python 3.12 with torch, transformers, accelerate, peft, pandas,
+pyarrow and triton; the rest travels in the ignored folder ``gpu-files``, as wheels and
+as a dataset.
 """
 
 from __future__ import annotations
@@ -15,9 +16,16 @@ import numpy as np
 
 from gpu.sizes import Sizes, lengths
 
-WHEELS = ("orjson", "msgspec>=0.20,<0.23", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1")
+WHEELS = (
+    "orjson",
+    "msgspec>=0.20,<0.23",
+    "liger-kernel==0.8.5",
+    "cut-cross-entropy==25.1.1",
+)
 WHEELS += ("trl==1.16.0", "datasets", "dill", "multiprocess")
-"""What packstore needs and such a machine lacks, peers of the head, TRL and what it needs."""
+"""What packstore needs and such a machine lacks, peers of the head, TRL and what it
+needs.
+"""
 
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIMIT = 64 << 20
@@ -34,14 +42,21 @@ python3 benchmarks/gpu_session.py --data gpu-files/data --end $end 2>&1 \
 
 
 def prepare(sizes: Sizes) -> None:
-    """Makes the folder, and prints what to take along and the two calls for the GPU machine.
+    """Makes the folder, and prints what to take along and the two calls for the GPU
+    machine.
 
     Raises:
         SystemExit: the folder is larger than may travel.
     """
     shutil.rmtree(FOLDER, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    command += ["--only-binary=:all:", "--python-version", "3.12", "--implementation", "cp"]
+    command += [
+        "--only-binary=:all:",
+        "--python-version",
+        "3.12",
+        "--implementation",
+        "cp",
+    ]
     for platform in PLATFORMS:
         command += ["--platform", platform]
     subprocess.run([*command, "-d", str(FOLDER / "wheels"), *WHEELS], check=True)
@@ -49,7 +64,9 @@ def prepare(sizes: Sizes) -> None:
     size = sum(f.stat().st_size for f in FOLDER.rglob("*") if f.is_file())
     print(f"{FOLDER.name}: {size / 2**20:.1f} MiB")
     if size > LIMIT:
-        raise SystemExit(f"{FOLDER} is larger than {LIMIT >> 20} MiB, which is what may travel.")
+        raise SystemExit(
+            f"{FOLDER} is larger than {LIMIT >> 20} MiB, which is what may travel."
+        )
     print(f'In the root of the repository, with carry=["{FOLDER.name}"]:')
     for timeout, when in ((540, ""), (170, ", at once, while the machine is warm")):
         print(CALL.format(timeout=timeout, when=when, seconds=timeout - 25))

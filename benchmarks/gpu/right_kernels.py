@@ -22,7 +22,9 @@ FLOOR = 1e-4
 
 
 def distance(found: Tensor, exact: Tensor) -> float:
-    """The norm of the error as a share of the norm of the exact values; both may be empty."""
+    """The norm of the error as a share of the norm of the exact values; both may be
+    empty.
+    """
     found, exact = found.detach().double(), exact.detach().double()
     if not bool(found.isfinite().all()):
         return math.inf
@@ -35,14 +37,20 @@ def verdict(
 ) -> Figures:
     """Errors by norm: at most `LIMIT`, and at most twice those of plain arithmetic."""
     errors = {name: distance(found[name], exact[name]) for name in exact}
-    allowed = {name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact}
+    allowed = {
+        name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact
+    }
     right = all(e <= min(LIMIT, allowed[n]) for n, e in errors.items())
     over_plain = {name: 2 * error / allowed[name] for name, error in errors.items()}
     return {"right": right, "errors": errors, "over_plain": over_plain}
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float) -> Tensor:
-    """Attention as eager models compute it: matmuls in their dtype, softmax in float32."""
+def plain(
+    q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float
+) -> Tensor:
+    """Attention as eager models compute it: matmuls in their dtype, softmax in
+    float32.
+    """
     from packstore.torch.attention import Settings
     from packstore.torch.attention.plain import visible
 
@@ -52,7 +60,9 @@ def plain(q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scal
         one_k, one_v = (x.repeat_interleave(group, 1) for x in (one_k, one_v))
         scores = torch.einsum("qnh,knh->nqk", one_q, one_k) * scale
         hidden = ~visible(len(one_q), len(one_k), Settings(scale, window), q.device)
-        weights = scores.masked_fill(hidden, float("-inf")).softmax(-1, dtype=torch.float32)
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(
+            -1, dtype=torch.float32
+        )
         outputs.append(torch.einsum("nqk,knh->qnh", weights.to(q.dtype), one_v))
     return torch.cat(outputs)
 
@@ -64,7 +74,9 @@ def ragged(device: str, seed: int = 0) -> Any:
     rng = np.random.default_rng(seed)
     queries = rng.integers(1, 200, 9)
     keys = queries + rng.integers(0, 150, 9)
-    ends = [torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (queries, keys)]
+    ends = [
+        torch.tensor([0, *np.cumsum(n)], dtype=torch.int32) for n in (queries, keys)
+    ]
     index = torch.from_numpy(rng.integers(0, queries.sum(), keys.sum()))
     return AttentionLayout(
         cu_seqlens_q=ends[0].to(device),
@@ -77,7 +89,9 @@ def ragged(device: str, seed: int = 0) -> Any:
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
-    """Layouts of rows: both of packstore, key runs of any length, empty segments, fixed shapes."""
+    """Layouts of rows: both of packstore, key runs of any length, empty segments, fixed
+    shapes.
+    """
     from packstore.torch import pad_batch
 
     rows = cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row)[0]
@@ -86,13 +100,19 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
         batch = batch_of(rows, name, 100)
         found[name] = batch.to(sizes.device).layout
         more = {"num_tokens": sizes.row + 100, "num_segments": batch.num_segments + 20}
-        found[f"{name} padded to a shape"] = pad_batch(batch, **more).to(sizes.device).layout
-        empty = pad_batch(batch, num_tokens=batch.num_tokens, num_segments=batch.num_segments + 6)
+        found[f"{name} padded to a shape"] = (
+            pad_batch(batch, **more).to(sizes.device).layout
+        )
+        empty = pad_batch(
+            batch, num_tokens=batch.num_tokens, num_segments=batch.num_segments + 6
+        )
         found[f"{name} with empty segments"] = empty.to(sizes.device).layout
     return {**found, "ragged": ragged(sizes.device)}
 
 
-def run(attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor) -> dict[str, Tensor]:
+def run(
+    attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor
+) -> dict[str, Tensor]:
     """Output and the three gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     output = attend(*leaves)
@@ -109,14 +129,20 @@ def attention(
     sizes = session.sizes
     made = layouts(sizes)
 
-    def compare(backend: str, name: str, heads: tuple[int, int, int], window: int | None) -> Any:
+    def compare(
+        backend: str, name: str, heads: tuple[int, int, int], window: int | None
+    ) -> Any:
         attend, exact = ATTENTION.load(backend), ATTENTION.load("reference")
         layout, settings = made[name], Settings(heads[2] ** -0.5, window)
         qkv, up = random_heads(sizes, layout.num_queries, *heads)
         return verdict(
             run(lambda *x: attend(*x, layout, settings), qkv, up),
             run(lambda *x: plain(*x, layout, window, settings.scale), qkv, up),
-            run(lambda *x: exact(*x, layout, settings), [x.float() for x in qkv], up.float()),
+            run(
+                lambda *x: exact(*x, layout, settings),
+                [x.float() for x in qkv],
+                up.float(),
+            ),
         )
 
     for backend in backends:
@@ -153,7 +179,12 @@ def random_head(
     vocab, width = shape
     hidden = torch.randn(tokens, width, **kind).to(dtype or sizes.dtype)
     weight = (torch.randn(shape, **kind) * width**-0.5 * 4).to(dtype or sizes.dtype)
-    return [hidden, weight, torch.randint(vocab, (tokens,), **kind), torch.rand(tokens, **kind)]
+    return [
+        hidden,
+        weight,
+        torch.randint(vocab, (tokens,), **kind),
+        torch.rand(tokens, **kind),
+    ]
 
 
 def deterministic(session: Session, backends: Iterable[str]) -> None:
@@ -170,7 +201,8 @@ def deterministic(session: Session, backends: Iterable[str]) -> None:
         torch.use_deterministic_algorithms(True)
         try:
             one, two = (
-                run(lambda *x: attend(*x, layout, Settings(size**-0.5)), qkv, up) for _ in range(2)
+                run(lambda *x: attend(*x, layout, Settings(size**-0.5)), qkv, up)
+                for _ in range(2)
             )
         finally:
             torch.use_deterministic_algorithms(False)
@@ -197,7 +229,9 @@ def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
         for way in ways:
             for backend in ("eager", "triton") if session.sizes.cuda else ("eager",):
                 how = {**HEADS[way], "backend": backend}
-                session.case(f"head/{n} tokens/{backend} {way}", partial(_head, session, n, how))
+                session.case(
+                    f"head/{n} tokens/{backend} {way}", partial(_head, session, n, how)
+                )
 
 
 def chosen(session: Session) -> None:
@@ -209,7 +243,9 @@ def chosen(session: Session) -> None:
         kind = {"device": sizes.device, "dtype": sizes.dtype}
         hidden, weight = torch.randn(16, 128, **kind), torch.randn(32768, 128, **kind)
         targets = torch.arange(16, device=sizes.device)
-        passes = choose_passes(hidden, weight, None, targets, Projection(backend="auto"))
+        passes = choose_passes(
+            hidden, weight, None, targets, Projection(backend="auto")
+        )
         triton = passes is not EAGER
         return {"right": triton == sizes.cuda, "triton": triton}
 
@@ -224,7 +260,10 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     vocab, width = sizes.head_shapes[0]
     dtype = torch.float32 if how.get("autocast") else how.get("dtype", sizes.dtype)
     hidden, weight, targets, up = random_head(sizes, n, (vocab, width), dtype)
-    random = {"generator": torch.Generator(sizes.device).manual_seed(1), "device": sizes.device}
+    random = {
+        "generator": torch.Generator(sizes.device).manual_seed(1),
+        "device": sizes.device,
+    }
     bias = torch.randn(vocab, **random).to(dtype) if how.get("bias") else None
     softcap = how.get("softcap")
     chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
@@ -240,7 +279,10 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
         return made.gather(-1, targets[:, None]).squeeze(-1) - made.logsumexp(-1)
 
     def graded(way: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
-        inputs = [x if x is None else x.double() if wide else x.clone() for x in (hidden, weight)]
+        inputs = [
+            x if x is None else x.double() if wide else x.clone()
+            for x in (hidden, weight)
+        ]
         inputs.append(bias if bias is None else bias.double() if wide else bias.clone())
         for i, x in enumerate(inputs):
             if x is not None:

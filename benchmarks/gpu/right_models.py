@@ -1,4 +1,6 @@
-"""Correctness of whole models: packed equals padded, host waits, CUDA graphs, resume."""
+"""Correctness of whole models: packed equals padded, host waits, CUDA graphs,
+resume.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def _config(session: Session, family: str) -> dict[str, Any]:
     return {**session.sizes.small, **own}
 
 
-def packed_is_padded(session: Session, families: Iterable[str], compiled: bool = False) -> None:
+def packed_is_padded(
+    session: Session, families: Iterable[str], compiled: bool = False
+) -> None:
     """Logits, loss and gradients of packs and of padded rows, on random weights."""
     for family in families:
         for layout in LAYOUTS:
@@ -40,8 +44,12 @@ def packed_is_padded(session: Session, families: Iterable[str], compiled: bool =
             session.case(f"packed = padded/{family}/{layout}{end}", case, seconds=10)
 
 
-def _packed_is_padded(session: Session, family: str, layout: str, compiled: bool) -> Figures:
-    """Against padded rows in float32; right up to twice the error of padded rows in 16 bits."""
+def _packed_is_padded(
+    session: Session, family: str, layout: str, compiled: bool
+) -> Figures:
+    """Against padded rows in float32; right up to twice the error of padded rows in 16
+    bits.
+    """
     from packstore.torch import PreferenceLoss, compile_layers, use_packed_attention
     from packstore.torch.logprobs.head import PackedPolicy
 
@@ -50,7 +58,11 @@ def _packed_is_padded(session: Session, family: str, layout: str, compiled: bool
     whole = batch_of(rows, "concat", vocab).to(sizes.device)
     batch = batch_of(rows, layout, vocab).to(sizes.device)
     found: dict[str, dict[str, Tensor]] = {}
-    for name, dtype in (("exact", torch.float32), ("padded", sizes.dtype), ("ours", sizes.dtype)):
+    for name, dtype in (
+        ("exact", torch.float32),
+        ("padded", sizes.dtype),
+        ("ours", sizes.dtype),
+    ):
         model = make_model(family, config, sizes, dtype)
         if name == "ours":
             use_packed_attention(model)
@@ -65,7 +77,9 @@ def _packed_is_padded(session: Session, family: str, layout: str, compiled: bool
             made = model(**whole.model_inputs("padded")).logits
             logits = whole.unpad(made)
             logps = _sums(logits, whole)
-        loss = PreferenceLoss("dpo", beta=BETA)(logps, whole, torch.zeros_like(logps)).loss
+        loss = PreferenceLoss("dpo", beta=BETA)(
+            logps, whole, torch.zeros_like(logps)
+        ).loss
         loss.backward()
         grads = torch.cat([p.grad.flatten().float() for p in model.parameters()])
         found[name] = {
@@ -90,7 +104,9 @@ def _sums(logits: Tensor, batch: Any) -> Tensor:
 
 
 def waits(session: Session) -> None:
-    """Host waits in a planned step: forward, loss, backward, metrics; only CUDA reports them."""
+    """Host waits in a planned step: forward, loss, backward, metrics; only CUDA reports
+    them.
+    """
     for family in ("Llama", "Qwen3"):
         for layout in LAYOUTS:
             case = partial(_waits, session, family, layout)
@@ -98,7 +114,12 @@ def waits(session: Session) -> None:
 
 
 def _waits(session: Session, family: str, layout: str) -> Figures:
-    from packstore.torch import Metrics, PreferenceLoss, StepDivisor, use_packed_attention
+    from packstore.torch import (
+        Metrics,
+        PreferenceLoss,
+        StepDivisor,
+        use_packed_attention,
+    )
     from packstore.torch.logprobs.head import PackedPolicy
 
     sizes, config = session.sizes, _config(session, family)
@@ -132,7 +153,8 @@ def _waits(session: Session, family: str, layout: str) -> Figures:
 
 
 def cuda_graph(session: Session) -> None:
-    """A step on batches of a fixed shape as one CUDA graph: replayed on another batch, the same.
+    """A step on batches of a fixed shape as one CUDA graph: replayed on another batch,
+    the same.
 
     Without CUDA the step runs without a graph, so that the rest of the case is tried.
     """
@@ -140,7 +162,12 @@ def cuda_graph(session: Session) -> None:
 
 
 def _cuda_graph(session: Session) -> Figures:
-    from packstore.torch import PreferenceLoss, StepDivisor, pad_batch, use_packed_attention
+    from packstore.torch import (
+        PreferenceLoss,
+        StepDivisor,
+        pad_batch,
+        use_packed_attention,
+    )
     from packstore.torch.logprobs.head import PackedPolicy
 
     sizes, config = session.sizes, _config(session, "Llama")
@@ -202,19 +229,34 @@ def _tensors(batch: Any) -> dict[str, Tensor]:
 
 
 def resumed(session: Session, data: Path, scratch: Path) -> None:
-    """Five steps of ``train``, killed after three, resumed: the losses of an undisturbed run."""
+    """Five steps of ``train``, killed after three, resumed: the losses of an
+    undisturbed run.
+    """
 
     def compare() -> Figures:
         steps, cut_at = 5, 3
-        config = {**session.sizes.small, "hidden_size": 64, "vocab_size": session.sizes.vocab}
+        config = {
+            **session.sizes.small,
+            "hidden_size": 64,
+            "vocab_size": session.sizes.vocab,
+        }
         model = saved_model(session, "Llama", config, scratch / "small")
         base = settings_of(session, model, data, steps)
         base |= {"save_steps": 2, "examples_per_step": 4, "compile": "none"}
         base |= {"dtype": "bfloat16"}
-        whole, killed = (base | {"output_dir": str(scratch / n)} for n in ("whole", "killed"))
+        whole, killed = (
+            base | {"output_dir": str(scratch / n)} for n in ("whole", "killed")
+        )
         run_process({"settings": killed, "exact": True, "kill_at": cut_at})
-        whole, found = (run_process({"settings": s, "exact": True}) for s in (whole, killed))
+        whole, found = (
+            run_process({"settings": s, "exact": True}) for s in (whole, killed)
+        )
         losses = [[record["loss"] for record in r["records"]] for r in (whole, found)]
-        return {"right": losses[0] == losses[1] and len(losses[0]) == steps, "losses": losses}
+        return {
+            "right": losses[0] == losses[1] and len(losses[0]) == steps,
+            "losses": losses,
+        }
 
-    session.case("killed and resumed", compare, seconds=45 if session.sizes.cuda else 10)
+    session.case(
+        "killed and resumed", compare, seconds=45 if session.sizes.cuda else 10
+    )

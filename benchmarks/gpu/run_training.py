@@ -1,4 +1,5 @@
-"""Trains in this process, by packstore or by TRL: ``python run_training.py TASK``, a JSON object.
+"""Trains in this process, by packstore or by TRL: ``python run_training.py TASK``, a
+JSON object.
 
 The process kills itself after the record of step ``kill_at``, if there is one.
 """
@@ -31,7 +32,10 @@ def main(task: dict[str, Any]) -> None:
     def told() -> None:
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         records = [record for record in history if "loss" in record]
-        print(json.dumps({"peak_gib": peak, "records": records, "times": times}), flush=True)
+        print(
+            json.dumps({"peak_gib": peak, "records": records, "times": times}),
+            flush=True,
+        )
 
     class Keep(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -55,13 +59,19 @@ def main(task: dict[str, Any]) -> None:
 
 
 def trl(
-    model: str, pairs: list[list[int]], step: int, output_dir: str, cuda: bool, callbacks: list[Any]
+    model: str,
+    pairs: list[list[int]],
+    step: int,
+    output_dir: str,
+    cuda: bool,
+    callbacks: list[Any],
 ) -> None:
     """Trains on random pairs of these lengths by TRL's DPOTrainer, `step` pairs a step.
 
-    Its defaults, but without checkpointing of activations and without a limit of length, the
-    reference computed beside the policy, and 4 padded pairs at a time: the logits of 8, which is
-    its default, do not fit 140 GiB with the longest pairs. A token is a word.
+    Its defaults, but without checkpointing of activations and without a limit of
+    length, the reference computed beside the policy, and 4 padded pairs at a time: the
+    logits of 8, which is its default, do not fit 140 GiB with the longest pairs. A
+    token is a word.
     """
     from datasets import Dataset
     from tokenizers import Tokenizer, models, pre_tokenizers
@@ -70,11 +80,16 @@ def trl(
 
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)
     vocab, rng = policy.config.vocab_size, np.random.default_rng(0)
-    words = Tokenizer(models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0"))
+    words = Tokenizer(
+        models.WordLevel({str(i): i for i in range(vocab)}, unk_token="0")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "0", "eos_token": "1", "unk_token": "0"}
     names = ("prompt", "chosen", "rejected")
-    texts = [[" " + " ".join(map(str, rng.integers(2, vocab, n))) for n in row] for row in pairs]
+    texts = [
+        [" " + " ".join(map(str, rng.integers(2, vocab, n))) for n in row]
+        for row in pairs
+    ]
     each = min(4, step)
     settings = DPOConfig(
         output_dir=output_dir, per_device_train_batch_size=each, bf16=cuda, use_cpu=not cuda,
@@ -85,7 +100,9 @@ def trl(
         policy,
         args=settings,
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, **special),
-        train_dataset=Dataset.from_list([dict(zip(names, row, strict=True)) for row in texts]),
+        train_dataset=Dataset.from_list(
+            [dict(zip(names, row, strict=True)) for row in texts]
+        ),
         callbacks=callbacks,
     ).train()
 

@@ -43,14 +43,15 @@ VERDICTS = (*GOOD, "does not fit", "absent", "skipped", *BAD)
 class Session:
     """The cases of a session, of which some may have run before.
 
-    A case is a function that returns figures; ``right`` among them is its verdict, and those under
-    ``expected`` are compared with what was measured. An exception of any class is recorded as the
-    result of its case, and the next one runs. If a case has left the device unusable, the process
-    exits with ``LOST``; :func:`supervise` starts one that goes on.
+    A case is a function that returns figures; ``right`` among them is its verdict, and
+    those under ``expected`` are compared with what was measured. An exception of any
+    class is recorded as the result of its case, and the next one runs. If a case has
+    left the device unusable, the process exits with ``LOST``; :func:`supervise` starts
+    one that goes on.
 
     Args:
-        out: folder of the results; ``results.json`` is written after each case, there and in
-            ``$OUT``. Cases that it holds already do not run again.
+        out: folder of the results; ``results.json`` is written after each case, there
+            and in ``$OUT``. Cases that it holds already do not run again.
         sizes: devices and sizes.
         only: a regular expression; cases whose names do not contain it are left out.
         stop: time at which no case starts any more.
@@ -65,7 +66,9 @@ class Session:
 
     def forget(self, verdicts: Iterable[str]) -> None:
         """Lets cases of these verdicts run again."""
-        self.cases = {n: c for n, c in self.cases.items() if c["verdict"] not in verdicts}
+        self.cases = {
+            n: c for n, c in self.cases.items() if c["verdict"] not in verdicts
+        }
         self.write()
 
     @property
@@ -80,10 +83,14 @@ class Session:
         return {name: measured.get(name, value) for name, value in CEILINGS.items()}
 
     def wants(self, name: str) -> bool:
-        """True for a case that is to run, and was not recorded by a process before this one."""
+        """True for a case that is to run, and was not recorded by a process before this
+        one.
+        """
         return bool(self.only.search(name)) and name not in self.cases
 
-    def case(self, name: str, work: Callable[[], Figures | None], seconds: float = 3) -> bool:
+    def case(
+        self, name: str, work: Callable[[], Figures | None], seconds: float = 3
+    ) -> bool:
         """Runs a case; returns True if it ended without an exception and is not wrong.
 
         Args:
@@ -96,7 +103,9 @@ class Session:
         if self.left < seconds:
             self._close(name, {"verdict": "skipped", "why": "budget"})
             return False
-        self.cases[name] = {"verdict": "unfinished"}  # is what remains if the process dies
+        self.cases[name] = {
+            "verdict": "unfinished"
+        }  # is what remains if the process dies
         self.write()
         started = time.perf_counter()
         try:
@@ -116,7 +125,10 @@ class Session:
 
     def write(self) -> None:
         """Writes the JSON, so that what was measured outlives a crash."""
-        for folder in {self.path.parent, Path(os.environ.get("OUT") or self.path.parent)}:
+        for folder in {
+            self.path.parent,
+            Path(os.environ.get("OUT") or self.path.parent),
+        }:
             folder.mkdir(parents=True, exist_ok=True)
             beside = folder / "results.part"
             text = json.dumps(self.cases, indent=1, default=str)
@@ -124,14 +136,20 @@ class Session:
             beside.replace(folder / self.path.name)
 
     def table(self) -> bool:
-        """Prints the ratios, then all cases but right ones; returns True if none is wrong."""
+        """Prints the ratios, then all cases but right ones; returns True if none is
+        wrong.
+        """
         print(f"\n{len(self.cases)} cases")
         verdicts = {name: case["verdict"] for name, case in self.cases.items()}
-        for name in sorted(verdicts, key=lambda n: ("ratio" not in n, VERDICTS.index(verdicts[n]))):
+        for name in sorted(
+            verdicts, key=lambda n: ("ratio" not in n, VERDICTS.index(verdicts[n]))
+        ):
             if verdicts[name] != "right":
                 print(f"{verdicts[name]:12} {name}  {_short(self.cases[name])}")
         counts = Counter(verdicts.values())
-        print("  ".join(f"{name}: {count}" for name, count in counts.items()), flush=True)
+        print(
+            "  ".join(f"{name}: {count}" for name, count in counts.items()), flush=True
+        )
         return not any(counts[verdict] for verdict in BAD)
 
     def _close(self, name: str, figures: Figures) -> None:
@@ -157,7 +175,9 @@ class Session:
 
 
 def failure(error: BaseException) -> Figures:
-    """The verdict about an exception: a package or memory that is lacking is no failure."""
+    """The verdict about an exception: a package or memory that is lacking is no
+    failure.
+    """
     verdict = "FAILED"
     if isinstance(error, ModuleNotFoundError | MissingExtraError):
         verdict = "absent"
@@ -174,11 +194,14 @@ class Part(NamedTuple):
     works: tuple[Callable[[Session], Any], ...]  # run the cases, one after another
 
 
-def supervise(parts: Iterable[Part], session: Callable[[float], Session], end: float) -> None:
-    """Runs parts, each in a process; if one crashes, hangs or loses its device, another goes on.
+def supervise(
+    parts: Iterable[Part], session: Callable[[float], Session], end: float
+) -> None:
+    """Runs parts, each in a process; if one crashes, hangs or loses its device, another
+    goes on.
 
-    Processes are forked, so that torch and transformers are imported once; the caller must not have
-    touched CUDA.
+    Processes are forked, so that torch and transformers are imported once; the caller
+    must not have touched CUDA.
 
     Args:
         parts: in order.
@@ -190,13 +213,21 @@ def supervise(parts: Iterable[Part], session: Callable[[float], Session], end: f
         for _ in range(TRIES):
             if not (code := _watched(part, session(stop), stop + GRACE)):
                 break
-            print(f"{part.name}: a process ended with {code}; another goes on", flush=True)
+            print(
+                f"{part.name}: a process ended with {code}; another goes on", flush=True
+            )
 
 
 def _watched(part: Part, session: Session, end: float) -> int:
-    """Runs a part and its children, which are killed after `SILENCE` or at the time `end`."""
-    end = max(end, time.time() + GRACE)  # when its time is over, all is recorded as skipped
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(part, session))
+    """Runs a part and its children, which are killed after `SILENCE` or at the time
+    `end`.
+    """
+    end = max(
+        end, time.time() + GRACE
+    )  # when its time is over, all is recorded as skipped
+    process = multiprocessing.get_context("fork").Process(
+        target=_run, args=(part, session)
+    )
     last = time.time()
     process.start()
     try:

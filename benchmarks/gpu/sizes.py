@@ -10,7 +10,12 @@ import torch
 
 
 def _config(
-    vocab: int, width: int, inner: int, layers: int, heads: tuple[int, int, int], **own: Any
+    vocab: int,
+    width: int,
+    inner: int,
+    layers: int,
+    heads: tuple[int, int, int],
+    **own: Any,
 ) -> dict[str, Any]:
     """A config by vocabulary, widths, layers; query heads, key heads and their size."""
     return {
@@ -35,8 +40,9 @@ LLAMA_8B = _config(128256, 4096, 14336, 32, (32, 8, 128))
 """Llama-3.1-8B."""
 
 SMALL = _config(1024, 256, 512, 2, (8, 2, 64), initializer_range=0.05)
-"""For comparisons with float32: weights so large that attention matters, and so small that 16 bits
-suffice."""
+"""For comparisons with float32: weights so large that attention matters, and so small
+that 16 bits suffice.
+"""
 
 TINY = _config(100, 32, 48, 2, (4, 2, 8), initializer_range=0.05)
 
@@ -54,13 +60,19 @@ class Sizes:
 
     device: str
     dtype: torch.dtype = torch.bfloat16
-    backends: tuple[str, ...]  # of attention: that of `auto` first, the slowest to compile last
-    heads: tuple[tuple[int, int, int], ...]  # query heads, key heads and head size, for kernels
+    backends: tuple[
+        str, ...
+    ]  # of attention: that of `auto` first, the slowest to compile last
+    heads: tuple[
+        tuple[int, int, int], ...
+    ]  # query heads, key heads and head size, for kernels
     row: int  # tokens of the rows in cases of correctness
     models: dict[str, tuple[str, dict[str, Any]]]  # name -> model family and config
     small: dict[str, Any]  # config of the models in cases of correctness
     tokens: tuple[int, int]  # of a micro-batch, the smaller and the larger
-    head_tokens: tuple[int, int, tuple[int, ...]]  # a few, many, and sizes at the edges of tiles
+    head_tokens: tuple[
+        int, int, tuple[int, ...]
+    ]  # a few, many, and sizes at the edges of tiles
     head_shapes: tuple[tuple[int, int], ...]  # vocabulary and width of the head
     longest: dict[str, int]  # longest prompt or response by length profile
     rounds: int  # timed
@@ -84,7 +96,14 @@ class Sizes:
 
 GPU = Sizes(
     device="cuda",
-    backends=("torch_varlen", "sdpa", "flash_attn", "flash_attn_3", "flash_attn_4", "flex"),
+    backends=(
+        "torch_varlen",
+        "sdpa",
+        "flash_attn",
+        "flash_attn_3",
+        "flash_attn_4",
+        "flex",
+    ),
     heads=((32, 8, 64), (8, 8, 128), (16, 1, 128), (8, 2, 256)),
     row=2000,
     models={"llama-1.2b": ("Llama", LLAMA), "qwen3-0.6b": ("Qwen3", QWEN3)},
@@ -130,7 +149,9 @@ def lengths(profile: str, n: int, longest: int, seed: int = 0) -> np.ndarray:
 
 
 def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
-    """One pack of these pairs; the tokens follow from the lengths, the same in every layout."""
+    """One pack of these pairs; the tokens follow from the lengths, the same in every
+    layout.
+    """
     from packstore.format.arrays import Packs, to_offsets
     from packstore.torch import collate
 
@@ -146,7 +167,9 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
             whole.append(prompt + response)
     segments, pairs, tokens = len(ids), len(rows), np.concatenate(ids)
     packs = Packs(
-        signed_ids=np.where(np.concatenate(labels) >= 0, tokens, ~tokens).astype(np.int32),
+        signed_ids=np.where(np.concatenate(labels) >= 0, tokens, ~tokens).astype(
+            np.int32
+        ),
         reward=np.tile(np.array([1, 0], np.float32), pairs),
         lengths=np.array(whole, np.int32),
         seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),
@@ -185,7 +208,9 @@ def cut(rows: np.ndarray, packing: str, size: int) -> list[np.ndarray]:
     return runs
 
 
-def make_model(family: str, config: dict[str, Any], sizes: Sizes, dtype: Any = None) -> Any:
+def make_model(
+    family: str, config: dict[str, Any], sizes: Sizes, dtype: Any = None
+) -> Any:
     """A random model in training mode, the same for every dtype."""
     import transformers
 

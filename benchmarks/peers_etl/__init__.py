@@ -1,1 +1,3 @@
-"""Contenders of ``benchmarks/etl.py``: each turns the same JSON lines into packed, stored ids."""
+"""Contenders of ``benchmarks/etl.py``: each turns the same JSON lines into packed,
+stored ids.
+"""

@@ -1,4 +1,6 @@
-"""One contender in a process of its own: ``python -m peers_etl.child TASK`` with a task in JSON."""
+"""One contender in a process of its own: ``python -m peers_etl.child TASK`` with a task
+in JSON.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,13 @@ class Watch:
     """Measurements of a run."""
 
     stages: dict[str, float] = field(default_factory=dict)  # seconds
-    counts: dict[str, int] = field(default_factory=dict)  # tokens and packs of the output
+    counts: dict[str, int] = field(
+        default_factory=dict
+    )  # tokens and packs of the output
     engine: str | None = None  # tokenizer engine, where there is a choice
-    peaks: dict[str, int] = field(default_factory=lambda: {"anonymous": 0, "data": 0})  # bytes
+    peaks: dict[str, int] = field(
+        default_factory=lambda: {"anonymous": 0, "data": 0}
+    )  # bytes
     _begun: float = field(default_factory=time.perf_counter)
 
     def stage(self, name: str) -> None:
@@ -59,7 +65,10 @@ class Watch:
         """Reads the memory of this process, for ever."""
         while True:
             sizes = memory()
-            for name, size in (("anonymous", sizes["RssAnon"]), ("data", sizes["VmData"])):
+            for name, size in (
+                ("anonymous", sizes["RssAnon"]),
+                ("data", sizes["VmData"]),
+            ):
                 self.peaks[name] = max(self.peaks[name], size)
             time.sleep(0.05)
 
@@ -101,14 +110,21 @@ def run(task: Task) -> dict[str, Any]:
     return found | {f"peak_{name}": size for name, size in watch.peaks.items()}
 
 
-def in_process(task: dict[str, Any], *prefix: str, **environment: str) -> dict[str, Any]:
+def in_process(
+    task: dict[str, Any], *prefix: str, **environment: str
+) -> dict[str, Any]:
     """The measurements of a task in a process of its own, started by `prefix`.
 
     Raises:
         SystemExit: it failed; with the end of what it said.
     """
     command = [*prefix, sys.executable, "-m", "peers_etl.child", json.dumps(task)]
-    how: Any = {"cwd": HERE, "env": os.environ | environment, "capture_output": True, "text": True}
+    how: Any = {
+        "cwd": HERE,
+        "env": os.environ | environment,
+        "capture_output": True,
+        "text": True,
+    }
     done = subprocess.run(command, check=False, **how)
     if done.returncode:
         raise SystemExit(f"{task['contender']} failed:\n{done.stderr[-3000:]}")

@@ -1,12 +1,14 @@
 """The steps of NeMo-Aligner's packing script, plainly done again.
 
-JSON lines; three encodings of each pair; lists of ids and labels; first-fit over shuffled lengths;
-an object array in an ``.npy``. Two steps are kinder than there: sums of packs are kept rather than
-added up anew, and a pack is found by its number rather than by removing examples from lists.
+JSON lines; three encodings of each pair; lists of ids and labels; first-fit over
+shuffled lengths; an object array in an ``.npy``. Two steps are kinder than there: sums
+of packs are kept rather than added up anew, and a pack is found by its number rather
+than by removing examples from lists.
 
-The same work as packstore's but for: no EOS, as is the default there; labels by the length of the
-prompt's ids, where that script stops unless these begin the whole; nothing is refused or counted,
-and a pair that is longer than a pack gets one of its own; no compression, no checksums.
+The same work as packstore's but for: no EOS, as is the default there; labels by the
+length of the prompt's ids, where that script stops unless these begin the whole;
+nothing is refused or counted, and a pair that is longer than a pack gets one of its
+own; no compression, no checksums.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from peers_etl.child import Task, Watch
 
 def pack(task: Task, watch: Watch) -> None:
     """The whole job in one process, as there."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(Path(task.tokenizer, "tokenizer.json")))
+    tokenizer = tokenizers.Tokenizer.from_file(
+        str(Path(task.tokenizer, "tokenizer.json"))
+    )
     watch.stage("load tokenizer")
     with open(task.source, encoding="utf-8") as file:
         records = [json.loads(line) for line in file]
@@ -34,7 +38,9 @@ def pack(task: Task, watch: Watch) -> None:
     lengths = [len(example["input_ids"]) for example in examples]
     packs = first_fit_shuffled(lengths, task.pack_size)
     watch.stage("pack")
-    rows = np.array([_joined([examples[i] for i in members]) for members in packs], dtype=object)
+    rows = np.array(
+        [_joined([examples[i] for i in members]) for members in packs], dtype=object
+    )
     watch.stage("fill")
     np.save(Path(task.out, "packed.npy"), rows, allow_pickle=True)
     watch.stage("write")
@@ -76,7 +82,9 @@ def first_fit_shuffled(lengths: list[int], pack_size: int) -> list[list[int]]:
 
 
 def _joined(examples: list[dict[str, Any]]) -> dict[str, Any]:
-    row: dict[str, Any] = {name: [] for name in ("input_ids", "labels", "reward", "lengths")}
+    row: dict[str, Any] = {
+        name: [] for name in ("input_ids", "labels", "reward", "lengths")
+    }
     for example in examples:
         for name, values in row.items():
             values += example[name]

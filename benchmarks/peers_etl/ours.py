@@ -20,7 +20,9 @@ def pack(task: Task, watch: Watch) -> None:
             watch.stage("plan, fill, write")
 
     out, size = task.out, task.pack_size
-    dataset = packstore.pack(task.source, out, task.tokenizer, pack_size=size, progress=progress)
+    dataset = packstore.pack(
+        task.source, out, task.tokenizer, pack_size=size, progress=progress
+    )
     watch.stage("commit")
     totals = dataset.manifest.totals
     watch.counts.update(tokens=totals.tokens, packs=totals.packs)
@@ -28,6 +30,8 @@ def pack(task: Task, watch: Watch) -> None:
 
 
 def pack_by_reference(task: Task, watch: Watch) -> None:
-    """The same with Hugging Face's library, as where no wheel of the fast engine is to be had."""
+    """The same with Hugging Face's library, as where no wheel of the fast engine is to
+    be had.
+    """
     sys.modules["fastokens"] = None  # type: ignore[assignment]
     pack(task, watch)

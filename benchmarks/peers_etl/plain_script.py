@@ -1,9 +1,11 @@
-"""A script that a good engineer writes for one set of data: all in memory, a call a block of texts.
+"""A script that a good engineer writes for one set of data: all in memory, a call a
+block of texts.
 
-The engine is packstore's; chats are rendered by Jinja's sandbox, as transformers does. Next fit
-over shuffled pairs, into one Parquet file. What it lacks: no record is checked, refused or counted,
-no control string in a text is noticed, a pair that is too long is left out in silence, nothing
-survives a killed job, and there are 7 % more packs.
+The engine is packstore's; chats are rendered by Jinja's sandbox, as transformers does.
+Next fit over shuffled pairs, into one Parquet file. What it lacks: no record is
+checked, refused or counted, no control string in a text is noticed, a pair that is too
+long is left out in silence, nothing survives a killed job, and there are 7 % more
+packs.
 """
 
 from __future__ import annotations
@@ -36,7 +38,9 @@ def pack(task: Task, watch: Watch) -> None:
     tokenizer = fastokens.Tokenizer.from_json_str(
         (folder / "tokenizer.json").read_text(encoding="utf-8")
     )
-    settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings = json.loads(
+        (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+    )
     eos = tokenizer.token_to_id(settings["eos_token"])
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(settings.get("chat_template") or "")
@@ -50,7 +54,9 @@ def pack(task: Task, watch: Watch) -> None:
     tables = (_table(packs[i : i + ROW_GROUP]) for i in range(0, len(packs), ROW_GROUP))
     first = next(tables)
     path = Path(task.out, "packed.parquet")
-    with pq.ParquetWriter(path, first.schema, compression="zstd", compression_level=3) as writer:
+    with pq.ParquetWriter(
+        path, first.schema, compression="zstd", compression_level=3
+    ) as writer:
         for table in itertools.chain([first], tables):
             writer.write_table(table)
     watch.stage("pack, write")
@@ -70,7 +76,9 @@ def _encoded(
             texts.append(template.render(messages=prompt, add_generation_prompt=True))
             for side in ("chosen", "rejected"):
                 messages = prompt + record[side]
-                texts.append(template.render(messages=messages, add_generation_prompt=False))
+                texts.append(
+                    template.render(messages=messages, add_generation_prompt=False)
+                )
         else:
             texts += [prompt, prompt + record["chosen"], prompt + record["rejected"]]
     flat, offsets = tokenizer.encode_batch_flat(texts, split_special_tokens=False)
@@ -84,7 +92,11 @@ def _encoded(
             size = min(len(prompt), len(side))
             differ = np.flatnonzero(prompt[:size] != side[:size])
             masks.append(np.arange(len(side)) >= (differ[0] if len(differ) else size))
-        yield np.concatenate(sides), np.concatenate(masks), [len(side) for side in sides]
+        yield (
+            np.concatenate(sides),
+            np.concatenate(masks),
+            [len(side) for side in sides],
+        )
 
 
 def _next_fit(examples: list[Any], pack_size: int) -> Iterator[list[Any]]:
@@ -107,15 +119,21 @@ def _table(packs: list[list[Any]]) -> pa.Table:
     ids = [np.concatenate([example[0] for example in pack]) for pack in packs]
     masks = [np.concatenate([example[1] for example in pack]) for pack in packs]
     labels = [
-        np.where(mask, row, -100).astype(np.int32) for row, mask in zip(ids, masks, strict=True)
+        np.where(mask, row, -100).astype(np.int32)
+        for row, mask in zip(ids, masks, strict=True)
     ]
-    lengths = [np.array([n for example in pack for n in example[2]], np.int32) for pack in packs]
+    lengths = [
+        np.array([n for example in pack for n in example[2]], np.int32)
+        for pack in packs
+    ]
     return pa.table(
         {
             "input_ids": ids,
             "labels": labels,
             "reward": [np.tile(np.float32([1, 0]), len(n) // 2) for n in lengths],
             "lengths": lengths,
-            "seq_boundaries": [np.append(0, np.cumsum(n)).astype(np.int32) for n in lengths],
+            "seq_boundaries": [
+                np.append(0, np.cumsum(n)).astype(np.int32) for n in lengths
+            ],
         }
     )

@@ -1,4 +1,6 @@
-"""Pairs made of real prompts and answers, put together anew: engines cache text that repeats."""
+"""Pairs made of real prompts and answers, put together anew: engines cache text that
+repeats.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,14 @@ WANTED = {"long": (2, 10), "short": (1, 1)}
 """Paragraphs of an answer, at least and at most."""
 
 
-def write_pairs(shared: Path, path: Path, number: int, kind: str, form: str = "text") -> None:
-    """`number` pairs as JSON lines: ``long`` ones have about 4 kB, ``short`` ones a tenth.
+def write_pairs(
+    shared: Path, path: Path, number: int, kind: str, form: str = "text"
+) -> None:
+    """`number` pairs as JSON lines: ``long`` ones have about 4 kB, ``short`` ones a
+    tenth.
 
-    The same `number` gives the same texts in each form: ``text``, or ``chat``, lists of messages.
+    The same `number` gives the same texts in each form: ``text``, or ``chat``, lists of
+    messages.
     """
     draw = random.Random(number)
     prompts, paragraphs = _texts(shared)
@@ -44,7 +50,10 @@ def as_messages(prompt: str, *answers: str) -> list[list[dict[str, str]]]:
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(pieces[::2], pieces[1::2], strict=True)
     dialogue = [{"role": roles[role], "content": text.strip()} for role, text in turns]
-    return [dialogue, *([{"role": "assistant", "content": one.strip()}] for one in answers)]
+    return [
+        dialogue,
+        *([{"role": "assistant", "content": one.strip()}] for one in answers),
+    ]
 
 
 def _texts(shared: Path) -> tuple[list[str], list[str]]:
@@ -56,7 +65,11 @@ def _texts(shared: Path) -> tuple[list[str], list[str]]:
         answers += [record["chosen"], record["rejected"]]
     for name in ("chat_en.jsonl", "chat_zh.jsonl"):
         for record in records(shared / name):
-            turns = [f"\n\nHuman: {m['content']}" for m in record["prompt"] if m["role"] == "user"]
+            turns = [
+                f"\n\nHuman: {m['content']}"
+                for m in record["prompt"]
+                if m["role"] == "user"
+            ]
             prompts.append("".join(turns) + "\n\nAssistant:")
             answers += 3 * [record["chosen"], record["rejected"]]
     paragraphs = [p.strip() for answer in answers for p in answer.split("\n\n")]

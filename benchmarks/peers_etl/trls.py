@@ -1,14 +1,16 @@
-"""Hugging Face: ``datasets.map`` with a fast tokenizer, TRL's ``pack_dataset``, ``to_parquet``.
+"""Hugging Face: ``datasets.map`` with a fast tokenizer, TRL's ``pack_dataset``,
+``to_parquet``.
 
-Neither library packs pairs: TRL's ``DPOTrainer`` tokenizes record by record while it starts, and
-pads; its ``pack_dataset`` packs single sequences, for SFT. This is the script that a user could
-write with both, and it does less than packstore, in several ways in its favour:
+Neither library packs pairs: TRL's ``DPOTrainer`` tokenizes record by record while it
+starts, and pads; its ``pack_dataset`` packs single sequences, for SFT. This is the
+script that a user could write with both, and it does less than packstore, in several
+ways in its favour:
 
-- it tokenizes in batches, three texts a pair as the trainer does, with labels by the length of the
-  prompt's ids: no search for the place where prompt and whole part;
-- an example is the chosen and the rejected sequence behind each other. Their border is not stored,
-  nor are rewards and record numbers, so no trainer could split a pack into pairs again without
-  more columns;
+- it tokenizes in batches, three texts a pair as the trainer does, with labels by the
+  length of the prompt's ids: no search for the place where prompt and whole part;
+- an example is the chosen and the rejected sequence behind each other. Their border is
+  not stored, nor are rewards and record numbers, so no trainer could split a pack into
+  pairs again without more columns;
 - nothing is refused or counted: empty answers stay, and what exceeds a pack is cut off;
 - ``pack_dataset`` packs a thousand examples at a time, so its packs are less full;
 - no checksums, and the file is Snappy Parquet.
@@ -63,9 +65,13 @@ def pack(task: Task, watch: Watch, processes: int | None = None) -> None:
         return {"input_ids": ids, "labels": labels}
 
     cache = str(Path(task.out, "cache"))
-    records = datasets.load_dataset("json", data_files=task.source, split="train", cache_dir=cache)
+    records = datasets.load_dataset(
+        "json", data_files=task.source, split="train", cache_dir=cache
+    )
     watch.stage("read")
-    ids = records.map(encode, batched=True, remove_columns=records.column_names, num_proc=processes)
+    ids = records.map(
+        encode, batched=True, remove_columns=records.column_names, num_proc=processes
+    )
     watch.stage("tokenize")
     packed = pack_dataset(ids, seq_length=task.pack_size, strategy="bfd")
     watch.stage("pack")

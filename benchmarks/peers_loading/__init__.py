@@ -1,7 +1,8 @@
 """Readers of packed data, ours and those of others, behind one small interface.
 
-A reader is a class in a module of this package, which is the only place that imports its library.
-It runs in a process of its own, with an interpreter in which that library is installed.
+A reader is a class in a module of this package, which is the only place that imports
+its library. It runs in a process of its own, with an interpreter in which that library
+is installed.
 """
 
 from __future__ import annotations
@@ -23,8 +24,12 @@ _OURS, _HF = ("packstore",), ("datasets", "torchdata")
 READERS: dict[str, Entry] = {
     "packstore": Entry("ours:Packed", _OURS, "packstore-parquet", ("parquet",)),
     "packstore-arrow": Entry("ours:Packed", _OURS, "packstore-arrow", ("arrow",)),
-    "packstore padded": Entry("ours:Padded", _OURS, "packstore-parquet", ("parquet",), False),
-    "packstore-arrow padded": Entry("ours:Padded", _OURS, "packstore-arrow", ("arrow",), False),
+    "packstore padded": Entry(
+        "ours:Padded", _OURS, "packstore-parquet", ("parquet",), False
+    ),
+    "packstore-arrow padded": Entry(
+        "ours:Padded", _OURS, "packstore-arrow", ("arrow",), False
+    ),
     "litdata": Entry("lit:LitData", ("litdata",), "litdata"),
     "mds": Entry("mosaic:Mds", ("mosaicml-streaming",), "mds"),
     "hf-streaming": Entry("hf:Streaming", _HF, "hf-parquet"),
@@ -32,4 +37,6 @@ READERS: dict[str, Entry] = {
     "pyarrow-parquet": Entry("plain:PlainParquet", ("pyarrow",), "pyarrow-parquet"),
     "memmap": Entry("plain:Memmap", ("numpy",), "memmap"),
 }
-"""In the order of the table. Ours come twice: as :class:`PackedBatch`, and padded as the others."""
+"""In the order of the table. Ours come twice: as :class:`PackedBatch`, and padded as
+the others.
+"""

@@ -49,7 +49,8 @@ class Columns:
 
 
 class Source(Columns):
-    """The packs, each column as one flat file with offsets; mapped, so that opening costs nothing.
+    """The packs, each column as one flat file with offsets; mapped, so that opening
+    costs nothing.
 
     Args:
         folder: holds ``<column>.npy`` and ``<column>_offsets.npy``.
@@ -70,14 +71,17 @@ class Source(Columns):
 
 
 class Reader:
-    """One way of storing and reading packs. Batches are those of :func:`collate` by default."""
+    """One way of storing and reading packs. Batches are those of :func:`collate` by
+    default.
+    """
 
     def write(self, source: Source, folder: Path) -> None:
         """Writes the packs of `source` into the new folder `folder`."""
         raise NotImplementedError
 
     def open(self, folder: Path, scratch: Path) -> Any:
-        """Shuffled batches of 8 packs of one epoch, with ``state_dict`` and ``load_state_dict``.
+        """Shuffled batches of 8 packs of one epoch, with ``state_dict`` and
+        ``load_state_dict``.
 
         `scratch` is an empty folder for caches.
         """
@@ -121,7 +125,10 @@ def collate(samples: Sequence[Sample]) -> dict[str, Any]:
         tokens = len(sample["input_ids"])
         ids[i, :tokens], ids[i, tokens:] = sample["input_ids"], 0
         labels[i, :tokens], labels[i, tokens:] = sample["labels"], IGNORE_INDEX
-    batch: dict[str, Any] = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+    batch: dict[str, Any] = {
+        "input_ids": torch.from_numpy(ids),
+        "labels": torch.from_numpy(labels),
+    }
     for name in ("reward", "lengths", "seq_boundaries"):
         batch[name] = torch.from_numpy(np.concatenate([s[name] for s in samples]))
     batch["segments"] = [len(s["lengths"]) for s in samples]

@@ -1,7 +1,8 @@
-"""One measurement of one reader, in a fresh process: ``python -m peers_loading.child TASK``.
+"""One measurement of one reader, in a fresh process: ``python -m peers_loading.child
+TASK``.
 
-TASK is a JSON object; the result is written to the file that it names, as peers print. torch and
-the reader's library are imported before any clock starts.
+TASK is a JSON object; the result is written to the file that it names, as peers print.
+torch and the reader's library are imported before any clock starts.
 """
 
 from __future__ import annotations
@@ -100,13 +101,17 @@ def plan(reader: Reader, task: Task) -> dict[str, Any]:
     task.plan_file(".pickle").write_bytes(pickle.dumps(states))
     np.save(task.plan_file(".npy"), np.array(order))
     return {
-        "complete": len(order) == count and len(set(order)) == count and set(order) <= truth,
+        "complete": len(order) == count
+        and len(set(order)) == count
+        and set(order) <= truth,
         "state_bytes": [len(state) for _, state in states],
     }
 
 
 def resume(reader: Reader, task: Task) -> dict[str, Any]:
-    """Continues at one position: seconds to the first batch, and what was lost or repeated."""
+    """Continues at one position: seconds to the first batch, and what was lost or
+    repeated.
+    """
     order = np.load(task.plan_file(".npy")).tolist()
     place, state = pickle.loads(task.plan_file(".pickle").read_bytes())[task.position]
     start = time.perf_counter()
@@ -138,7 +143,9 @@ def main() -> None:
     torch_memory = private_memory(os.getpid())
     entry = READERS[task.reader]
     module, _, name = entry.target.partition(":")
-    reader = getattr(importlib.import_module(f"peers_loading.{module}"), name)(*entry.arguments)
+    reader = getattr(importlib.import_module(f"peers_loading.{module}"), name)(
+        *entry.arguments
+    )
     result = {**MODES[task.mode](reader, task), "torch_memory": torch_memory}
     Path(task.out).write_text(json.dumps(result), encoding="utf-8")
     sys.stdout.flush()

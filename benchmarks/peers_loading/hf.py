@@ -1,4 +1,6 @@
-"""Hugging Face datasets: streaming Parquet and mapped Arrow, in torchdata's stateful loader."""
+"""Hugging Face datasets: streaming Parquet and mapped Arrow, in torchdata's stateful
+loader.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from peers_loading.base import PACKS_PER_BATCH, SEED, Reader, Source, collate
 from peers_loading.plain import table
 
-# It sleeps five seconds where its threads end, once an epoch: half of an epoch as short as this.
+# It sleeps five seconds where its threads end, once an epoch: half of an epoch as short
+# as this.
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0
 SHARDS = 8
 BUFFER = 1000
 
 
 class Streaming(Reader):
-    """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer of 1000."""
+    """Eight Parquet files of ``to_parquet``, streamed through a shuffle buffer
+    of 1000.
+    """
 
     def write(self, source: Source, folder: Path) -> None:
         folder.mkdir()

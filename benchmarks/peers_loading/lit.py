@@ -1,4 +1,6 @@
-"""LitData: chunks written by ``optimize``, read in place by its own dataset and loader."""
+"""LitData: chunks written by ``optimize``, read in place by its own dataset and
+loader.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,14 @@ class LitData(Reader):
     def write(self, source: Source, folder: Path) -> None:
         how = {"chunk_bytes": "64MB", "num_workers": 1, "verbose": False}
         inputs = list(range(len(source)))
-        litdata.optimize(fn=partial(_sample, source), inputs=inputs, output_dir=str(folder), **how)
+        litdata.optimize(
+            fn=partial(_sample, source), inputs=inputs, output_dir=str(folder), **how
+        )
 
     def open(self, folder: Path, scratch: Path) -> Any:
-        data = litdata.StreamingDataset(str(folder), shuffle=True, drop_last=False, seed=SEED)
-        return litdata.StreamingDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)
+        data = litdata.StreamingDataset(
+            str(folder), shuffle=True, drop_last=False, seed=SEED
+        )
+        return litdata.StreamingDataLoader(
+            data, batch_size=PACKS_PER_BATCH, collate_fn=collate
+        )

@@ -21,7 +21,8 @@ _UNUSED = {
 
 
 def _stand_in_for_torchvision() -> None:
-    """Its import asks for torchvision, of which no build fits a torch without CUDA; arrays don't.
+    """Its import asks for torchvision, of which no build fits a torch without CUDA;
+    arrays don't.
 
     Nothing of what is put there is ever called.
     """
@@ -46,7 +47,9 @@ class Mds(Reader):
     """MDS shards of its default size, 64 MB, which are read in place."""
 
     def write(self, source: Source, folder: Path) -> None:
-        columns = {name: f"ndarray:{np.dtype(dtype).name}" for name, dtype in DTYPES.items()}
+        columns = {
+            name: f"ndarray:{np.dtype(dtype).name}" for name, dtype in DTYPES.items()
+        }
         with streaming.MDSWriter(out=str(folder), columns=columns) as out:
             for sample in source:
                 out.write({name: np.array(column) for name, column in sample.items()})
@@ -54,6 +57,11 @@ class Mds(Reader):
     def open(self, folder: Path, scratch: Path) -> Any:
         clean_stale_shared_memory()
         data = streaming.StreamingDataset(
-            local=str(folder), shuffle=True, shuffle_seed=SEED, batch_size=PACKS_PER_BATCH
+            local=str(folder),
+            shuffle=True,
+            shuffle_seed=SEED,
+            batch_size=PACKS_PER_BATCH,
         )
-        return streaming.StreamingDataLoader(data, batch_size=PACKS_PER_BATCH, collate_fn=collate)
+        return streaming.StreamingDataLoader(
+            data, batch_size=PACKS_PER_BATCH, collate_fn=collate
+        )

@@ -1,4 +1,6 @@
-"""packstore: Parquet and Arrow, read as :class:`PackedBatch` and padded as the others."""
+"""packstore: Parquet and Arrow, read as :class:`PackedBatch` and padded as the
+others.
+"""
 
 from __future__ import annotations
 
@@ -32,17 +34,25 @@ class Packed(Reader):
         self.form = form
 
     def write(self, source: Any, folder: Path) -> None:
-        """Packs the examples that lie beside the source; same settings, so the same packs."""
+        """Packs the examples that lie beside the source; same settings, so the same
+        packs.
+        """
         examples = source.folder / EXAMPLES
-        packstore.pack(str(examples), str(folder), pack_size=PACK_SIZE, format=self.form)
+        packstore.pack(
+            str(examples), str(folder), pack_size=PACK_SIZE, format=self.form
+        )
 
     def export(self, folder: Path, to: Path) -> dict[str, int]:
-        """Writes the packs as flat files, the source of all other readers; returns totals."""
+        """Writes the packs as flat files, the source of all other readers; returns
+        totals.
+        """
         dataset = packstore.open(str(folder))
         parts = list(dataset.iter_packs())
         for name, offsets in _OFFSETS.items():
             lengths = [np.diff(getattr(p, offsets)) for p in parts]
-            np.save(to / f"{name}.npy", np.concatenate([getattr(p, name) for p in parts]))
+            np.save(
+                to / f"{name}.npy", np.concatenate([getattr(p, name) for p in parts])
+            )
             np.save(to / f"{name}_offsets.npy", to_offsets(np.concatenate(lengths)))
         totals = dataset.manifest.totals
         names = ("packs", "tokens", "supervised_tokens", "sequences")
@@ -53,7 +63,9 @@ class Packed(Reader):
         return PackedDataLoader(data, packs_per_batch=PACKS_PER_BATCH)
 
     def count(self, batch: PackedBatch) -> int:
-        """Packs of a batch. Asks for ids and labels, which the other readers have made by now."""
+        """Packs of a batch. Asks for ids and labels, which the other readers have made
+        by now.
+        """
         assert len(batch.input_ids) == len(batch.labels)
         return batch.num_packs
 
@@ -74,7 +86,9 @@ class Packed(Reader):
 
 
 class Padded(Packed):
-    """``PackedDataset`` in torch's DataLoader, with the collation of the other readers."""
+    """``PackedDataset`` in torch's DataLoader, with the collation of the other
+    readers.
+    """
 
     def open(self, folder: Path, scratch: Path) -> Any:
         data = PackedDataset(str(folder), seed=SEED)

@@ -12,14 +12,24 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from peers_loading import base
-from peers_loading.base import DTYPES, PACKS_PER_BATCH, SEED, Columns, Counted, Reader, Source
+from peers_loading.base import (
+    DTYPES,
+    PACKS_PER_BATCH,
+    SEED,
+    Columns,
+    Counted,
+    Reader,
+    Source,
+)
 
 ROWS_PER_GROUP = 1000
 """Rows of a row group (pyarrow's default, 1,048,576 rows, would be the whole file)."""
 
 
 def table(source: Source) -> pa.Table:
-    """The packs with a list column for each of theirs; copied, or Arrow keeps the file open."""
+    """The packs with a list column for each of theirs; copied, or Arrow keeps the file
+    open.
+    """
     return pa.table(
         {
             name: pa.ListArray.from_arrays(offsets.astype(np.int32), np.array(values))
@@ -44,23 +54,31 @@ class Rows(Columns):
 
 
 class PlainParquet(Reader):
-    """Parquet as pyarrow writes it by default; row groups shuffled, and the rows inside them.
+    """Parquet as pyarrow writes it by default; row groups shuffled, and the rows inside
+    them.
 
     What lies before a position is read again and thrown away.
     """
 
     def write(self, source: Source, folder: Path) -> None:
         folder.mkdir()
-        pq.write_table(table(source), folder / "packs.parquet", row_group_size=ROWS_PER_GROUP)
+        pq.write_table(
+            table(source), folder / "packs.parquet", row_group_size=ROWS_PER_GROUP
+        )
 
     def open(self, folder: Path, scratch: Path) -> Counted:
         def batches() -> Iterator[Any]:
-            file, rng = pq.ParquetFile(folder / "packs.parquet"), np.random.default_rng(SEED)
+            file, rng = (
+                pq.ParquetFile(folder / "packs.parquet"),
+                np.random.default_rng(SEED),
+            )
             for group in rng.permutation(file.num_row_groups).tolist():
                 rows = Rows(file.read_row_group(group).combine_chunks().to_batches()[0])
                 order = rng.permutation(len(rows)).tolist()
                 for start in range(0, len(order), PACKS_PER_BATCH):
-                    yield base.collate([rows[i] for i in order[start : start + PACKS_PER_BATCH]])
+                    yield base.collate(
+                        [rows[i] for i in order[start : start + PACKS_PER_BATCH]]
+                    )
 
         return Counted(lambda given: itertools.islice(batches(), given, None))
 
@@ -80,6 +98,8 @@ class Memmap(Reader):
         def batches(given: int) -> Iterator[Any]:
             order = np.random.default_rng(SEED).permutation(len(packs)).tolist()
             for start in range(given * PACKS_PER_BATCH, len(order), PACKS_PER_BATCH):
-                yield base.collate([packs[i] for i in order[start : start + PACKS_PER_BATCH]])
+                yield base.collate(
+                    [packs[i] for i in order[start : start + PACKS_PER_BATCH]]
+                )
 
         return Counted(batches)

@@ -43,9 +43,13 @@ class Interpreter:
     @classmethod
     def at(cls, path: str) -> Interpreter:
         """Asks the interpreter at `path` what it has."""
-        packages = {"torch", "pyarrow", "numpy"}.union(*(e.packages for e in READERS.values()))
+        packages = {"torch", "pyarrow", "numpy"}.union(
+            *(e.packages for e in READERS.values())
+        )
         command = [path, "-c", _VERSIONS, *sorted(packages)]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout
         return cls(path, json.loads(text))
 
     def has(self, entry: Entry) -> bool:
@@ -62,12 +66,17 @@ class Runner:
         limit: seconds until a child is ended.
     """
 
-    def __init__(self, interpreters: list[Interpreter], root: Path, limit: float) -> None:
+    def __init__(
+        self, interpreters: list[Interpreter], root: Path, limit: float
+    ) -> None:
         self.interpreters, self.root, self.limit = interpreters, root, limit
 
     def interpreter(self, reader: str) -> Interpreter | None:
         """The interpreter that runs `reader`, if one can."""
-        return next((python for python in self.interpreters if python.has(READERS[reader])), None)
+        return next(
+            (python for python in self.interpreters if python.has(READERS[reader])),
+            None,
+        )
 
     def __call__(self, mode: str, reader: str, **options: Any) -> dict[str, Any]:
         """The result of one task, and the peak of its memory in bytes.
@@ -90,14 +99,21 @@ class Runner:
                 lines = log.read().strip().splitlines()
             if not out.exists():
                 last = lines[-1] if lines else "it ended without a word"
-                raise ChildError(last if ended else f"not done after {self.limit:.0f} s")
+                raise ChildError(
+                    last if ended else f"not done after {self.limit:.0f} s"
+                )
             return {**json.loads(out.read_text(encoding="utf-8")), "peak_memory": peak}
 
 
 def _watch(command: list[str], log: Any, home: Path, limit: float) -> tuple[int, bool]:
-    """Runs a command; the most memory that no file backs, and whether it ended by itself."""
+    """Runs a command; the most memory that no file backs, and whether it ended by
+    itself.
+    """
     places = filter(None, (str(HERE), os.environ.get("PYTHONPATH")))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "HF_HOME": str(home)}
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(places),
+        "HF_HOME": str(home),
+    }
     environment |= {"HF_DATASETS_OFFLINE": "1", "DISABLE_VERSION_CHECK": "1"}
     child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     peak, end = 0, time.monotonic() + limit

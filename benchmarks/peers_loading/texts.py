@@ -1,9 +1,11 @@
-"""Preference examples out of real texts: prompts and answers of different records, recombined.
+"""Preference examples out of real texts: prompts and answers of different records,
+recombined.
 
-Every pass over the texts takes each prompt and each answer once, in a new combination. So a text
-comes again only after a million of tokens, far outside the window of any compressor, and the sizes
-of compressed files are those of real data. Long prompts stand as answers, so that most tokens are
-supervised, as in the published sets: labels that are mostly -100 would compress to nothing.
+Every pass over the texts takes each prompt and each answer once, in a new combination.
+So a text comes again only after a million of tokens, far outside the window of any
+compressor, and the sizes of compressed files are those of real data. Long prompts stand
+as answers, so that most tokens are supervised, as in the published sets: labels that
+are mostly -100 would compress to nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ Ids = list[np.ndarray]
 
 
 def write_examples(data: Path, folder: Path, packs: int) -> dict[str, Any]:
-    """Writes ``examples.arrow`` with token ids for about `packs` packs; returns its figures.
+    """Writes ``examples.arrow`` with token ids for about `packs` packs; returns its
+    figures.
 
     Args:
         data: the folder of real data.
@@ -60,7 +63,10 @@ def write_examples(data: Path, folder: Path, packs: int) -> dict[str, Any]:
             for column, ids in zip(columns.values(), example, strict=True):
                 column.append(ids)
     table = pa.table({name: _list_array(ids) for name, ids in columns.items()})
-    with pa.OSFile(str(folder / EXAMPLES), "wb") as file, pa.ipc.new_file(file, table.schema) as to:
+    with (
+        pa.OSFile(str(folder / EXAMPLES), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as to,
+    ):
         to.write_table(table, max_chunksize=1000)
     return {
         "prompts": len(prompts),

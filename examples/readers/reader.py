@@ -2,8 +2,9 @@
 
     python examples/readers/reader.py DATASET [SIDE...]
 
-It checks and reads all of a dataset, and prints what packstore's conformance kit asks for. It needs
-pyarrow and numpy, not packstore, and reads a shard at once: clear code, not a fast loader.
+It checks and reads all of a dataset, and prints what packstore's conformance kit asks
+for. It needs pyarrow and numpy, not packstore, and reads a shard at once: clear code,
+not a fast loader.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 KINDS = {"preference": 2, "sft": 1, "scored": None}
-COLUMNS = "input_ids labels label_spans reward lengths seq_boundaries example_ids num_responses"
+COLUMNS = (
+    "input_ids labels label_spans reward lengths seq_boundaries example_ids "
+    "num_responses"
+)
 SCALARS = {"string": "string", "int64": "int64", "float64": "double", "bool": "bool"}
 SIDE = {**SCALARS, "float32": "float", "list<float32>": "list<element: float not null>"}
 COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
-CODECS, ENCODINGS = {"ZSTD", "LZ4", "UNCOMPRESSED"}, {"PLAIN", "RLE", "DELTA_BINARY_PACKED"}
+CODECS, ENCODINGS = (
+    {"ZSTD", "LZ4", "UNCOMPRESSED"},
+    {"PLAIN", "RLE", "DELTA_BINARY_PACKED"},
+)
 ENCODINGS |= {"BYTE_STREAM_SPLIT", "BIT_PACKED"}  # BIT_PACKED: levels of old writers
 GROUPS = ["rows", "examples", "tokens", "longest"]
 SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"]
@@ -46,7 +53,8 @@ def need(ok: Any, name: str) -> None:
         raise Refused(name)
 
 
-# ---------------------------------------------------------------- manifests (sections 12 to 16)
+# ---------------------------------------------------------------- manifests (sections
+# 12 to 16)
 
 
 def members(pairs: list[tuple[str, Any]]) -> Json:
@@ -73,17 +81,24 @@ def read_manifest(folder: Path, prefix: str) -> Json:
     need(max(numbers, default=0) > 0, "manifest")
     data = (folder / "_packstore" / numbers[max(numbers)]).read_bytes()
     comma = data.rfind(b",")
-    last = re.fullmatch(rb',\s*"(.*)"\s*:\s*"([0-9a-f]{64})"\s*}\s*', data[comma:], re.S)
+    last = re.fullmatch(
+        rb',\s*"(.*)"\s*:\s*"([0-9a-f]{64})"\s*}\s*', data[comma:], re.S
+    )
     fits = last and hashlib.sha256(data[:comma]).hexdigest() == last[2].decode()
     need(not last or fits == (last[1] == b"sha256"), "manifest")
     try:
         text = data.decode()
-        document = json.loads(text, object_pairs_hook=members, parse_constant=lambda _: 1 / 0)
+        document = json.loads(
+            text, object_pairs_hook=members, parse_constant=lambda _: 1 / 0
+        )
         json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair
     except (ValueError, ArithmeticError, RecursionError) as error:
         raise Refused("manifest") from error
     need(isinstance(document, dict), "manifest")
-    need("sha256" not in document or (last and list(document)[-1] == "sha256"), "manifest")
+    need(
+        "sha256" not in document or (last and list(document)[-1] == "sha256"),
+        "manifest",
+    )
     return document
 
 
@@ -93,8 +108,8 @@ def count(value: Any, low: int = 0, high: int = 2**63 - 1) -> int:
     return value
 
 
-# Types of members, by name: ``?`` ends an optional one, ``*`` stands for any; a list has entries of
-# one type. What is not named here may be anything.
+# Types of members, by name: ``?`` ends an optional one, ``*`` stands for any; a list
+# has entries of one type. What is not named here may be anything.
 TALLY, FILE = {"*": "count"}, {"path": "text", "bytes": "count", "sha256": "sha256"}
 SHARD = {**FILE, **dict.fromkeys([*SUMS, "footer_bytes", "example_id_base"], "count")}
 SHARD |= {"footer_sha256": "sha256", "row_groups": {name: ["count"] for name in GROUPS}}
@@ -114,22 +129,30 @@ MANIFEST = {
     "statistics": {
         "fill_rate": "number",
         "examples_per_pack": {"min": "count", "mean": "number", "max": "count"},
-        **dict.fromkeys(["longest_sequence", "most_segments", "shortest_pack"], "count"),
+        **dict.fromkeys(
+            ["longest_sequence", "most_segments", "shortest_pack"], "count"
+        ),
         "length_histogram": TALLY,
         "planning": {},
     },
     "records": {
         "read": "count",
         "packed": "count",
-        **dict.fromkeys(["dropped", "noted", "fields_used?", "fields_not_used?"], TALLY),
+        **dict.fromkeys(
+            ["dropped", "noted", "fields_used?", "fields_not_used?"], TALLY
+        ),
     },
     "provenance": {
-        "sources": [{"path": "text", "records": "count", "bytes?": "count", "sha256?": "sha256"}],
+        "sources": [
+            {"path": "text", "records": "count", "bytes?": "count", "sha256?": "sha256"}
+        ],
         "settings": {"on?": {"*": "text"}, "chat_template?": "text or null"},
         "package_version": "text",
         "lineage?": "sha256",
         "repacked_from?": PART,
-        "combined_from?": [{**PART, "lineage": "sha256", "sources": "count", "shards": "count"}],
+        "combined_from?": [
+            {**PART, "lineage": "sha256", "sources": "count", "shards": "count"}
+        ],
     },
     "shards": [SHARD],
     "further_files?": [FILE],
@@ -171,7 +194,10 @@ def check_type(value: Any, type_: Any) -> None:
     elif type_ == "number":
         need(type(value) in (int, float) and value >= 0, "manifest")
     else:
-        need(isinstance(value, str if type_ == "text" else str | int | float | None), "manifest")
+        need(
+            isinstance(value, str if type_ == "text" else str | int | float | None),
+            "manifest",
+        )
 
 
 def check_files(files: Sequence[Json]) -> None:
@@ -184,18 +210,29 @@ def check_files(files: Sequence[Json]) -> None:
 def check_names(columns: Json) -> None:
     """Names of carried columns and of side data."""
     for name, type_ in columns.items():
-        ok = re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name) and name not in COLUMNS.split()
+        ok = (
+            re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name)
+            and name not in COLUMNS.split()
+        )
         need(ok and isinstance(type_, str), "manifest")
 
 
 def check_manifest(m: Json) -> None:
     """Checks a manifest by itself; a missing member raises a KeyError."""
     check_type(m, {name: MANIFEST[name] for name in ("format_version", "features")})
-    need(m["format_version"] == 1 and set(m["features"]) <= {"label_spans"}, "unsupported")
+    need(
+        m["format_version"] == 1 and set(m["features"]) <= {"label_spans"},
+        "unsupported",
+    )
     need(len(set(m["features"])) == len(m["features"]), "manifest")
     supported = m["kind"] in KINDS and m["layout"] in ("concat", "shared_prefix")
     need(supported and m["file_format"] in ("parquet", "arrow"), "unsupported")
-    k, size, shards, totals = m["num_responses"], m["pack_size"], m["shards"], m["totals"]
+    k, size, shards, totals = (
+        m["num_responses"],
+        m["pack_size"],
+        m["shards"],
+        m["totals"],
+    )
     need(k == KINDS[m["kind"]] and k is not True, "manifest")
     check_type(m, MANIFEST)
     tokenizer = m["provenance"].get("tokenizer")
@@ -214,16 +251,24 @@ def check_manifest(m: Json) -> None:
         need(f["path"].startswith("data/") and named, "manifest")
     if index:
         limit = 65536 + 4096 * len(shards) + 32 * totals["packs"]
-        need(index["bytes"] <= limit and not index["path"].endswith(".parquet"), "manifest")
+        need(
+            index["bytes"] <= limit and not index["path"].endswith(".parquet"),
+            "manifest",
+        )
     for s in shards:
         g = s["row_groups"]
         n = len(g["rows"])
         need({len(g[name]) for name in GROUPS} == {n}, "manifest")
-        need(re.fullmatch("[0-9a-f]*", g["crc32"]) and len(g["crc32"]) == 8 * n, "manifest")
+        need(
+            re.fullmatch("[0-9a-f]*", g["crc32"]) and len(g["crc32"]) == 8 * n,
+            "manifest",
+        )
         need(all(sum(g[name]) == s[name] for name in GROUPS[:3]), "manifest")
         need(0 < s["footer_bytes"] <= min(s["bytes"], 2**24 + 2**16 * n), "manifest")
         need(k is None or s["sequences"] == k * s["examples"], "manifest")
-        for rows, examples, tokens, longest in zip(*(g[name] for name in GROUPS), strict=True):
+        for rows, examples, tokens, longest in zip(
+            *(g[name] for name in GROUPS), strict=True
+        ):
             need(0 < rows <= examples and 0 < longest <= tokens, "manifest")
             need(tokens <= rows * size, "manifest")
     for name in SUMS:
@@ -239,7 +284,9 @@ def check_manifest(m: Json) -> None:
 
 def check_side(side: Json) -> None:
     """Checks the manifest of a side dataset by itself."""
-    check_type(side, {name: SIDE_MANIFEST[name] for name in ("side_version", "features")})
+    check_type(
+        side, {name: SIDE_MANIFEST[name] for name in ("side_version", "features")}
+    )
     need(side["side_version"] == 1 and not side["features"], "unsupported")
     need(side["kind"] in KINDS, "unsupported")
     check_type(side, SIDE_MANIFEST)
@@ -250,7 +297,8 @@ def check_side(side: Json) -> None:
     need(side["columns"], "manifest")
 
 
-# -------------------------------------------------------------------- shards (sections 7 to 11)
+# -------------------------------------------------------------------- shards (sections
+# 7 to 11)
 
 
 def stored(folder: Path, file: Json, name: str = "bytes") -> bytes:
@@ -267,7 +315,9 @@ def known(columns: Json, types: Json) -> Json:
     return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
 
 
-def check_schema(schema: pa.Schema, types: Json, metadata: Json, name: str = "schema") -> None:
+def check_schema(
+    schema: pa.Schema, types: Json, metadata: Json, name: str = "schema"
+) -> None:
     """Compares names, types (None: any) and metadata; no column may be null."""
     need(schema.names == list(types), name)
     texts = {k.encode(): v.encode() for k, v in metadata.items()}
@@ -277,7 +327,9 @@ def check_schema(schema: pa.Schema, types: Json, metadata: Json, name: str = "sc
 
 
 def check_chunks(metadata: Any, names: Any, name: str = "encoding") -> None:
-    """Compression, encodings, sizes, and places of the columns `names`, in all row groups."""
+    """Compression, encodings, sizes, and places of the columns `names`, in all row
+    groups.
+    """
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = [group.column(i) for i in range(group.num_columns)]
         at = [c.data_page_offset for c in chunks]
@@ -286,29 +338,48 @@ def check_chunks(metadata: Any, names: Any, name: str = "encoding") -> None:
         side_by_side = steps == [c.total_compressed_size for c in chunks]
         read = [c for c in chunks if c.path_in_schema.partition(".")[0] in names]
         need(not any(c.has_dictionary_page for c in read), name)
-        need(all(c.compression in CODECS and set(c.encodings) <= ENCODINGS for c in read), name)
+        need(
+            all(
+                c.compression in CODECS and set(c.encodings) <= ENCODINGS for c in read
+            ),
+            name,
+        )
         need(side_by_side and all(c.num_values <= 2**27 for c in chunks), name)
         need(sum(c.total_uncompressed_size for c in chunks) <= 2**29, name)
 
 
 def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
-    """The row groups of a shard, verified, with the columns that are not to be skipped."""
+    """The row groups of a shard, verified, with the columns that are not to be
+    skipped.
+    """
     footer = data[-shard["footer_bytes"] :]
     need(hashlib.sha256(footer).hexdigest() == shard["footer_sha256"], "bytes")
     spans, carry = "label_spans" in m["features"], known(m["carry"], SCALARS)
-    i32, f32, i64 = (f"list<element: {t} not null>" for t in ("int32", "float", "int64"))
-    types: Json = {"input_ids": i32, "label_spans" if spans else "labels": i32, "reward": f32}
+    i32, f32, i64 = (
+        f"list<element: {t} not null>" for t in ("int32", "float", "int64")
+    )
+    types: Json = {
+        "input_ids": i32,
+        "label_spans" if spans else "labels": i32,
+        "reward": f32,
+    }
     types |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
     types |= {"num_responses": i32} if KINDS[m["kind"]] is None else {}
     for name in m["carry"]:
-        types[name] = f"list<element: {SCALARS[carry[name]]} not null>" if name in carry else None
+        types[name] = (
+            f"list<element: {SCALARS[carry[name]]} not null>" if name in carry else None
+        )
     metadata = {"format_version": "1", "kind": m["kind"], "layout": m["layout"]}
     metadata["features"] = ",".join(m["features"])
     metadata = {f"packstore.{name}": text for name, text in metadata.items()}
     names, crcs = [n for n, t in types.items() if t], shard["row_groups"]["crc32"]
     arrow, buffer = m["file_format"] == "arrow", pa.py_buffer(data)
     try:
-        file: Any = pa.ipc.open_file(buffer) if arrow else pq.ParquetFile(buffer, pre_buffer=False)
+        file: Any = (
+            pa.ipc.open_file(buffer)
+            if arrow
+            else pq.ParquetFile(buffer, pre_buffer=False)
+        )
         check_schema(file.schema if arrow else file.schema_arrow, types, metadata)
         n = file.num_record_batches if arrow else file.num_row_groups
         need(n == len(shard["row_groups"]["rows"]), "counts")
@@ -326,18 +397,29 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
                 crc = zlib.crc32(data[first.data_page_offset : end])
             need(f"{crc:08x}" == crcs[8 * g : 8 * g + 8], "bytes")
             if not arrow:
-                (batch,) = file.read_row_group(g, use_threads=False).combine_chunks().to_batches()
+                (batch,) = (
+                    file.read_row_group(g, use_threads=False)
+                    .combine_chunks()
+                    .to_batches()
+                )
             batch = batch.select(names)
             batch.validate(full=True)
             for column in batch.columns:
                 need(not column.null_count and not column.values.null_count, "schema")
             yield batch
-    except (pa.ArrowException, OSError, ValueError, SystemError) as error:  # what pyarrow raises
+    except (
+        pa.ArrowException,
+        OSError,
+        ValueError,
+        SystemError,
+    ) as error:  # what pyarrow raises
         raise Refused("encoding") from error
 
 
 def arrow_crc32(batch: pa.RecordBatch, file: pa.Buffer) -> int:
-    """The checksum of a record batch, whose buffers lie in the file unless it is compressed."""
+    """The checksum of a record batch, whose buffers lie in the file unless it is
+    compressed.
+    """
     crc = 0
     for column in batch.columns:
         crc = zlib.crc32(b"(%d, 0, %d, 0)" % (len(column), len(column.values)), crc)
@@ -348,7 +430,8 @@ def arrow_crc32(batch: pa.RecordBatch, file: pa.Buffer) -> int:
     return crc
 
 
-# ------------------------------------------------------------- packs (sections 3 to 6, 8 to 10)
+# ------------------------------------------------------------- packs (sections 3 to 6,
+# 8 to 10)
 
 
 def check_pack(pack: Json, m: Json) -> None:
@@ -365,7 +448,9 @@ def check_pack(pack: Json, m: Json) -> None:
         pack["labels"] = [i if t in on else -100 for t, i in enumerate(ids)]
     labels = pack["labels"]
     need(len(labels) == tokens and len(lengths) == len(reward), "columns-agree")
-    need(all(len(pack[n]) == examples for n in m["carry"] if n in pack), "columns-agree")
+    need(
+        all(len(pack[n]) == examples for n in m["carry"] if n in pack), "columns-agree"
+    )
     need(len(b) == len(lengths) + 1, "boundaries-count")
     need(b[0] == 0 and b[-1] == tokens, "boundaries-span")
     need(all(a < z for a, z in pairwise(b)), "segments-nonempty")
@@ -376,7 +461,9 @@ def check_pack(pack: Json, m: Json) -> None:
     need(tokens <= m["pack_size"], "pack-size")
     vocab_size = (m["provenance"].get("tokenizer") or {}).get("vocab_size", 2**31 - 1)
     need(all(0 <= i < vocab_size for i in ids), "ids-range")
-    need(all(x in (i, -100) for x, i in zip(labels, ids, strict=True)), "labels-are-ids")
+    need(
+        all(x in (i, -100) for x, i in zip(labels, ids, strict=True)), "labels-are-ids"
+    )
     need(all(labels[x] == -100 for x in b[:-1]), "first-unsupervised")
     prompts = []  # tokens before the first supervised one
     for start, end in pairwise(b):
@@ -384,7 +471,9 @@ def check_pack(pack: Json, m: Json) -> None:
         need(on_, "supervised-nonempty")
         prompts.append(ids[start : on_[0]])
     need(all(map(math.isfinite, reward)), "reward-finite")
-    offset = [n - (end - start) for n, (start, end) in zip(lengths, pairwise(b), strict=True)]
+    offset = [
+        n - (end - start) for n, (start, end) in zip(lengths, pairwise(b), strict=True)
+    ]
     if m["layout"] == "concat":
         need(not any(offset), "lengths-concat")
         return
@@ -404,7 +493,9 @@ def derive(pack: Json, k: int | None) -> Json:
     """The derived values of section 5."""
     b, lengths = np.array(pack["seq_boundaries"]), np.array(pack["lengths"])
     segments = np.diff(b)
-    counts = np.array(pack["num_responses"] if k is None else [k] * len(pack["example_ids"]))
+    counts = np.array(
+        pack["num_responses"] if k is None else [k] * len(pack["example_ids"])
+    )
     first = np.repeat(np.cumsum(counts) - counts, counts)
     offset, ids = lengths - segments, np.repeat(np.arange(len(segments)), segments)
     keys = [
@@ -427,13 +518,19 @@ def sizes(pack: Json, kind: str) -> Json:
     """Returns the sizes of a pack that the pack index holds."""
     b, e, n = pack["seq_boundaries"], len(pack["example_ids"]), len(pack["input_ids"])
     counts = pack.get("num_responses", [KINDS[kind]] * e)
-    out = {"tokens": n, "examples": e, "squares": sum((z - a) ** 2 for a, z in pairwise(b))}
+    out = {
+        "tokens": n,
+        "examples": e,
+        "squares": sum((z - a) ** 2 for a, z in pairwise(b)),
+    }
     out |= dict.fromkeys(COUNTS, 0)
     s = 0
     for k in counts:
         rewards = pack["reward"][s : s + k]
         best = s + (rewards.index(max(rewards)) if kind == "scored" else 0)
-        out["best_tokens"] += sum(i != -100 for i in pack["labels"][b[best] : b[best + 1]])
+        out["best_tokens"] += sum(
+            i != -100 for i in pack["labels"][b[best] : b[best + 1]]
+        )
         if kind == "scored":
             out["pairs_best_vs_rest"] += sum(r < max(rewards) for r in rewards)
             out["pairs_all"] += sum(x < y for x in rewards for y in rewards)
@@ -481,7 +578,9 @@ def check_counts(m: Json, shards: list[list[Json]]) -> None:
         need(shard["supervised_tokens"] == supervised, "counts")
     lengths = [n for pack in packs for n in pack["lengths"]]
     need(m["totals"]["logical_tokens"] == sum(lengths), "counts")
-    tokens, examples = ([len(pack[n]) for pack in packs] for n in ("input_ids", "example_ids"))
+    tokens, examples = (
+        [len(pack[n]) for pack in packs] for n in ("input_ids", "example_ids")
+    )
     s, n = m["statistics"], max(len(packs), 1)
     need(abs(s["fill_rate"] - sum(tokens) / (n * m["pack_size"])) <= 1e-6, "counts")
     spread = s["examples_per_pack"]
@@ -489,7 +588,10 @@ def check_counts(m: Json, shards: list[list[Json]]) -> None:
     need(spread["max"] == max(examples, default=0), "counts")
     need(abs(spread["mean"] - sum(examples) / n) <= 1e-6, "counts")
     need(s["longest_sequence"] == max(lengths, default=0), "counts")
-    need(s["most_segments"] == max((len(p["lengths"]) for p in packs), default=0), "counts")
+    need(
+        s["most_segments"] == max((len(p["lengths"]) for p in packs), default=0),
+        "counts",
+    )
     need(s["shortest_pack"] == min(tokens, default=0), "counts")
     buckets = [str(1 << (length.bit_length() - 1)) for length in lengths]
     need(s["length_histogram"] == {b: buckets.count(b) for b in buckets}, "counts")
@@ -503,25 +605,38 @@ def read_shard(folder: Path, shard: Json, m: Json) -> list[Json]:
         for pack in rows:
             check_pack(pack, m)
             ids = pack["example_ids"]
-            need(all(0 <= i < 2**63 - shard["example_id_base"] for i in ids), "example-ids")
+            need(
+                all(0 <= i < 2**63 - shard["example_id_base"] for i in ids),
+                "example-ids",
+            )
             pack["example_ids"] = [i + shard["example_id_base"] for i in ids]
         real = {
             n: sum(len(p[c]) for p in rows)
             for n, c in (("examples", "example_ids"), ("tokens", "input_ids"))
         }
         real |= {"rows": len(rows)}
-        real["longest"] = max(z - a for p in rows for a, z in pairwise(p["seq_boundaries"]))
+        real["longest"] = max(
+            z - a for p in rows for a, z in pairwise(p["seq_boundaries"])
+        )
         need(all(groups[name][g] == n for name, n in real.items()), "counts")
         packs += rows
     return packs
 
 
-# ------------------------------------------------------------------- side datasets (section 15)
+# ------------------------------------------------------------------- side datasets
+# (section 15)
 
 
 def fingerprint(m: Json) -> str:
     """The identity of the packs and their order."""
-    parts = [1, m["kind"], m["layout"], m["pack_size"], m["file_format"], *m["features"]]
+    parts = [
+        1,
+        m["kind"],
+        m["layout"],
+        m["pack_size"],
+        m["file_format"],
+        *m["features"],
+    ]
     parts += [f"{s['sha256']}+{s['example_id_base']}" for s in m["shards"]]
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
@@ -546,7 +661,9 @@ def spans_of(side: Json, m: Json) -> list[tuple[int, int]]:
 
 
 def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]:
-    """The known columns of a side dataset, its rows by id, and the ids that it covers."""
+    """The known columns of a side dataset, its rows by id, and the ids that it
+    covers.
+    """
     side = checked(folder, "side", check_side)
     columns, rows = known(side["columns"], SIDE), {}
     covered = spans_of(side, m)
@@ -558,8 +675,12 @@ def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]
     names = ["example_ids", *columns]
     try:
         for shard in side["shards"]:
-            file = pq.ParquetFile(pa.BufferReader(stored(folder, shard, "side")), pre_buffer=False)
-            check_schema(file.schema_arrow, types, {"packstore.side_version": "1"}, "side")
+            file = pq.ParquetFile(
+                pa.BufferReader(stored(folder, shard, "side")), pre_buffer=False
+            )
+            check_schema(
+                file.schema_arrow, types, {"packstore.side_version": "1"}, "side"
+            )
             check_chunks(file.metadata, names, "side")
             need(file.metadata.num_rows == shard["rows"], "side")
             for row in file.read(names, use_threads=False).to_pylist():
@@ -579,7 +700,9 @@ def join(packs: list[Json], folders: Sequence[Path], m: Json) -> None:
     for name in {n: None for columns, _, _ in sides for n in columns}:
         for pack in packs:
             values = pack.setdefault("side", {}).setdefault(name, [])
-            counts = pack.get("num_responses", [KINDS[m["kind"]]] * len(pack["example_ids"]))
+            counts = pack.get(
+                "num_responses", [KINDS[m["kind"]]] * len(pack["example_ids"])
+            )
             for example_id, k in zip(pack["example_ids"], counts, strict=True):
                 found = [
                     (columns[name], rows.get(example_id - (a if z < 2**63 else 0)))
@@ -595,7 +718,9 @@ def join(packs: list[Json], folders: Sequence[Path], m: Json) -> None:
 
 
 def read(folder: Path, sides: Sequence[Path] = ()) -> Json:
-    """All of a dataset, checked: packs with derived values and the columns of side datasets."""
+    """All of a dataset, checked: packs with derived values and the columns of side
+    datasets.
+    """
     m = checked(folder, "manifest", check_manifest)
     for file in m.get("further_files", []):
         stored(folder, file)

@@ -1,7 +1,8 @@
 """Writes pairs.jsonl: packstore's own sample of preference pairs.
 
-Every text here was written for packstore. A chosen answer is right, polite and complete; a rejected
-one is wrong, curt or evasive. Run from anywhere: ``python examples/sample/make.py``.
+Every text here was written for packstore. A chosen answer is right, polite and
+complete; a rejected one is wrong, curt or evasive. Run from anywhere: ``python
+examples/sample/make.py``.
 """
 
 from __future__ import annotations
@@ -70,33 +71,60 @@ CURT = [
     "No idea.", "Look it up yourself.", "Who cares?", "That is a silly question.",
     "I would rather not say.", "Maybe. Maybe not.",
 ]  # fmt: skip
-FOLLOW_UPS = ["Could you say that in one sentence?", "Thanks! Which of these matters most?"]
+FOLLOW_UPS = [
+    "Could you say that in one sentence?",
+    "Thanks! Which of these matters most?",
+]
 
 
 def pairs() -> list[dict[str, Any]]:
     """All pairs, in a fixed order."""
     rows: list[dict[str, Any]] = []
 
-    def add(source: str, prompt: str | list[dict[str, str]], chosen: str, rejected: str) -> None:
-        turns = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        rows.append({"prompt": turns, "chosen": chosen, "rejected": rejected, "source": source})
+    def add(
+        source: str, prompt: str | list[dict[str, str]], chosen: str, rejected: str
+    ) -> None:
+        turns = (
+            [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        )
+        rows.append(
+            {"prompt": turns, "chosen": chosen, "rejected": rejected, "source": source}
+        )
 
     countries = list(CAPITALS)
     for i, (country, city) in enumerate(CAPITALS.items()):
         wrong = CAPITALS[countries[(i + 7) % len(countries)]]
-        add("capitals", f"What is the capital of {country}?",
-            f"The capital of {country} is {city}.", f"It is {wrong}, I think.")  # fmt: skip
+        add(
+            "capitals",
+            f"What is the capital of {country}?",
+            f"The capital of {country} is {city}.",
+            f"It is {wrong}, I think.",
+        )
         add("capitals", f"Which country has {city} as its capital?",
             f"{city} is the capital of {country}.", CURT[i % len(CURT)])  # fmt: skip
     for i, (word, opposite) in enumerate(OPPOSITES.items()):
-        add("opposites", f"What is the opposite of '{word}'?",
-            f"The opposite of '{word}' is '{opposite}'.", f"'{word.capitalize()}ish', probably.")  # fmt: skip
-        add("opposites", f"Use '{opposite}' instead of '{word}' in: The day was {word}.",
-            f"Here it is: The day was {opposite}.", CURT[(i + 3) % len(CURT)])  # fmt: skip
+        add(
+            "opposites",
+            f"What is the opposite of '{word}'?",
+            f"The opposite of '{word}' is '{opposite}'.",
+            f"'{word.capitalize()}ish', probably.",
+        )
+        add(
+            "opposites",
+            f"Use '{opposite}' instead of '{word}' in: The day was {word}.",
+            f"Here it is: The day was {opposite}.",
+            CURT[(i + 3) % len(CURT)],
+        )
     for i in range(90):
         a, b = 3 + (i * 17) % 61, 2 + (i * 29) % 43
-        add("sums", f"What is {a} + {b}?", f"{a} + {b} = {a + b}.",
-            f"{a} + {b} is about {a + b + 3 + i % 5}." if i % 2 else CURT[i % len(CURT)])  # fmt: skip
+        add(
+            "sums",
+            f"What is {a} + {b}?",
+            f"{a} + {b} = {a + b}.",
+            f"{a} + {b} is about {a + b + 3 + i % 5}."
+            if i % 2
+            else CURT[i % len(CURT)],
+        )
     for i, (task, steps) in enumerate(ADVICE.items()):
         plan = f"Here is how to {task}: first, {steps[0]}; then, {steps[1]}; finally, {steps[2]}."
         add("advice", f"How do I {task}?", plan, CURT[i % len(CURT)])
@@ -105,7 +133,10 @@ def pairs() -> list[dict[str, Any]]:
             f"Just {task}. It is not hard.")  # fmt: skip
         for j, question in enumerate(FOLLOW_UPS):
             history = [
-                {"role": "system", "content": "You are a friendly and careful assistant."},
+                {
+                    "role": "system",
+                    "content": "You are a friendly and careful assistant.",
+                },
                 {"role": "user", "content": f"How do I {task}?"},
                 {"role": "assistant", "content": plan},
                 {"role": "user", "content": question},

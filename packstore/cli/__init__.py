@@ -1,6 +1,7 @@
 """The command line: the file of a command is loaded when it is the one that runs.
 
-Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage; 128 and the number of a
+Exit codes: 0 success, 1 a named error or a failed check, 2 wrong usage; 128 and the
+    number of a
 signal: 129 hung up, 130 interrupted, 143 terminated.
 """
 
@@ -21,7 +22,13 @@ from dataclasses import dataclass
 
 from packstore.cli._messages import add_message_options, fail, set_up
 from packstore.cli._parser import FRONT_PAGE, SUMMARIES, Parser, add_command
-from packstore.errors import PackstoreError, message_with_notes, quote, sentence, visible
+from packstore.errors import (
+    PackstoreError,
+    message_with_notes,
+    quote,
+    sentence,
+    visible,
+)
 from packstore.registry import Registry, missing_extra
 from packstore.secrets import client_text
 from packstore.version import VERSION
@@ -29,7 +36,9 @@ from packstore.version import VERSION
 
 @dataclass(frozen=True)
 class Command:
-    """A sub-command: further examples, its arguments, and what returns the exit code."""
+    """A sub-command: further examples, its arguments, and what returns the exit
+    code.
+    """
 
     examples: str
     configure: Callable[[argparse.ArgumentParser], None]
@@ -57,7 +66,14 @@ FILES = {
 
 _FILE_OF = {name: file for file, names in FILES.items() for name in names.split()}
 
-TRAIN = {"accelerate", "huggingface_hub", "peft", "safetensors", "torch", "transformers"}
+TRAIN = {
+    "accelerate",
+    "huggingface_hub",
+    "peft",
+    "safetensors",
+    "torch",
+    "transformers",
+}
 """Packages of the extra `train`, which commands that need it import."""
 
 COMMANDS: Registry[Command] = Registry(
@@ -96,7 +112,9 @@ def _discard_output() -> None:
 
 
 def _unwritten(cause: Exception) -> str:
-    """Returns why standard output takes no more, and discards the rest; empty if it does."""
+    """Returns why standard output takes no more, and discards the rest; empty if it
+    does.
+    """
     if type(cause) is not OSError or cause.filename is not None:
         return ""
     try:
@@ -109,8 +127,12 @@ def _unwritten(cause: Exception) -> str:
 
 
 def _dashed(text: str) -> str:
-    """Returns a flag with dashes, as `--learning-rate` for the setting `learning_rate`."""
-    return re.sub(r"^--[a-z0-9_-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), text)
+    """Returns a flag with dashes, as `--learning-rate` for the setting
+    `learning_rate`.
+    """
+    return re.sub(
+        r"^--[a-z0-9_-]+(?==|$)", lambda flag: flag[0].replace("_", "-"), text
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -125,8 +147,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the caller
-            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w", encoding="utf-8"))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):  # every character in any locale: UTF-8, or escaped
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+    # Every character must print in any locale: UTF-8, or escaped.
+    for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             ascii_only = codecs.lookup(stream.encoding).name == "ascii"
             encoding = "utf-8" if ascii_only else stream.encoding
@@ -137,14 +161,19 @@ def _main(argv: Sequence[str] | None) -> int:
     if given in ([], ["--help"], ["-h"]):
         print(FRONT_PAGE, end="")
         return 0
-    # Other commands are not imported; only an unknown name is compared with all of them.
+    # Other commands are not imported; only an unknown name is compared with all of
+    # them.
     top = parser(given[:1] if given[0] in COMMANDS else COMMANDS)
     args, rest = top.parse_known_args(given)
     if rest:  # an error of the command, not of the program
         getattr(args, "parser", top).refuse(rest)
-    with contextlib.suppress(ValueError):  # only the main thread can set signal handlers
+    with contextlib.suppress(
+        ValueError
+    ):  # only the main thread can set signal handlers
         for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores the latter
+            if (
+                signal.getsignal(number) is not signal.SIG_IGN
+            ):  # nohup ignores the latter
                 signal.signal(number, _terminate)
     set_up(args)
     args.own_process = argv is None
@@ -162,26 +191,42 @@ def _main(argv: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         fail(args, "interrupted")
         return 130
-    except BrokenPipeError:  # the reader of our output exited, e.g. `packstore show … | head`
+    except (
+        BrokenPipeError
+    ):  # the reader of our output exited, e.g. `packstore show … | head`
         _discard_output()
         return 0
     except Exception as error:
         if unwritten := _unwritten(error):
-            fail(args, f"error: standard output: must take what is written; found {unwritten}.")
+            fail(
+                args,
+                "error: standard output: must take what is written; found "
+                f"{unwritten}.",
+            )
             return 1
         if args.debug:
             print(visible(traceback.format_exc()), end="", file=sys.stderr)
             return 1
-        if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in TRAIN:
+        if (
+            isinstance(error, ModuleNotFoundError)
+            and str(error.name).partition(".")[0] in TRAIN
+        ):
             error = missing_extra(f"packstore {given[0]}", "train", error)
         if isinstance(error, PackstoreError):
             fail(args, f"error: {message_with_notes(error)}")
             return 1
         if isinstance(error, OSError) and error.strerror:
-            where = "a file" if error.filename is None else quote(os.fspath(error.filename), 300)
+            where = (
+                "a file"
+                if error.filename is None
+                else quote(os.fspath(error.filename), 300)
+            )
             fail(args, f"error: {sentence(where, 'it must be usable', error.strerror)}")
             return 1
         text = quote(client_text(f"{type(error).__name__}: {error}"), 300)
-        remedy = "This is a defect of packstore: please report it, with the traceback of --debug"
+        remedy = (
+            "This is a defect of packstore: please report it, with the traceback "
+            "of --debug"
+        )
         fail(args, f"internal error: {text}. {remedy}.")
         return 1

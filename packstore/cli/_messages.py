@@ -1,4 +1,6 @@
-"""Messages of a command on stderr: notes, progress, errors; as text or as JSON objects."""
+"""Messages of a command on stderr: notes, progress, errors; as text or as JSON
+objects.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,16 @@ from typing import Any
 from packstore.errors import visible, visible_line
 from packstore.progress import Progress
 
-QUIET = ("fsspec", "s3fs", "aiobotocore", "gcsfs", "azure", "httpx", "httpx2", "urllib3")
+QUIET = (
+    "fsspec",
+    "s3fs",
+    "aiobotocore",
+    "gcsfs",
+    "azure",
+    "httpx",
+    "httpx2",
+    "urllib3",
+)
 """Libraries of which warnings are shown only."""
 
 FIRST, SECONDS = 5.0, 60.0
@@ -29,10 +40,16 @@ log = logging.getLogger("packstore")
 def add_message_options(parser: argparse.ArgumentParser) -> None:
     """Adds ``--debug``, ``--quiet`` and ``--log-format``; absent if not given."""
     group = parser.add_argument_group("messages", argument_default=argparse.SUPPRESS)
-    group.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    group.add_argument("--quiet", action="store_true", help="print warnings and errors only")
     group.add_argument(
-        "--log-format", choices=("text", "json"), help="of the lines on stderr (default: text)"
+        "--debug", action="store_true", help="show the traceback of an error"
+    )
+    group.add_argument(
+        "--quiet", action="store_true", help="print warnings and errors only"
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        help="of the lines on stderr (default: text)",
     )
 
 
@@ -51,11 +68,15 @@ def set_up(args: argparse.Namespace) -> None:
 def fail(args: argparse.Namespace, text: str) -> None:
     """Prints why a command failed, in one line."""
     line = visible_line(f"packstore: {text}")
-    print(_object("error", line) if args.log_format == "json" else line, file=sys.stderr)
+    print(
+        _object("error", line) if args.log_format == "json" else line, file=sys.stderr
+    )
 
 
 class _Text(logging.Formatter):
-    """One line for each message, or for each of its `lines`, whatever is quoted in it."""
+    """One line for each message, or for each of its `lines`, whatever is quoted
+    in it.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         lines = getattr(record, "lines", None) or [super().formatMessage(record)]
@@ -78,7 +99,9 @@ def _object(level: str, message: str) -> str:
 
 @contextmanager
 def progress_of(command: str, args: argparse.Namespace) -> Iterator[Progress]:
-    """Yields a function that shows progress: bars on a terminal, elsewhere log lines."""
+    """Yields a function that shows progress: bars on a terminal, elsewhere log
+    lines.
+    """
     if not sys.stderr.isatty() or args.log_format == "json" or args.quiet:
         yield _lines(command)
         return

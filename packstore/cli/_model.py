@@ -16,10 +16,15 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--model``, and the arguments of precision, attention, device and batching."""
+    """Adds ``--model``, and the arguments of precision, attention, device and
+    batching.
+    """
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", required=True, metavar="PATH", help="folder or hub name, or a LoRA adapter"
+        "--model",
+        required=True,
+        metavar="PATH",
+        help="folder or hub name, or a LoRA adapter",
     )
     names = ("dtype", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, names)
@@ -44,15 +49,21 @@ def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names}
 
 
-def loaded(args: argparse.Namespace, path: str, device: torch.device, scores: bool = False) -> Any:
-    """Loads the model at `path` with the dtype and attention of the arguments, on `device`."""
+def loaded(
+    args: argparse.Namespace, path: str, device: torch.device, scores: bool = False
+) -> Any:
+    """Loads the model at `path` with the dtype and attention of the arguments, on
+    `device`.
+    """
     join_logs()
     from packstore.torch.models.compiled import compile_as_asked
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.provenance import lowered
 
-    model = load_model(path, dtype=args.dtype, attention=args.attention, scores=scores).to(device)
+    model = load_model(
+        path, dtype=args.dtype, attention=args.attention, scores=scores
+    ).to(device)
     autocast = lowered(args.mixed_precision, model)
     with autocast():
         probe_model(model)
@@ -61,8 +72,9 @@ def loaded(args: argparse.Namespace, path: str, device: torch.device, scores: bo
 
 
 def join_logs() -> None:
-    """Makes transformers log as packstore does, without what would break up our lines: bars, and
-    its table of weights, of which `load_model` says what matters."""
+    """Makes transformers log as packstore does, without what would break up our lines:
+    bars, and its table of weights, of which `load_model` says what matters.
+    """
     with suppress(ImportError):
         from transformers.utils import logging
 
@@ -75,9 +87,12 @@ def join_logs() -> None:
 
 @contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
-    """Connects the ranks of a launcher, as a training does, and yields the device of this rank."""
-    # It keeps the process group that exists at its import. Imported later, by transformers, it
-    # would keep the group's threads alive, which may abort the process at exit.
+    """Connects the ranks of a launcher, as a training does, and yields the device of
+    this rank.
+    """
+    # It keeps the process group that exists at its import. Imported later, by
+    # transformers, it would keep the group's threads alive, which may abort the process
+    # at exit.
     import torch.distributed.nn
     from accelerate import PartialState
 

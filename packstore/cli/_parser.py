@@ -69,7 +69,9 @@ shell:
 
 SUMMARIES = {
     name: (text, example)
-    for name, text, example in re.findall(r"^  ([\w-]+) +(.+)\n +\$ (.+)$", FRONT_PAGE, re.M)
+    for name, text, example in re.findall(
+        r"^  ([\w-]+) +(.+)\n +\$ (.+)$", FRONT_PAGE, re.M
+    )
 }
 """Command -> what it does, and an example: the lines of the front page."""
 
@@ -78,7 +80,9 @@ NUMBERS = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with a short usage, whose errors are one line, with the nearest known name."""
+    """A parser with a short usage, whose errors are one line, with the nearest known
+    name.
+    """
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings, allow_abbrev=False)
@@ -86,11 +90,19 @@ class Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         """Returns the help; its usage names what is required."""
         flags = [a for a in self._actions if a.option_strings and a.required]
-        words = [self.prog, *(f"{a.option_strings[0]} {a.metavar}" for a in flags), "[options]"]
+        words = [
+            self.prog,
+            *(f"{a.option_strings[0]} {a.metavar}" for a in flags),
+            "[options]",
+        ]
         for action in self._actions:
             if not action.option_strings:
                 name = str(action.metavar or action.dest)
-                name += " …" if action.nargs in (argparse.ONE_OR_MORE, argparse.PARSER) else ""
+                name += (
+                    " …"
+                    if action.nargs in (argparse.ONE_OR_MORE, argparse.PARSER)
+                    else ""
+                )
                 words.append(f"[{name}]" if action.nargs == argparse.OPTIONAL else name)
         self.usage = self.usage or " ".join(words)
         return super().format_help()
@@ -102,7 +114,9 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def refuse(self, rest: Sequence[str]) -> NoReturn:
-        """Refuses arguments that no flag takes; shows no values, which may be secrets."""
+        """Refuses arguments that no flag takes; shows no values, which may be
+        secrets.
+        """
         flags = [text.partition("=")[0] for text in rest if text[0:1] == "-"]
         values = [display(text).partition("=")[0] for text in rest]
         self.error(f"unrecognized arguments: {' '.join(flags or values)}")
@@ -110,11 +124,15 @@ class Parser(argparse.ArgumentParser):
     def _clearer(self, message: str) -> str:
         known = [option for action in self._actions for option in action.option_strings]
         wrong = re.match(r"unrecognized arguments: (--[\w-]+)", message)
-        if wrong is None and (wrong := re.search(r"invalid choice: '([^']+)'", message)):
+        if wrong is None and (
+            wrong := re.search(r"invalid choice: '([^']+)'", message)
+        ):
             known = re.findall(r"[\w-]+", message[wrong.end() :])
         if wrong and (hint := meant(wrong[1], known, str)):
             return f"{message.partition(' (choose from')[0]}.{hint}"
-        number = re.fullmatch(r"argument (.+): invalid (int|float) value: (.+)", message)
+        number = re.fullmatch(
+            r"argument (.+): invalid (int|float) value: (.+)", message
+        )
         if number:
             message = f"{number[1]} must be {NUMBERS[number[2]]}; found {number[3]}"
         return f"{message.rstrip('.')}."

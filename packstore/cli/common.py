@@ -1,4 +1,6 @@
-"""Helpers of several commands: arguments, flags of settings, opening a dataset, tables, results."""
+"""Helpers of several commands: arguments, flags of settings, opening a dataset, tables,
+results.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +28,27 @@ if TYPE_CHECKING:
 Result = tuple[str, dict[str, object], Any]
 """What a command prints: a title, rows of a table, and all of it for JSON."""
 UNFOLDED = 1 << 20
-"""Width of output that is no terminal: cells are never folded, so that it can be searched."""
+"""Width of output that is no terminal: cells are never folded, so that it can be
+searched.
+"""
 
 
 class _Screen(Console):
     def render(self, *objects: Any, **options: Any) -> Iterator[Segment]:
-        """Yields the segments of what is printed, with control characters made visible."""
+        """Yields the segments of what is printed, with control characters made
+        visible.
+        """
         for segment in super().render(*objects, **options):
-            yield segment if segment.control else segment._replace(text=visible(segment.text))
+            yield (
+                segment
+                if segment.control
+                else segment._replace(text=visible(segment.text))
+            )
 
 
 def stdout_console() -> Console:
-    """Returns a console on stdout that reads no markup and prints no control characters.
+    """Returns a console on stdout that reads no markup and prints no control
+    characters.
 
     Without a terminal it folds no line, even if COLUMNS is set.
     """
@@ -51,7 +62,9 @@ def _whole_numbers(text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError("must be whole numbers, comma-separated") from None
+        raise argparse.ArgumentTypeError(
+            "must be whole numbers, comma-separated"
+        ) from None
 
 
 _TYPES: dict[str, Callable[[str], Any]] = {
@@ -64,24 +77,34 @@ _TYPES: dict[str, Callable[[str], Any]] = {
 
 
 def add_flags(parser: Any, flags: Mapping[str, str], **defaults: object) -> None:
-    """Adds flags, from "--flag --another METAVAR" to help; one without a metavar is a switch."""
+    """Adds flags, from "--flag --another METAVAR" to help; one without a metavar is a
+    switch.
+    """
     for words, text in flags.items():
         *names, metavar = words.split()
         if metavar.startswith("-"):
             parser.add_argument(*names, metavar, action="store_true", help=text)
             continue
-        default = defaults.get(names[0].strip("-").replace("-", "_"), parser.argument_default)
+        default = defaults.get(
+            names[0].strip("-").replace("-", "_"), parser.argument_default
+        )
         kind = _TYPES.get(metavar, str)
-        parser.add_argument(*names, metavar=metavar, type=kind, default=default, help=text)
+        parser.add_argument(
+            *names, metavar=metavar, type=kind, default=default, help=text
+        )
 
 
-def add_source(parser: argparse.ArgumentParser, help: str = "as for packstore pack") -> None:
+def add_source(
+    parser: argparse.ArgumentParser, help: str = "as for packstore pack"
+) -> None:
     """Adds the positional SOURCE, one or several; :func:`source_of` returns it."""
     parser.add_argument("source", nargs="+", metavar="SOURCE", help=help)
 
 
 def source_of(paths: list[str]) -> Any:
-    """Returns the one path alone, as only that may be a packed dataset, or all; - is stdin."""
+    """Returns the one path alone, as only that may be a packed dataset, or all; - is
+    stdin.
+    """
     one = paths[0] if len(paths) == 1 else paths
     return sys.stdin.buffer if one == "-" else one
 
@@ -90,12 +113,19 @@ def refuse_memory(args: argparse.Namespace, *places: str | None) -> None:
     """Refuses output in memory, which ends with the process of a command."""
     for place in places if args.own_process else ():
         if re.search(r"(?:^|::)memory://", place or ""):
-            rule, remedy = "output must outlive the command", "Name a folder or a URL of a store"
-            raise ConfigError(sentence(display(str(place)), rule, "a store in memory", remedy))
+            rule, remedy = (
+                "output must outlive the command",
+                "Name a folder or a URL of a store",
+            )
+            raise ConfigError(
+                sentence(display(str(place)), rule, "a store in memory", remedy)
+            )
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
-    """Adds ``--storage-option KEY=VALUE``; with `source` also ``--source-storage-option``."""
+    """Adds ``--storage-option KEY=VALUE``; with `source` also
+    ``--source-storage-option``.
+    """
 
     flag: dict[str, Any] = {"action": KeyValue, "read": _read_option, "secret": True}
     flag["metavar"] = "KEY=VALUE"
@@ -107,8 +137,12 @@ def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -
 
 
 def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
-    """Adds the positional DATASET and its storage options; with `versions` also ``--version``."""
-    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
+    """Adds the positional DATASET and its storage options; with `versions` also
+    ``--version``.
+    """
+    parser.add_argument(
+        "dataset", metavar="DATASET", help="folder or URL of a packed dataset"
+    )
     if versions:
         add_flags(parser, {"--version N": "an older version (default: the newest)"})
     add_storage_options(parser)
@@ -118,11 +152,15 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
     """Opens the dataset of :func:`add_dataset`'s arguments."""
     from packstore.io.dataset.dataset import open as open_
 
-    return open_(args.dataset, storage_options=args.storage_option, version=args.version)
+    return open_(
+        args.dataset, storage_options=args.storage_option, version=args.version
+    )
 
 
 def titled(title: str, **settings: Any) -> Table:
-    """Returns an empty table whose title stays on one line even if the table is narrower."""
+    """Returns an empty table whose title stays on one line even if the table is
+    narrower.
+    """
     text = Text(visible(title), no_wrap=True, overflow="ignore")
     return Table(title=text, title_justify="left", title_style="bold", **settings)
 
@@ -137,7 +175,9 @@ def two_columns(title: str, rows: Mapping[str, object]) -> Table:
     return table
 
 
-def figures_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def figures_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Table:
     """Returns a table of names, to the left, and figures, to the right."""
     table = titled(title)
     for i, column in enumerate(columns):
@@ -184,7 +224,9 @@ def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:
 def print_table(
     args: argparse.Namespace, title: str, rows: Mapping[str, object], result: Any
 ) -> None:
-    """Prints the result of a command: as JSON, or `rows` as a table of names and values."""
+    """Prints the result of a command: as JSON, or `rows` as a table of names and
+    values.
+    """
     if args.json:
         print_result(result)
     else:
@@ -207,12 +249,21 @@ def facts_of(dataset: Dataset) -> Result:
         **counts_of(m.records),
         "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
         "fill rate": f"{m.fill_rate:.2%}",
-        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean "
+        f"{per_pack.mean:.2f}",
         "tokens": m.totals.tokens,
         "bytes": m.totals.bytes,
         "shards": len(m.shards),
     }
-    names = ("kind", "layout", "pack_size", "fill_rate", "records", "totals", "fingerprint")
+    names = (
+        "kind",
+        "layout",
+        "pack_size",
+        "fill_rate",
+        "records",
+        "totals",
+        "fingerprint",
+    )
     result = {"url": dataset.url, "version": dataset.version, "shards": len(m.shards)}
     result |= {name: getattr(m, name) for name in names}
     return f"{m.kind} dataset {dataset.url}", rows, result
@@ -231,10 +282,11 @@ def add_settings(
     names: Iterable[str] | None = None,
     default: str | None = None,
 ) -> None:
-    """Adds one flag per field of `config`, or of the fields `names`, in a separate group.
+    """Adds one flag per field of `config`, or of the fields `names`, in a separate
+    group.
 
-    A flag that is not given is absent from the namespace, so that defaults live in `config` only;
-    `default` is what the help says where they come from elsewhere.
+    A flag that is not given is absent from the namespace, so that defaults live in
+    `config` only; `default` is what the help says where they come from elsewhere.
     """
     group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
     hints = typing.get_type_hints(config)
@@ -252,17 +304,20 @@ def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str,
     """Returns the settings given on the command line, as keywords of `config`."""
     values = vars(args)
     return {
-        name: tuple(map(spelled, values[name])) if isinstance(values[name], list) else values[name]
+        name: tuple(map(spelled, values[name]))
+        if isinstance(values[name], list)
+        else values[name]
         for name in config.names()
         if name in values
     }
 
 
 class KeyValue(argparse.Action):
-    """Collects KEY=VALUE items into a dict, with values as `read` makes them of the text.
+    """Collects KEY=VALUE items into a dict, with values as `read` makes them of the
+    text.
 
-    An error does not show an item that is `secret`. With `splits`, one argument may hold several
-    items, with commas between, and a key may stand in several of them.
+    An error does not show an item that is `secret`. With `splits`, one argument may
+    hold several items, with commas between, and a key may stand in several of them.
     """
 
     def __init__(
@@ -299,11 +354,16 @@ class KeyValue(argparse.Action):
         key, equals, value = values.partition("=")
         if not equals or not key:
             found = "no = after a name" if self.secret else repr(values)
-            parser.error(f"{option_string} must have the form {self.metavar}; found {found}")
+            parser.error(
+                f"{option_string} must have the form {self.metavar}; found {found}"
+            )
         try:
             item = {key: self.read(value)}
         except (ValueError, RecursionError) as error:
-            parser.error(f"{option_string} {key} must be JSON if it begins with a bracket: {error}")
+            parser.error(
+                f"{option_string} {key} must be JSON if it begins with a bracket: "
+                f"{error}"
+            )
         earlier = getattr(namespace, self.dest, None) or {}
         if self.splits and key in earlier:  # several values of one key
             before = earlier[key] if isinstance(earlier[key], list) else [earlier[key]]

@@ -11,12 +11,15 @@ SHELLS = ("bash", "zsh", "fish")
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS))
+    parser.add_argument(
+        "shell", choices=SHELLS, metavar="SHELL", help=", ".join(SHELLS)
+    )
 
 
 @command(
     _configure,
-    "  packstore completion bash > ~/.local/share/bash-completion/completions/packstore\n"
+    "  packstore completion bash > "
+    "~/.local/share/bash-completion/completions/packstore\n"
     "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
 )
 def _completion(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""``packstore ref-logps`` and ``packstore evaluate``: run a model over a packed dataset."""
+"""``packstore ref-logps`` and ``packstore evaluate``: run a model over a packed
+dataset.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,13 @@ import pyarrow.parquet as pq
 
 from packstore.cli import command, common
 from packstore.cli._messages import progress_of
-from packstore.cli._model import add_model, inference_settings, is_main_rank, loaded, process_group
+from packstore.cli._model import (
+    add_model,
+    inference_settings,
+    is_main_rank,
+    loaded,
+    process_group,
+)
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, display
 from packstore.io.store.storage_errors import as_storage_errors
@@ -30,13 +38,16 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace what is at OUT")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace what is at OUT"
+    )
     common.add_json(parser)
 
 
 @command(
     _configure_ref_logps,
-    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model my-sft-model\n"
+    "  torchrun --nproc-per-node 8 -m packstore ref-logps prefs-8k ref-8k --model "
+    "my-sft-model\n"
     "The same command again continues a run that was killed.\n",
 )
 def _ref_logps(args: argparse.Namespace) -> int:
@@ -58,7 +69,9 @@ def _ref_logps(args: argparse.Namespace) -> int:
     if not is_main_rank():
         return 0
     facts = {"examples": len(side), **side.manifest.provenance}
-    common.print_table(args, f"side dataset {side.url}", facts, {"url": side.url, **facts})
+    common.print_table(
+        args, f"side dataset {side.url}", facts, {"url": side.url, **facts}
+    )
     return 0
 
 
@@ -66,9 +79,13 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     add_model(parser)
     references = parser.add_mutually_exclusive_group()
-    common.add_flags(references, {"--reference-model PATH": "reference model, or a LoRA adapter"})
+    common.add_flags(
+        references, {"--reference-model PATH": "reference model, or a LoRA adapter"}
+    )
     help = "of `packstore ref-logps` (repeatable, by part)"
-    references.add_argument("--ref-logps", metavar="SIDE", action="append", default=[], help=help)
+    references.add_argument(
+        "--ref-logps", metavar="SIDE", action="append", default=[], help=help
+    )
     flags = {
         "--loss NAME": "default: dpo, or sft for kind sft",
         "--html FILE": "also write a page with charts",
@@ -82,10 +99,13 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
 @command(
     _configure_evaluate,
     "  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
-    "  packstore evaluate held-out-8k --model run --ref-logps ref --html evaluation.html\n"
-    "  packstore evaluate held-out-8k --model run --ref-logps ref --examples rows.parquet\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --html "
+    "evaluation.html\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --examples "
+    "rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
-    "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run --ref-logps ref\n",
+    "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run "
+    "--ref-logps ref\n",
 )
 def _evaluate(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
@@ -126,7 +146,9 @@ def _evaluate(args: argparse.Namespace) -> int:
     if args.html:
         frame.write(args.html, _page(args, dataset, loss, metrics, rows))
     shown = {metric: _text(metric, value) for metric, value in metrics.items()}
-    common.print_table(args, f"{args.model} on {dataset.url}", shown, {"metrics": metrics})
+    common.print_table(
+        args, f"{args.model} on {dataset.url}", shown, {"metrics": metrics}
+    )
     return 0
 
 
@@ -137,7 +159,9 @@ def _page(
     metrics: dict[str, float],
     rows: pa.Table,
 ) -> str:
-    references = map(display, [args.reference_model] if args.reference_model else args.ref_logps)
+    references = map(
+        display, [args.reference_model] if args.reference_model else args.ref_logps
+    )
     against = f" against {', '.join(references)}" if loss.reference else ""
     note, pictures = "", []
     for name in MARGINS:
@@ -148,14 +172,22 @@ def _page(
                 pictures.append(charts.histogram(name, values, ""))
             if name == "rewards/margins":
                 wrong = int((values <= 0).sum())
-                note = f"{wrong:,} of {len(values):,} examples have a margin of 0 or less."
+                note = (
+                    f"{wrong:,} of {len(values):,} examples have a margin of 0 or less."
+                )
     return charts.charts_page(
         f"Evaluation of {args.model}",
-        f"{dataset.url}, fingerprint {dataset.manifest.fingerprint[:12]}: {loss}{against}",
+        f"{dataset.url}, fingerprint {dataset.manifest.fingerprint[:12]}: "
+        f"{loss}{against}",
         facts={name: _text(name, metrics[name]) for name in FACTS if name in metrics},
         note=note,
         charts=pictures,
-        tables={"All metrics": (("metric", "all"), [(n, _text(n, v)) for n, v in metrics.items()])},
+        tables={
+            "All metrics": (
+                ("metric", "all"),
+                [(n, _text(n, v)) for n, v in metrics.items()],
+            )
+        },
     )
 
 

@@ -1,4 +1,6 @@
-"""``packstore export`` and ``publish``: a dataset for another trainer, or on the hub."""
+"""``packstore export`` and ``publish``: a dataset for another trainer, or on
+the hub.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from packstore.exchange import EXPORTERS, export
 
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
-    formats = parser.add_subparsers(title="formats", metavar="FORMAT", dest="to", required=True)
+    formats = parser.add_subparsers(
+        title="formats", metavar="FORMAT", dest="to", required=True
+    )
     for name in EXPORTERS:
         exporter = EXPORTERS.load(name)
         sub = add_command(formats, name, exporter.help, exporter.examples)
@@ -47,18 +51,25 @@ def _export(args: argparse.Namespace) -> int:
     files = exported.files
     rows["files"] = files[0] if len(files) == 1 else f"{len(files):,}, first {files[0]}"
     result = {"format": args.to, "files": files, **exported.facts}
-    common.print_table(args, f"exported {display(args.dataset)} as {args.to}", rows, result)
+    common.print_table(
+        args, f"exported {display(args.dataset)} as {args.to}", rows, result
+    )
     return 0
 
 
 def _configure_publish(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser)
-    parser.add_argument("repo", metavar="REPO", help="repository on the hub, OWNER/NAME")
+    parser.add_argument(
+        "repo", metavar="REPO", help="repository on the hub, OWNER/NAME"
+    )
     common.add_flags(parser, {"--private": "if the repository is new, keep it private"})
     common.add_json(parser)
 
 
-@command(_configure_publish, "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n")
+@command(
+    _configure_publish,
+    "  packstore publish s3://bucket/prefs-8k me/prefs-8k --private\n",
+)
 def _publish(args: argparse.Namespace) -> int:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -66,7 +77,10 @@ def _publish(args: argparse.Namespace) -> int:
 
     disable_progress_bars()  # they would break up ours, and a log has none of them
     with progress_of("publish", args) as progress:
-        how: dict[str, Any] = {"progress": progress, "storage_options": args.storage_option}
+        how: dict[str, Any] = {
+            "progress": progress,
+            "storage_options": args.storage_option,
+        }
         done = publish(args.dataset, args.repo, private=args.private, **how)
     common.print_table(args, f"published {done.url}", done._asdict(), done._asdict())
     return 0

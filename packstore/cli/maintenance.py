@@ -40,7 +40,8 @@ def _clean(args: argparse.Namespace) -> int:
     age = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", args.older_than)
     if age is None:
         raise ConfigError(
-            f"--older-than must be a number and s, m, h or d; found {args.older_than!r}."
+            "--older-than must be a number and s, m, h or d; found "
+            f"{args.older_than!r}."
         )
     report = clean(
         args.dataset,
@@ -57,14 +58,19 @@ def _clean(args: argparse.Namespace) -> int:
     shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
     for item in shown:
         spared = f" (spared: {item.spared})" if item.spared else ""
-        console.print(f"{visible_line(item.path)}  {item.bytes:,} bytes  {item.why}{spared}")
-    for why, count in Counter(item.why for item in report.leftovers[len(shown) :]).items():
+        console.print(
+            f"{visible_line(item.path)}  {item.bytes:,} bytes  {item.why}{spared}"
+        )
+    for why, count in Counter(
+        item.why for item in report.leftovers[len(shown) :]
+    ).items():
         console.print(f"… and {count:,} more: {why}")
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
         console.print(
-            f"{visible_line(report.writer)} may be writing here: only its age spares what it wrote"
+            f"{visible_line(report.writer)} may be writing here: only its age spares "
+            "what it wrote"
         )
     files = report.removable
     amount = f"{len(files):,} files, {sum(item.bytes for item in files):,} bytes"
@@ -79,7 +85,9 @@ def _clean(args: argparse.Namespace) -> int:
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
-    common.add_flags(parser, {"--jobs N": "shards read at once (default: by the cores)"})
+    common.add_flags(
+        parser, {"--jobs N": "shards read at once (default: by the cores)"}
+    )
     common.add_json(parser)
 
 
@@ -95,8 +103,10 @@ def _verify(args: argparse.Namespace) -> int:
         console.print(problem, style="red")
     totals = report.totals
     console.print(
-        f"{'ok' if report.ok else f'{len(report.problems):,} problems'}: {report.shards:,} shards, "
-        f"{totals.packs:,} packs, {totals.examples:,} examples, {totals.tokens:,} tokens",
+        f"{'ok' if report.ok else f'{len(report.problems):,} problems'}: "
+        f"{report.shards:,} shards, "
+        f"{totals.packs:,} packs, {totals.examples:,} examples, {totals.tokens:,} "
+        "tokens",
         style="green" if report.ok else "red",
     )
     return 0 if report.ok else 1

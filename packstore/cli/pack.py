@@ -1,4 +1,6 @@
-"""``packstore pack``, ``append`` and ``concat``: make datasets, of records or of others."""
+"""``packstore pack``, ``append`` and ``concat``: make datasets, of records or of
+others.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,10 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
         "places",
         nargs="*",
         metavar="SOURCE … OUT",
-        help="SOURCE: files, globs, folders or URLs (.jsonl .json .parquet .arrow .csv, also .gz "
-        ".zst), one packed dataset, or - for JSON lines on standard input; OUT: folder or URL of "
+        help="SOURCE: files, globs, folders or URLs (.jsonl .json .parquet .arrow "
+        ".csv, also .gz "
+        ".zst), one packed dataset, or - for JSON lines on standard input; OUT: folder "
+        "or URL of "
         "the new dataset",
     )
     flags = {
@@ -45,8 +49,10 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
 @command(
     _configure_pack,
     "  packstore pack 'raw/*.jsonl.gz' s3://bucket/prefs-8k --tokenizer Qwen3/\n"
-    "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question --pack-size 4096\n"
-    "  packstore pack odd.jsonl odd-8k --tokenizer t.json --adapter forms.py:read_pair\n"
+    "  packstore pack qa.csv qa-4k --tokenizer t.json --field prompt=question "
+    "--pack-size 4096\n"
+    "  packstore pack odd.jsonl odd-8k --tokenizer t.json --adapter "
+    "forms.py:read_pair\n"
     "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
     "  packstore pack --config job.yaml --dry-run\n"
     "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
@@ -71,14 +77,18 @@ def run_job(args: argparse.Namespace, job: dict[str, Any]) -> common.Result:
 
 
 def _job(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns the arguments of ``packstore.pack``, from the job file and the command line."""
+    """Returns the arguments of ``packstore.pack``, from the job file and the command
+    line.
+    """
     job: dict[str, Any] = {}
     if args.config is not None:
         from packstore.config.job import read_job
 
         job = read_job(args.config)
     if args.places and args.out:
-        args.parser.error("OUT must be given once: behind SOURCE, or by --out beside a job file")
+        args.parser.error(
+            "OUT must be given once: behind SOURCE, or by --out beside a job file"
+        )
     if args.out:
         job["out"] = args.out
     if len(args.places) > 1:
@@ -99,7 +109,9 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    """Lints and plans a sample of a job, and tries where it would write; returns the exit code."""
+    """Lints and plans a sample of a job, and tries where it would write; returns the
+    exit code.
+    """
     from packstore.cli import reports
     from packstore.etl.reports.records import dry_run
 
@@ -108,7 +120,11 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
     if args.json:
         ok = all(finding.ok for finding in findings)
         diagnosis = reports.parts_of(report, reports.DIAGNOSIS)
-        result = {"diagnosis": diagnosis, "estimate": report.choices[0], "findings": findings}
+        result = {
+            "diagnosis": diagnosis,
+            "estimate": report.choices[0],
+            "findings": findings,
+        }
         return common.print_outcome(ok, result)
     reports.print_diagnosis(report)
     reports.print_estimate(report)
@@ -116,7 +132,9 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
 
 
 def _configure_append(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("dataset", metavar="DATASET", help="folder or URL of a packed dataset")
+    parser.add_argument(
+        "dataset", metavar="DATASET", help="folder or URL of a packed dataset"
+    )
     common.add_source(parser, "files, globs, folders or URLs of records")
     flags = {
         "--tokenizer PATH": "default: the one of the manifest",
@@ -153,7 +171,10 @@ def _append(args: argparse.Namespace) -> int:
 
 def _configure_concat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "datasets", nargs="+", metavar="DATASET", help="folders or URLs of packed datasets"
+        "datasets",
+        nargs="+",
+        metavar="DATASET",
+        help="folders or URLs of packed datasets",
     )
     parser.add_argument("out", metavar="OUT", help="folder or URL of the new dataset")
     common.add_flags(parser, {"--overwrite": "replace an existing dataset"})
@@ -161,7 +182,10 @@ def _configure_concat(parser: argparse.ArgumentParser) -> None:
     common.add_storage_options(parser)
 
 
-@command(_configure_concat, "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n")
+@command(
+    _configure_concat,
+    "  packstore concat s3://bucket/jan s3://bucket/feb s3://bucket/year\n",
+)
 def _concat(args: argparse.Namespace) -> int:
     from packstore.etl.concat import concat
 

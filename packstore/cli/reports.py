@@ -1,4 +1,6 @@
-"""``packstore doctor``, ``estimate`` and ``check``: look at records and places before a job."""
+"""``packstore doctor``, ``estimate`` and ``check``: look at records and places before a
+job.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,10 @@ if TYPE_CHECKING:
     from packstore.etl.reports.projection import Choice, Report
 
 NOTE = (
-    "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the layout "
-    "leaves out; per pack, per step: examples; too long: examples that do not fit; steps: "
+    "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the "
+    "layout "
+    "leaves out; per pack, per step: examples; too long: examples that do not fit; "
+    "steps: "
     "optimizer steps of an epoch."
 )
 TRIED = {
@@ -39,7 +43,9 @@ TRIED = {
     "--records N": "records in all, if SOURCE is a part of them",
     "--world-size --ranks N": "ranks that share a step (1)",
 }
-"""Argument of :func:`packstore.estimate` that is no setting -> its help, with the default."""
+"""Argument of :func:`packstore.estimate` that is no setting -> its help, with the
+default.
+"""
 
 STEPS = ("packs_per_batch", "gradient_accumulation_steps", "examples_per_step")
 
@@ -73,7 +79,9 @@ def parts_of(report: Report, names: Iterable[str]) -> dict[str, Any]:
 
 def _configure_doctor(parser: argparse.ArgumentParser) -> None:
     common.add_source(parser)
-    parser.add_argument("--tokenizer", metavar="PATH", required=True, help="as for packstore pack")
+    parser.add_argument(
+        "--tokenizer", metavar="PATH", required=True, help="as for packstore pack"
+    )
     flags = {
         "--sample N": "most records to look at, from all over (all)",
         "--strict": "remarks count as problems",
@@ -112,7 +120,9 @@ def print_diagnosis(report: Report) -> None:
 def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     common.add_source(parser)
     common.add_flags(parser, {"--tokenizer PATH": "as for packstore pack"})
-    tried = parser.add_argument_group("what is tried", argument_default=argparse.SUPPRESS)
+    tried = parser.add_argument_group(
+        "what is tried", argument_default=argparse.SUPPRESS
+    )
     common.add_flags(tried, TRIED)
     common.add_flags(parser, {"--html FILE": "also write a page with charts"})
     common.add_settings(parser, "steps", BatchConfig, STEPS)
@@ -122,7 +132,8 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
 
 @command(
     _configure_estimate,
-    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step 64\n",
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step "
+    "64\n",
 )
 def _estimate(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import estimate
@@ -147,7 +158,9 @@ def print_estimate(report: Report) -> None:
     """Prints the choices as a table, with a recommendation if there are several."""
     console = common.stdout_console()
     console.print(_summary(report))
-    columns = [Column(c, justify="right", no_wrap=True) for c in _cells(report.choices[0])]
+    columns = [
+        Column(c, justify="right", no_wrap=True) for c in _cells(report.choices[0])
+    ]
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for choice in report.choices:
         style = "bold green" if choice is report.recommended else None
@@ -193,17 +206,21 @@ def _advice(report: Report) -> str:
     from packstore.etl.reports.projection import ENOUGH_FILL
 
     best = report.best
-    choice = f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
+    choice = (
+        f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
+    )
     if report.recommended is None:
         return (
-            "no pack size that was tried fills to 99 % and keeps 99.9 % of the records that can be "
+            "no pack size that was tried fills to 99 % and keeps 99.9 % of the records "
+            "that can be "
             f"kept; the fullest is {choice}: {best.fill_rate:.2%}. Try larger ones."
         )
     fills = "fills to 99 %"
     if best.fill_rate < ENOUGH_FILL:
         fills += f" in all packs but the emptiest ({best.fill_rate:.2%} in all)"
     return (
-        f"recommended: {choice}: the smallest pack size that {fills} and keeps 99.9 % of "
+        f"recommended: {choice}: the smallest pack size that {fills} and keeps 99.9 % "
+        "of "
         "the records that any of them keeps."
     )
 
@@ -239,21 +256,27 @@ def _page(report: Report, source: str) -> str:
         note=_advice(report),
         charts=[
             charts.curves("Fill", "pack size", fills),
-            *(charts.histogram(f"Tokens of {of}", n, "tokens") for of, n in tokens.items()),
+            *(
+                charts.histogram(f"Tokens of {of}", n, "tokens")
+                for of, n in tokens.items()
+            ),
         ],
         tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
     )
 
 
 def _configure_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("url", metavar="URL", help="folder or URL: of a dataset, or for a new one")
+    parser.add_argument(
+        "url", metavar="URL", help="folder or URL: of a dataset, or for a new one"
+    )
     common.add_json(parser)
     common.add_storage_options(parser)
 
 
 @command(
     _configure_check,
-    "  packstore check s3://bucket/new --storage-option endpoint_url=https://s3.example:9000\n",
+    "  packstore check s3://bucket/new --storage-option "
+    "endpoint_url=https://s3.example:9000\n",
 )
 def _check(args: argparse.Namespace) -> int:
     from packstore.etl.reports.place import try_place
@@ -273,7 +296,9 @@ def print_findings(findings: Iterable[Finding], records: int = 0) -> int:
         text = finding.text
         if finding.records is not None:
             share = finding.records / max(records, 1)
-            text = f"{finding.records:,} records, {share:.1%}" + (f": {text}" if text else "")
+            text = f"{finding.records:,} records, {share:.1%}" + (
+                f": {text}" if text else ""
+            )
         lines = (f"{finding.level:8}{finding.check:24} {text}", *finding.examples)
         console.print("\n        ".join(lines), style=_STYLES[finding.level])
         failed = failed or not finding.ok

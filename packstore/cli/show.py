@@ -1,4 +1,6 @@
-"""``packstore show`` and ``packstore view``: packs on a terminal, as a page, or in a browser."""
+"""``packstore show`` and ``packstore view``: packs on a terminal, as a page, or in a
+browser.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,13 @@ from packstore.cli import command, common
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
-from packstore.pages.packs import MOST_BYTES, MOST_PACKS, PackReader, columns_of, pack_page
+from packstore.pages.packs import (
+    MOST_BYTES,
+    MOST_PACKS,
+    PackReader,
+    columns_of,
+    pack_page,
+)
 from packstore.pages.server import PackServer
 
 if TYPE_CHECKING:
@@ -70,7 +78,9 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
 def _show(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     if not 0 <= args.pack < len(dataset):
-        raise ConfigError(f"--pack must lie in 0..{len(dataset) - 1}; found {args.pack}.")
+        raise ConfigError(
+            f"--pack must lie in 0..{len(dataset) - 1}; found {args.pack}."
+        )
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
@@ -83,7 +93,12 @@ def _show(args: argparse.Namespace) -> int:
         if left_out:
             log.warning("%s", left_out)
     elif args.json:
-        about = {"url": dataset.url, "kind": m.kind, "layout": m.layout, "pack_size": m.pack_size}
+        about = {
+            "url": dataset.url,
+            "kind": m.kind,
+            "layout": m.layout,
+            "pack_size": m.pack_size,
+        }
         packs = [_plain(reader, number) for number in numbers]
         common.print_json(json.dumps({**about, "packs": packs}) + "\n")
     else:
@@ -102,7 +117,9 @@ def _show(args: argparse.Namespace) -> int:
 
 
 def _plain(reader: PackReader, number: int) -> dict[str, Any]:
-    """Returns a pack with the ids, labels and text of each stored segment, as a JSON value."""
+    """Returns a pack with the ids, labels and text of each stored segment, as a JSON
+    value.
+    """
     pack = reader.read(number)
     sequences = reader.sequences(pack)
     for sequence in sequences:
@@ -116,16 +133,21 @@ def _plain(reader: PackReader, number: int) -> dict[str, Any]:
 
 
 def _lines(reader: PackReader, number: int, colour: bool) -> list[Text]:
-    """Returns the lines of a pack: its head, and a title and the text of each sequence."""
+    """Returns the lines of a pack: its head, and a title and the text of each
+    sequence.
+    """
     pack = reader.read(number)
     head = (
-        f"pack {number}: {len(pack.signed_ids)} of {reader.dataset.manifest.pack_size} tokens, "
+        f"pack {number}: {len(pack.signed_ids)} of {reader.dataset.manifest.pack_size} "
+        "tokens, "
         f"{len(pack.num_responses)} examples, {len(pack.seq_boundaries) - 1} segments"
     )
     lines = [Text(head, "bold")]
     for sequence in reader.sequences(pack):
         start, stop, side = sequence["start"], sequence["stop"], sequence["side"]
-        title = f"{sequence['place']} · {side} · reward {sequence['reward']:g} · tokens "
+        title = (
+            f"{sequence['place']} · {side} · reward {sequence['reward']:g} · tokens "
+        )
         title += f"{start}–{stop}"
         if omitted := sequence["length"] - (stop - start):
             title += f" · first {omitted} shared with the first segment"
@@ -133,14 +155,20 @@ def _lines(reader: PackReader, number: int, colour: bool) -> list[Text]:
     return lines
 
 
-def _painted(reader: PackReader, pack: Packs, sequence: dict[str, Any], colour: bool) -> Text:
+def _painted(
+    reader: PackReader, pack: Packs, sequence: dict[str, Any], colour: bool
+) -> Text:
     """Decodes a segment; runs of tokens with the same role are decoded together."""
     signed = pack.signed_ids[sequence["start"] : sequence["stop"]]
     edges = np.flatnonzero(np.diff(signed >= 0)) + 1
     text = Text()
     for i, run in enumerate(np.split(signed, edges)):
         ids = ids_of(run).tolist()
-        plain = " ".join(map(str, ids)) if reader.decode is None else visible(reader.decode(ids))
+        plain = (
+            " ".join(map(str, ids))
+            if reader.decode is None
+            else visible(reader.decode(ids))
+        )
         if run[0] >= 0:
             style = _STYLES.get(sequence["side"], _RESPONSE)
             text.append(plain if colour else f"⟦{plain}⟧", style)
@@ -159,14 +187,19 @@ def _configure_view(parser: argparse.ArgumentParser) -> None:
     common.add_flags(parser, flags, port=0)
 
 
-@command(_configure_view, "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n")
+@command(
+    _configure_view, "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n"
+)
 def _view(args: argparse.Namespace) -> int:
     reader = _reader(args, common.open_dataset(args))
     with PackServer(reader, args.port) as server:
         print(f"{server.url} (Ctrl-C ends it)", flush=True)
         if not args.no_browser:
-            # A text browser would run in the foreground, so that it must not keep others waiting.
-            threading.Thread(target=webbrowser.open, args=(server.url,), daemon=True).start()
+            # A text browser would run in the foreground, so that it must not keep
+            # others waiting.
+            threading.Thread(
+                target=webbrowser.open, args=(server.url,), daemon=True
+            ).start()
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -1,4 +1,6 @@
-"""``packstore inspect`` and ``stats``: the manifest, and distributions, computed from the packs."""
+"""``packstore inspect`` and ``stats``: the manifest, and distributions, computed from
+the packs.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,15 @@ from packstore.registry import choice
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
 
-PERCENTILES = {"min": 0, "p1": 1, "p10": 10, "median": 50, "p90": 90, "p99": 99, "max": 100}
+PERCENTILES = {
+    "min": 0,
+    "p1": 1,
+    "p10": 10,
+    "median": 50,
+    "p90": 90,
+    "p99": 99,
+    "max": 100,
+}
 GROUPS = 40
 """Groups of a table, the largest."""
 
@@ -34,7 +44,9 @@ def _configure_inspect(parser: argparse.ArgumentParser) -> None:
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--json", action="store_true", help="print the manifest itself")
     shown.add_argument(
-        "--as-config", action="store_true", help="print the job that made it, for pack --config"
+        "--as-config",
+        action="store_true",
+        help="print the job that made it, for pack --config",
     )
 
 
@@ -63,7 +75,8 @@ def _inspect(args: argparse.Namespace) -> int:
         "fill rate": f"{m.fill_rate:.2%}",
         "strategy": f"{m.strategy}, packs {m.pack_order}, seed {m.seed}",
         "examples": totals.examples,
-        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean {per_pack.mean:.2f}",
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean "
+        f"{per_pack.mean:.2f}",
         "sequences": totals.sequences,
         "tokens": totals.tokens,
         "tokens unpacked": totals.logical_tokens,
@@ -98,7 +111,9 @@ def _flat(value: Any, prefix: str = "") -> dict[str, object]:
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = {str(i): entry for i, entry in enumerate(value)}
     if not isinstance(value, dict) or not value:
-        return {prefix: ", ".join(map(str, value)) if isinstance(value, list) else value}
+        return {
+            prefix: ", ".join(map(str, value)) if isinstance(value, list) else value
+        }
     flat: dict[str, object] = {}
     for name, entry in value.items():
         flat |= _flat(entry, f"{prefix}.{name}" if prefix else str(name))
@@ -108,13 +123,16 @@ def _flat(value: Any, prefix: str = "") -> dict[str, object]:
 def _configure_stats(parser: argparse.ArgumentParser) -> None:
     common.add_dataset(parser, versions=True)
     common.add_json(parser)
-    parser.add_argument("--by", metavar="COLUMN", help="also by a carried column, or by file")
+    parser.add_argument(
+        "--by", metavar="COLUMN", help="also by a carried column, or by file"
+    )
     parser.add_argument("--html", metavar="FILE", help="also write a page with charts")
 
 
 @command(
     _configure_stats,
-    "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html stats.html\n",
+    "  packstore stats prefs-8k --json\n  packstore stats prefs-8k --by lang --html "
+    "stats.html\n",
 )
 def _stats(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
@@ -126,16 +144,23 @@ def _stats(args: argparse.Namespace) -> int:
     parts: list[dict[str, Any]] = []
     with progress_of("stats", args) as progress:
         for done, packs in enumerate(dataset.iter_packs(), 1):
-            parts.append(_values(packs, dataset.manifest.kind, dataset.manifest.pack_size))
+            parts.append(
+                _values(packs, dataset.manifest.kind, dataset.manifest.pack_size)
+            )
             progress("read", done, len(dataset.row_groups), "row groups")
     names = [*parts[0]] if parts else []
     # A part is dropped as soon as it is joined, so that memory holds the values once.
-    values = {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
+    values = {
+        name: np.concatenate([part.pop(name) for part in parts]) for name in names
+    }
     summary = {name: _summary(array) for name, array in values.items() if len(array)}
     groups = _grouped(dataset, args.by) if args.by else {}
     tables = {"Percentiles": _cells(summary)}
     if args.by:
-        tables = {f"By {args.by}": _cells(dict(list(groups.items())[:GROUPS])), **tables}
+        tables = {
+            f"By {args.by}": _cells(dict(list(groups.items())[:GROUPS])),
+            **tables,
+        }
     if args.html:
         frame.write(args.html, _page(dataset, values, tables))
     if args.json:
@@ -176,7 +201,11 @@ def _values(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
 def _summary(values: Any) -> dict[str, float]:
     points = np.percentile(values, [*PERCENTILES.values()]).tolist()
     mean = float(values.mean())
-    return {"count": len(values), "mean": mean, **dict(zip(PERCENTILES, points, strict=True))}
+    return {
+        "count": len(values),
+        "mean": mean,
+        **dict(zip(PERCENTILES, points, strict=True)),
+    }
 
 
 def _grouped(dataset: Dataset, by: str) -> Figures:
@@ -206,8 +235,15 @@ def _grouped(dataset: Dataset, by: str) -> Figures:
     }
     if dataset.manifest.kind == "preference":
         figures["reward gap"] = pl.col("gap").cast(pl.Float64).mean()
-    table = examples.select(columns).group_by("by").agg(**figures).collect(engine="streaming")
-    rows = table.sort(["examples", "by"], descending=[True, False]).iter_rows(named=True)
+    table = (
+        examples.select(columns)
+        .group_by("by")
+        .agg(**figures)
+        .collect(engine="streaming")
+    )
+    rows = table.sort(["examples", "by"], descending=[True, False]).iter_rows(
+        named=True
+    )
     return {row.pop("by"): row for row in rows}
 
 
@@ -215,14 +251,19 @@ def _cells(figures: Figures) -> tuple[list[str], list[list[str]]]:
     """Returns the columns and the rows of a table of figures."""
     columns = ["", *next(iter(figures.values()), {})]
     rows = [
-        [str(name), *(common.number(int(v) if v == int(v) else v) for v in row.values())]
+        [
+            str(name),
+            *(common.number(int(v) if v == int(v) else v) for v in row.values()),
+        ]
         for name, row in figures.items()
     ]
     return columns, rows
 
 
 def _fill(dataset: Dataset) -> str:
-    """Returns the fill rate of the packs, and with padding if space is reserved for it."""
+    """Returns the fill rate of the packs, and with padding if space is reserved
+    for it.
+    """
     m = dataset.manifest
     plan = m.statistics.planning  # anything, if another writer made it
     multiple, padded = plan.get("pad_to_multiple", 1), plan.get("aligned_fill_rate")

@@ -1,4 +1,6 @@
-"""``packstore train`` and ``run``: train a model, on a dataset that a job may pack before."""
+"""``packstore train`` and ``run``: train a model, on a dataset that a job may pack
+before.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STEPS = ("pack", "train")
 """Parts of a job, in their order."""
 
 FLAGS = [name for name in FURTHER if name != "debug"]
-"""Of transformers' fields; its `debug` is for settings in a file, as ours shows tracebacks."""
+"""Of transformers' fields; its `debug` is for settings in a file, as ours shows
+tracebacks.
+"""
 
 
 class _HelpAll(argparse.Action):
@@ -38,14 +42,24 @@ class _HelpAll(argparse.Action):
 
 def _configure_train(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "config", nargs="?", metavar="CONFIG", help="YAML file of settings; flags override it"
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="YAML file of settings; flags override it",
     )
     parser.add_argument(
-        "--example", choices=("dpo", "sft", "reward"), help="print a CONFIG to begin with"
+        "--example",
+        choices=("dpo", "sft", "reward"),
+        help="print a CONFIG to begin with",
     )
-    parser.add_argument("--html", metavar="FILE", help="also write a page with the curves")
     parser.add_argument(
-        "--help-all", nargs=0, action=_HelpAll, help="also list all of TrainingArguments"
+        "--html", metavar="FILE", help="also write a page with the curves"
+    )
+    parser.add_argument(
+        "--help-all",
+        nargs=0,
+        action=_HelpAll,
+        help="also list all of TrainingArguments",
     )
     common.add_json(parser)
     common.add_settings(parser, "model, data and loss", TrainModelConfig)
@@ -57,14 +71,17 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     )
     for name in FLAGS:
         flag = f"--{name.replace('_', '-')}"
-        group.add_argument(flag, type=common.json_or_text, metavar="VALUE", help=argparse.SUPPRESS)
+        group.add_argument(
+            flag, type=common.json_or_text, metavar="VALUE", help=argparse.SUPPRESS
+        )
 
 
 @command(
     _configure_train,
     "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
     "  packstore train dpo.yaml --html run.html --report-to tensorboard\n"
-    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft --output-dir sft\n"
+    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft "
+    "--output-dir sft\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
 )
 def _train(args: argparse.Namespace) -> int:
@@ -74,7 +91,9 @@ def _train(args: argparse.Namespace) -> int:
         return 0
     settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
     further = {name: value for name, value in vars(args).items() if name in FLAGS}
-    config = TrainConfig.of(**settings | common.read_settings(args, TrainConfig) | further)
+    config = TrainConfig.of(
+        **settings | common.read_settings(args, TrainConfig) | further
+    )
     outcome = train_model(config, args.html)
     if is_main_rank():
         common.print_table(args, *outcome)
@@ -104,9 +123,16 @@ def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
         result = train(config, callbacks=[Keep()])
     finally:  # the curves of a run that failed are the first to look at
         if html and is_main_rank() and history:
-            loss = config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
-            subtitle = f"model {config.model}, dataset {display(config.train_dataset)}, loss {loss}"
-            write(html, train_page(f"Training of {config.output_dir}", subtitle, history))
+            loss = (
+                config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
+            )
+            subtitle = (
+                f"model {config.model}, dataset "
+                f"{display(config.train_dataset)}, loss {loss}"
+            )
+            write(
+                html, train_page(f"Training of {config.output_dir}", subtitle, history)
+            )
     figures = {**result.metrics, **result.evaluation}
     figures.pop("examples", None)  # of the last record alone
     rows: dict[str, object] = {
@@ -123,8 +149,10 @@ def _configure_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "config",
         metavar="JOB",
-        help="YAML file with pack: (arguments of packstore pack), train: (settings of packstore "
-        "train, whose train_dataset is what was packed unless it says otherwise), or both",
+        help="YAML file with pack: (arguments of packstore pack), train: (settings of "
+        "packstore "
+        "train, whose train_dataset is what was packed unless it says otherwise), or "
+        "both",
     )
     flags = {"--dry-run": "check the job, and a sample of its records"}
     common.add_flags(parser, flags)

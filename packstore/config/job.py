@@ -1,4 +1,6 @@
-"""Settings in YAML files: a packing job, with the names of the arguments of ``packstore.pack``."""
+"""Settings in YAML files: a packing job, with the names of the arguments of
+``packstore.pack``.
+"""
 
 from __future__ import annotations
 
@@ -29,31 +31,41 @@ ARGUMENTS: Mapping[str, tuple[Any, str]] = {
     "storage_options": _OPTIONS,
     "source_storage_options": _OPTIONS,
 }
-"""Arguments of ``packstore.pack`` that are no settings -> their types, and these in words."""
+"""Arguments of ``packstore.pack`` that are no settings -> their types, and these in
+words.
+"""
 
 
 MAX_YAML_BYTES = 1 << 24
-"""Maximum bytes of a file of settings: one takes kilobytes, more only if it lists many inputs."""
+"""Maximum bytes of a file of settings: one takes kilobytes, more only if it lists many
+inputs.
+"""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Reads plain words as JSON does; all others are text, such as on, yes, 0123 and 12:30.
+    """Reads plain words as JSON does; all others are text, such as on, yes, 0123 and
+    12:30.
 
-    A name stands once. Aliases are refused: a few nested ones are more values than memory holds.
+    A name stands once. Aliases are refused: a few nested ones are more values than
+        memory holds.
     """
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.MarkedYAMLError(None, None, "an alias", self.peek_event().start_mark)
+            raise yaml.MarkedYAMLError(
+                None, None, "an alias", self.peek_event().start_mark
+            )
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         names = set[object]()
         for key, _ in node.value:
             if (name := (key.tag, str(key.value))) in names:
-                raise yaml.MarkedYAMLError(None, None, "a name for the second time", key.start_mark)
+                raise yaml.MarkedYAMLError(
+                    None, None, "a name for the second time", key.start_mark
+                )
             names.add(name)
         return super().construct_mapping(node, deep)
 
@@ -79,7 +91,10 @@ _PLAIN = {  # the first characters of a word, and the whole
         r"[-+]?([0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
     ),
 }
-for _kind in (_Loader, _Dumper):  # which also quotes what other readers take for no text
+for _kind in (
+    _Loader,
+    _Dumper,
+):  # which also quotes what other readers take for no text
     for _tag, (_first, _whole) in _PLAIN.items():
         _form = re.compile(f"(?:{_whole})$")
         _kind.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _form, [*_first])
@@ -94,7 +109,9 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
             data = file.read(MAX_YAML_BYTES + 1)  # a pipe or a device has no size
     except OSError as error:
         found = error.strerror or str(error)
-        raise ConfigError(sentence(where, "it must be a readable file", found)) from error
+        raise ConfigError(
+            sentence(where, "it must be a readable file", found)
+        ) from error
     if len(data) > MAX_YAML_BYTES:
         rule = f"it must have at most {MAX_YAML_BYTES:,} bytes"
         raise ConfigError(sentence(where, rule, "more"))
@@ -116,8 +133,12 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
     return settings
 
 
-def read_steps(path: str | PathLike[str], names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Reads settings of some of the steps `names` from a YAML file; returns them in that order."""
+def read_steps(
+    path: str | PathLike[str], names: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Reads settings of some of the steps `names` from a YAML file; returns them in
+    that order.
+    """
     steps = read_yaml(path)
     check_names(steps, names, "`packstore run --help`", "step")
     for name, settings in steps.items():
@@ -128,10 +149,16 @@ def read_steps(path: str | PathLike[str], names: Sequence[str]) -> dict[str, dic
 
 
 def _without_text(problem: str) -> str:
-    """Returns a problem of PyYAML with the names of its tokens, and nothing else of the file."""
+    """Returns a problem of PyYAML with the names of its tokens, and nothing else of the
+    file.
+    """
 
     def shown(quoted: re.Match[str]) -> str:
-        return quoted[0] if re.fullmatch(r"'(<[a-z -]+>|[][{},:?-]|\\t)'", quoted[0]) else "…"
+        return (
+            quoted[0]
+            if re.fullmatch(r"'(<[a-z -]+>|[][{},:?-]|\\t)'", quoted[0])
+            else "…"
+        )
 
     return re.sub(r"""'[^']*'|"[^"]*\"""", shown, problem)
 
@@ -143,7 +170,9 @@ def to_yaml(settings: Mapping[str, Any]) -> str:
 
 
 def read_job(path: str | PathLike[str]) -> dict[str, Any]:
-    """Reads arguments of ``packstore.pack``; relative paths count from the current folder."""
+    """Reads arguments of ``packstore.pack``; relative paths count from the current
+    folder.
+    """
     return check_job(read_yaml(path), str(path))
 
 
@@ -155,15 +184,18 @@ def check_job(job: dict[str, Any], where: str) -> dict[str, Any]:
         try:
             msgspec.convert(job[name], type_)
         except msgspec.ValidationError:
-            raise ConfigError(sentence(f"{where}, {name}", rule, kind_of(job[name]))) from None
+            raise ConfigError(
+                sentence(f"{where}, {name}", rule, kind_of(job[name]))
+            ) from None
     return job
 
 
 def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the job that packs the dataset at `url` again, from its provenance in the manifest.
+    """Return the job that packs the dataset at `url` again, from its provenance in the
+    manifest.
 
-    The job has no `out` if the dataset is one part of two and not under the name of its part, as
-    the folder of both is unknown then.
+    The job has no `out` if the dataset is one part of two and not under the name of its
+    part, as the folder of both is unknown then.
     """
     settings = provenance.get("settings")
     sources = provenance.get("sources") or []
@@ -184,8 +216,13 @@ def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
 
     if "combined_from" in provenance:
         rule = "it must be packed by one job"
-        found = f"a dataset of {len(provenance['combined_from'])} parts, by append or concat"
-        raise ConfigError(sentence(url, rule, found, "Pack the dataset itself to make it one"))
+        found = (
+            f"a dataset of {len(provenance['combined_from'])} parts, by append or "
+            "concat"
+        )
+        raise ConfigError(
+            sentence(url, rule, found, "Pack the dataset itself to make it one")
+        )
 
     job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths}
     part = provenance.get("part")
@@ -196,7 +233,10 @@ def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
     tokenizer = provenance.get("tokenizer")
     if isinstance(tokenizer, Mapping) and tokenizer.get("path"):
         job["tokenizer"] = tokenizer["path"]
-    return {**job, **{n: value for n, value in settings.items() if n in PackConfig.names()}}
+    return {
+        **job,
+        **{n: value for n, value in settings.items() if n in PackConfig.names()},
+    }
 
 
 def _last_name(url: str) -> str:

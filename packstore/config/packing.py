@@ -1,8 +1,9 @@
 """The settings of a packing job.
 
-One class per stage, each passed to the layer that needs it; :class:`PackConfig` combines them, so
-``packstore.pack(..., pack_size=8192)`` and ``packstore pack --pack-size 8192`` take the same names.
-The command-line flags are derived from the fields and their ``help``.
+One class per stage, each passed to the layer that needs it; :class:`PackConfig`
+combines them, so ``packstore.pack(..., pack_size=8192)`` and ``packstore pack
+--pack-size 8192`` take the same names. The command-line flags are derived from the
+fields and their ``help``.
 """
 
 from __future__ import annotations
@@ -41,9 +42,14 @@ class TokenizeConfig(SizeConfig):
         "auto", "kind of records; auto: of the first"
     )
     fields: Mapping[str, str] = setting(
-        dict, "column or path for a role (repeatable)", flag="field", metavar="ROLE=NAME"
+        dict,
+        "column or path for a role (repeatable)",
+        flag="field",
+        metavar="ROLE=NAME",
     )
-    form: str | None = setting(None, "record form, or `none` (default: detect)", metavar="NAME")
+    form: str | None = setting(
+        None, "record form, or `none` (default: detect)", metavar="NAME"
+    )
     adapter: str | None = setting(
         None, "function that reads a record", metavar="MODULE:FUNCTION", place=True
     )
@@ -57,7 +63,10 @@ class TokenizeConfig(SizeConfig):
         splits=True,
     )
     roles: Mapping[str, str] = setting(
-        dict, "meaning of a message role (repeatable)", flag="role", metavar="ROLE=MEANING"
+        dict,
+        "meaning of a message role (repeatable)",
+        flag="role",
+        metavar="ROLE=MEANING",
     )
     carry: tuple[str, ...] = setting(
         (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
@@ -68,14 +77,24 @@ class TokenizeConfig(SizeConfig):
     template_variables: Mapping[str, Any] = setting(
         dict, "for the chat template, as JSON (repeatable)", flag="template_variable"
     )
-    as_chat: bool | None = setting(None, "text becomes user and assistant turns; default: warn")
-    append_eos: bool | None = setting(None, "end responses with EOS; default: of plain text")
-    add_bos: bool | None = setting(None, "begin with BOS; default: as the tokenizer says")
-    supervised_turns: Literal["all", "last"] = setting("all", "of the assistant in the response")
+    as_chat: bool | None = setting(
+        None, "text becomes user and assistant turns; default: warn"
+    )
+    append_eos: bool | None = setting(
+        None, "end responses with EOS; default: of plain text"
+    )
+    add_bos: bool | None = setting(
+        None, "begin with BOS; default: as the tokenizer says"
+    )
+    supervised_turns: Literal["all", "last"] = setting(
+        "all", "of the assistant in the response"
+    )
     thinking: Literal["template", "strip"] = setting(
         "template", "reasoning as rendered, or removed"
     )
-    max_length: int | None = setting(None, "most tokens of a sequence; default: pack_size", low=2)
+    max_length: int | None = setting(
+        None, "most tokens of a sequence; default: pack_size", low=2
+    )
     on: Mapping[str, str] = setting(
         dict, "answer to a reason to refuse (repeatable)", metavar="REASON=ANSWER"
     )
@@ -89,7 +108,9 @@ class TokenizeConfig(SizeConfig):
         for name, value in self.template_variables.items():
             where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:
-                raise ConfigError(f"{where}, must be left out: it comes from the records.")
+                raise ConfigError(
+                    f"{where}, must be left out: it comes from the records."
+                )
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as error:
@@ -100,7 +121,10 @@ class TokenizeConfig(SizeConfig):
         for role, column in self.fields.items():
             if role in SPELLINGS:
                 continue
-            text = f"unknown field {role!r} in `fields`; choose from: {', '.join(SPELLINGS)}."
+            text = (
+                f"unknown field {role!r} in `fields`; choose from: "
+                f"{', '.join(SPELLINGS)}."
+            )
             hint = (
                 f" Swap the two: {column}={role}."
                 if column in SPELLINGS
@@ -112,9 +136,14 @@ class TokenizeConfig(SizeConfig):
         sides = ("first", "second", "tie")
         for side in self.verdict:
             if side not in sides:
-                text = f"unknown side {side!r} in `verdict`; choose from: {', '.join(sides)}."
+                text = (
+                    f"unknown side {side!r} in `verdict`; choose from: "
+                    f"{', '.join(sides)}."
+                )
                 raise UnknownNameError(text)
-        values = [value for listed in self.verdict.values() for value in _as_list(listed)]
+        values = [
+            value for listed in self.verdict.values() for value in _as_list(listed)
+        ]
         written = [verdict_text(value) for value in values]
         if len(set(written)) < len(written):
             text = "setting verdict must give each value one side"
@@ -157,8 +186,12 @@ def _as_list(value: Any) -> list[Any]:
 class SelectConfig(Settings):
     """Selection of records: duplicates and validation split."""
 
-    dedup: Literal["none", "pair", "prompt"] = setting("none", "drop repeated records or prompts")
-    validation_fraction: float = setting(0.0, "of the prompts, held out", low=0, below=1)
+    dedup: Literal["none", "pair", "prompt"] = setting(
+        "none", "drop repeated records or prompts"
+    )
+    validation_fraction: float = setting(
+        0.0, "of the prompts, held out", low=0, below=1
+    )
 
     @property
     def selects(self) -> bool:
@@ -167,8 +200,10 @@ class SelectConfig(Settings):
 
 
 PARTITION_BYTES = 1 << 30
-"""Bytes of the input files, as they are stored, in a partition: tens of thousands of packs, so that
-the last one, which stays open, does not count; and minutes of work, which a killed job loses."""
+"""Bytes of the input files, as they are stored, in a partition: tens of thousands of
+packs, so that the last one, which stays open, does not count; and minutes of work,
+which a killed job loses.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,17 +213,25 @@ class PlanConfig(SizeConfig):
     shuffle: bool = setting(True, "mix the whole input, and the packs")
     strategy: str = setting("pool", "packer; a wrong name lists all")
     seed: int = setting(0, "of every random choice", low=-(1 << 63), high=(1 << 63) - 1)
-    partitions: int | None = setting(None, "parts planned apart; default: one per GiB", low=1)
+    partitions: int | None = setting(
+        None, "parts planned apart; default: one per GiB", low=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteConfig(Settings):
     """Storage of packs in files."""
 
-    format: Literal["parquet", "arrow"] = setting("parquet", "file format of the shards")
-    labels: Literal["plain", "spans"] = setting("plain", "a column, or spans at half the size")
+    format: Literal["parquet", "arrow"] = setting(
+        "parquet", "file format of the shards"
+    )
+    labels: Literal["plain", "spans"] = setting(
+        "plain", "a column, or spans at half the size"
+    )
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
-    row_group_tokens: int = setting(131_072, "about, of a row group", low=1, high=1 << 24)
+    row_group_tokens: int = setting(
+        131_072, "about, of a row group", low=1, high=1 << 24
+    )
     shard_tokens: int = setting(1 << 26, "about, of a shard", low=1)
     overwrite: bool = setting(False, "replace an existing dataset")
 
@@ -198,14 +241,18 @@ class WorkConfig(Settings):
     """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
     engine: str = setting("local", "that runs the workers: local, ray")
-    num_workers: int | None = setting(None, "processes; default: by the input and the cores", low=0)
+    num_workers: int | None = setting(
+        None, "processes; default: by the input and the cores", low=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkConfig):
     """Settings of the job; none of them changes a byte of the result."""
 
-    max_drop_rate: float = setting(0.1, "fail if more is dropped, 0 to 1", low=0, high=1)
+    max_drop_rate: float = setting(
+        0.1, "fail if more is dropped, 0 to 1", low=0, high=1
+    )
     rejects: str | None = setting(
         None, "JSON lines of dropped records, with the reason", metavar="FILE"
     )
@@ -219,19 +266,34 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @property
     def needing_records(self) -> tuple[str, ...]:
-        """Returns the names of changed settings that take effect only when tokenizing."""
+        """Returns the names of changed settings that take effect only when
+        tokenizing.
+        """
         kept = {*SizeConfig.names(), "kind", "max_length"}
-        usual, names = PackConfig(), [n for n in TokenizeConfig.names() if n not in kept]
+        usual, names = (
+            PackConfig(),
+            [n for n in TokenizeConfig.names() if n not in kept],
+        )
         mine = replace(self, on={**self.on, "overlong": usual.on["overlong"]})
-        return tuple(name for name in names if getattr(mine, name) != getattr(usual, name))
+        return tuple(
+            name for name in names if getattr(mine, name) != getattr(usual, name)
+        )
 
     @staticmethod
     def names_without_records() -> frozenset[str]:
-        """Return the names of settings that also take effect when a dataset is packed again."""
+        """Return the names of settings that also take effect when a dataset is packed
+        again.
+        """
         names = {*SelectConfig.names(), *PlanConfig.names(), *WriteConfig.names()}
         return frozenset({"max_length", *names})
 
     def recorded(self) -> dict[str, Any]:
-        """Returns the settings that affect the bytes of the result, as JSON for the manifest."""
+        """Returns the settings that affect the bytes of the result, as JSON for the
+        manifest.
+        """
         skip = {*RunConfig.names(), "overwrite"}
-        return {name: value for name, value in super().recorded().items() if name not in skip}
+        return {
+            name: value
+            for name, value in super().recorded().items()
+            if name not in skip
+        }

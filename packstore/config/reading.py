@@ -19,20 +19,26 @@ MOST_EXCESS = 1.1
 def large_steps_warning(
     requested: int, mean: float, largest: int, ranks: int, pack_size: int, longest: int
 ) -> str:
-    """Return a warning if steps hold on average far more than requested; else an empty text.
+    """Return a warning if steps hold on average far more than requested; else an empty
+    text.
 
-    Smaller ones are not possible: a step ends at the pack that is nearest to the request.
+    Smaller ones are not possible: a step ends at the pack that is nearest to the
+        request.
 
     Args:
         requested: `examples_per_step`.
         mean, largest: examples of the steps.
         ranks: number of ranks, each of which takes a pack of every step.
-        pack_size, longest: tokens of a pack, and of what must fit into one; 0 if not known.
+        pack_size, longest: tokens of a pack, and of what must fit into one; 0 if not
+            known.
     """
     if mean <= MOST_EXCESS * requested:
         return ""
     rule = f"they should hold about examples_per_step={requested} examples on average"
-    found = f"{mean:.1f} on average and {largest} at most, as each rank (of {ranks}) takes a pack"
+    found = (
+        f"{mean:.1f} on average and {largest} at most, as each rank (of {ranks}) "
+        "takes a pack"
+    )
     fitting_size = pack_size * requested // largest
     ways = []
     if fitting_size >= max(longest, 2):
@@ -50,15 +56,24 @@ class BatchConfig(Settings):
 
     LISTED_BY = "BatchConfig"
 
-    packs_per_batch: int | None = setting(None, "packs of one batch on one rank; default: 1", low=1)
-    tokens_per_batch: int | None = setting(None, "most tokens of one batch on one rank", low=1)
-    examples_per_step: int | None = setting(None, "mean examples of a step, over all ranks", low=1)
+    packs_per_batch: int | None = setting(
+        None, "packs of one batch on one rank; default: 1", low=1
+    )
+    tokens_per_batch: int | None = setting(
+        None, "most tokens of one batch on one rank", low=1
+    )
+    examples_per_step: int | None = setting(
+        None, "mean examples of a step, over all ranks", low=1
+    )
     gradient_accumulation_steps: int = setting(
         1, "batches of one optimizer step on one rank", low=1
     )
-    balance: bool = setting(False, "balance the squared lengths over the ranks of a step")
+    balance: bool = setting(
+        False, "balance the squared lengths over the ranks of a step"
+    )
     drop_last: bool = setting(
-        False, "leave out the last step of an epoch if it is not full, else it is smaller"
+        False,
+        "leave out the last step of an epoch if it is not full, else it is smaller",
     )
 
     def __post_init__(self) -> None:
@@ -66,7 +81,9 @@ class BatchConfig(Settings):
         if self.packs_per_batch is not None and self.tokens_per_batch is not None:
             raise ConfigError("give packs_per_batch or tokens_per_batch, not both.")
         if self.examples_per_step is not None and self.gradient_accumulation_steps != 1:
-            raise ConfigError("give examples_per_step or gradient_accumulation_steps, not both.")
+            raise ConfigError(
+                "give examples_per_step or gradient_accumulation_steps, not both."
+            )
 
     @property
     def width(self) -> int:
@@ -79,14 +96,18 @@ class ReadConfig(Settings):
     """Settings by which a loader fetches row groups, not which packs it yields."""
 
     on_error: Literal["raise", "quarantine"] = setting(
-        "raise", "a row group that cannot be read: raise, or take fillers, other packs of weight 0"
+        "raise",
+        "a row group that cannot be read: raise, or take fillers, other packs of "
+        "weight 0",
     )
     requests: int = setting(24, "row groups fetched at the same time", low=1)
     read_ahead_bytes: int | None = setting(
         None, "of decoded row groups, about; default: 4 MB, from a store 16 MB", low=0
     )
     cache_dir: str | None = setting(
-        None, "local folder that caches what is read of shards; default: no cache", local=True
+        None,
+        "local folder that caches what is read of shards; default: no cache",
+        local=True,
     )
 
     def ahead(self, local: bool) -> int:
@@ -102,8 +123,8 @@ CHECK_RETRIES: Mapping[str, Any] = {"retry_attempts": 2, "retry_backoff": 0.2}
 
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig(Settings):
-    """Settings of retries after throttling and transient failures: storage options, which workers
-    and every command get too, named ``retry_attempts`` and so on.
+    """Settings of retries after throttling and transient failures: storage options,
+    which workers and every command get too, named ``retry_attempts`` and so on.
     """
 
     attempts: int | None = setting(
@@ -113,7 +134,9 @@ class RetryConfig(Settings):
         0.5, "seconds before the second attempt; doubled before each further", low=0
     )
     longest_wait: float = setting(20.0, "most seconds between two attempts", low=0)
-    seconds: float = setting(120.0, "after the first attempt at which the last one begins", low=0)
+    seconds: float = setting(
+        120.0, "after the first attempt at which the last one begins", low=0
+    )
 
     @classmethod
     def split(cls, options: Mapping[str, Any]) -> tuple[Self, dict[str, Any]]:
@@ -125,6 +148,9 @@ class RetryConfig(Settings):
                 try:  # the command line passes numbers as text
                     found[name] = msgspec.convert(value, hint, strict=False)
                 except msgspec.ValidationError:
-                    text = f"storage option {option} must be a number; found {kind_of(value)}."
+                    text = (
+                        f"storage option {option} must be a number; found "
+                        f"{kind_of(value)}."
+                    )
                     raise ConfigError(text) from None
         return cls(**found), rest

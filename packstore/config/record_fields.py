@@ -1,4 +1,6 @@
-"""Packstore's own fields of records: their roles, and the names under which they are read."""
+"""Packstore's own fields of records: their roles, and the names under which they are
+read.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +56,20 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "second": (),
     "verdict": (),
 }
-"""Role -> column names that have it, in order of precedence; `fields` maps a role to another name.
+"""Role -> column names that have it, in order of precedence; `fields` maps a role to
+another name.
 
-The roles without a name, two answers and the verdict of which is better, are only mapped.
+The roles without a name, two answers and the verdict of which is better, are only
+mapped.
 """
 
 VERDICT_ROLES = ("first", "second", "verdict")
 """Roles that become `chosen` and `rejected`."""
 
 ID_ROLES = ("prompt", "chosen", "rejected", "response")
-"""Roles whose token ids may also stand under their names with an ending of :data:`ID_ENDINGS`."""
+"""Roles whose token ids may also stand under their names with an ending of
+:data:`ID_ENDINGS`.
+"""
 
 ID_ENDINGS = ("_ids", "_input_ids")
 

@@ -1,4 +1,6 @@
-"""Settings as a user types them, in the shell or in Python, for the ways out of a refusal."""
+"""Settings as a user types them, in the shell or in Python, for the ways out of a
+refusal.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _doors: list[Door] = ["python"]
 
 
 def current_door() -> Door:
-    """Return the door of the job that is being started: the shell inside :func:`from_shell`."""
+    """Return the door of the job that is being started: the shell inside
+    :func:`from_shell`.
+    """
     return _doors[-1]
 
 
@@ -72,6 +76,8 @@ def _flags(name: str, value: Any) -> str:
 
 
 def _flag(flag: str, entry: str) -> str:
-    """Return a flag with its value; one that begins with a dash would be taken for a flag."""
+    """Return a flag with its value; one that begins with a dash would be taken for a
+    flag.
+    """
     separator = "=" if entry.startswith("-") else " "
     return flag + separator + shlex.quote(entry)

@@ -1,4 +1,6 @@
-"""The base of every class of settings: help, types, ranges and names, checked in one place."""
+"""The base of every class of settings: help, types, ranges and names, checked in one
+place.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
     """Makes a field of a class of settings.
 
     Args:
-        default: the default; ``...``: the setting is required; a callable is called per object.
+        default: the default; ``...``: the setting is required; a callable is called per
+            object.
         help: one line.
-        metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of the flag on
-            the command line, and of its value; `secret`: it is neither shown nor recorded; `place`:
-            a path or URL, recorded without its login; `local`: a path that may be no URL.
+        metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of
+            the flag on the command line, and of its value; `secret`: it is neither
+            shown nor recorded; `place`: a path or URL, recorded without its login;
+            `local`: a path that may be no URL.
     """
     described = {"help": help, **metadata}
     if default is ...:
@@ -82,20 +86,34 @@ class Settings:
             value, hint = values[item.name], hints[item.name]
             if typing.get_origin(hint) is tuple:
                 one = isinstance(value, str) and "place" in item.metadata
-                value = (value,) if one else tuple(value) if isinstance(value, list) else value
+                value = (
+                    (value,)
+                    if one
+                    else tuple(value)
+                    if isinstance(value, list)
+                    else value
+                )
                 values[item.name] = value
             if not _fits(value, hint):
                 rule = _spell(hint)
                 hidden = {"secret", "place"} & item.metadata.keys()
                 found = kind_of(value) if hidden else quote(value)
                 raise ConfigError(f"setting {item.name} must be {rule}; found {found}.")
-            if "local" in item.metadata and value and ("://" in value or is_mistyped(value)):
+            if (
+                "local" in item.metadata
+                and value
+                and ("://" in value or is_mistyped(value))
+            ):
                 rule = "must be a folder on this machine"
-                raise ConfigError(f"setting {item.name} {rule}; found {display(value)}.")
+                raise ConfigError(
+                    f"setting {item.name} {rule}; found {display(value)}."
+                )
             for name in RANGES.keys() & item.metadata if value is not None else ():
                 (text, holds), bound = RANGES[name], item.metadata[name]
                 if not holds(value, bound):
-                    raise ConfigError(f"setting {item.name} must be {text} {bound}; found {value}.")
+                    raise ConfigError(
+                        f"setting {item.name} must be {text} {bound}; found {value}."
+                    )
         return values
 
     @classmethod
@@ -109,7 +127,8 @@ class Settings:
 
         Raises:
             UnknownNameError: a setting does not exist; suggests the nearest.
-            ConfigError: a value has the wrong type or is out of range, or a setting is missing.
+            ConfigError: a value has the wrong type or is out of range, or a setting is
+                missing.
         """
         check_names(settings, cls.names(), cls.LISTED_BY)
         base = {}
@@ -118,12 +137,18 @@ class Settings:
             base = {name: getattr(config, name) for name in cls.names()}
         values = {**base, **settings}
         for item in dataclasses.fields(cls):
-            if item.name not in values and item.default is item.default_factory:  # both missing
-                raise ConfigError(f"setting {item.name} must be given: {item.metadata['help']}.")
+            if (
+                item.name not in values and item.default is item.default_factory
+            ):  # both missing
+                raise ConfigError(
+                    f"setting {item.name} must be given: {item.metadata['help']}."
+                )
         return cls(**values)
 
     def recorded(self) -> dict[str, Any]:
-        """Returns all settings but the secret ones as JSON values, as :meth:`of` takes them."""
+        """Returns all settings but the secret ones as JSON values, as :meth:`of` takes
+        them.
+        """
         items = ((item, getattr(self, item.name)) for item in dataclasses.fields(self))
         return {
             item.name: _plain(value, display if "place" in item.metadata else spelled)
@@ -134,7 +159,9 @@ class Settings:
     def changed(self) -> dict[str, Any]:
         """Returns the settings that differ from their defaults, as JSON values."""
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
-        return {n: value for n, value in self.recorded().items() if value != defaults[n]}
+        return {
+            n: value for n, value in self.recorded().items() if value != defaults[n]
+        }
 
 
 def check_names(
@@ -145,7 +172,9 @@ def check_names(
     for name in names:
         if name not in known:
             hint = meant(str(name), known)
-            raise UnknownNameError(f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}")
+            raise UnknownNameError(
+                f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
+            )
 
 
 def check_class(where: str, value: Any, kind: Any, remedy: str = "") -> None:
@@ -184,13 +213,23 @@ def _spell(hint: Any) -> str:
         return "a list of strings"
     if origin is not None:
         return f"a mapping from string to {_spell(args[1])}"
-    words = {Any: "a JSON value", int: "a whole number", float: "a number", str: "a string"}
+    words = {
+        Any: "a JSON value",
+        int: "a whole number",
+        float: "a number",
+        str: "a string",
+    }
     return "None" if hint is type(None) else words.get(hint, hint.__name__)
 
 
 def kind_of(value: object) -> str:
     """Returns what `value` is, in words, where it may hold a secret."""
-    kinds = {"a text": str, "a list": list | tuple, "a mapping": Mapping, "a number": int | float}
+    kinds = {
+        "a text": str,
+        "a list": list | tuple,
+        "a mapping": Mapping,
+        "a number": int | float,
+    }
     found = (words for words, kind in kinds.items() if isinstance(value, kind))
     return "nothing" if value is None else next(found, "another value")
 
@@ -200,4 +239,8 @@ def _plain(value: Any, spell: Callable[[str], str] = spelled) -> Any:
         return {key: _plain(entry) for key, entry in value.items()}
     if isinstance(value, str):
         return spell(value)  # it may be the path of a file
-    return [_plain(entry, spell) for entry in value] if isinstance(value, tuple | list) else value
+    return (
+        [_plain(entry, spell) for entry in value]
+        if isinstance(value, tuple | list)
+        else value
+    )

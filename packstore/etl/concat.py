@@ -68,25 +68,29 @@ def append(
 ) -> Dataset:
     """Packs more records with the settings of a dataset, and commits its next version.
 
-    Existing packs do not change, and readers of older versions continue. New examples get ids
-    above all existing ones.
+    Existing packs do not change, and readers of older versions continue. New examples
+    get ids above all existing ones.
 
     Args:
         dataset: the dataset, or its path or URL.
         more: any source of :func:`packstore.pack`; a packed dataset is repacked.
-        tokenizer: the tokenizer of the dataset; None: loaded from the path in its manifest.
-        adapter: the function that read the dataset's records, or its name; never taken from the
-            manifest, as whoever made that could name any function.
+        tokenizer: the tokenizer of the dataset; None: loaded from the path in its
+            manifest.
+        adapter: the function that read the dataset's records, or its name; never taken
+            from the manifest, as whoever made that could name any function.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
-        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`, `dedup`, and
-            `on`, whose answers are added to those of the dataset. All others are its own.
-            ``dedup="pair"`` leaves out records that the dataset has; its packs are read for that.
+        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`,
+            `dedup`, and `on`, whose answers are added to those of the dataset. All
+            others are its own. ``dedup="pair"`` leaves out records that the dataset
+            has; its packs are read for that.
 
     Raises:
         CompatibilityError: another tokenizer, template or kind.
-        ConfigError: a setting that the dataset decides; a dataset that is not the newest version.
-        DatasetExistsError: the dataset already has these records. If they were appended last, the
-            dataset is returned as it is, so that a finished call may be repeated.
+        ConfigError: a setting that the dataset decides; a dataset that is not the
+            newest version.
+        DatasetExistsError: the dataset already has these records. If they were appended
+            last, the dataset is returned as it is, so that a finished call may be
+            repeated.
         PackstoreError: as :func:`packstore.pack`; the dataset keeps its versions.
     """
     base = dataset
@@ -106,14 +110,19 @@ def append(
     with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
             rule = f"only its newest version, {job.version - 1}, can be extended"
-            raise ConfigError(sentence(base.url, rule, f"version {base.version}", "Open it again"))
+            raise ConfigError(
+                sentence(base.url, rule, f"version {base.version}", "Open it again")
+            )
         base.require_files()
         job.extends = base
         recorded = base.manifest.provenance.get("tokenizer")
         if tokenizer is None and recorded is not None and not packed:
             tokenizer = recorded.get("path")
             if not tokenizer or not os.path.exists(tokenizer):
-                rule = "its tokenizer must be named: its manifest has no path that exists here"
+                rule = (
+                    "its tokenizer must be named: its manifest has no path that "
+                    "exists here"
+                )
                 remedy = "Give the tokenizer (--tokenizer PATH)"
                 raise TokenizerError(sentence(base.url, rule, "", remedy))
         try:
@@ -123,7 +132,12 @@ def append(
             return base
     extended = job.committed
     added = extended.manifest.records.packed - base.manifest.records.packed
-    log.info("appended %s records: version %d of %s", f"{added:,}", extended.version, extended.url)
+    log.info(
+        "appended %s records: version %d of %s",
+        f"{added:,}",
+        extended.version,
+        extended.url,
+    )
     return extended
 
 
@@ -137,15 +151,16 @@ def concat(
 ) -> Dataset:
     """Concatenates datasets; their shards are copied as they are, in order.
 
-    Shards of other places are copied: by hard link on the same disk, inside the same object store,
-    else through this machine, where their hashes are checked. Nothing is decoded.
+    Shards of other places are copied: by hard link on the same disk, inside the same
+    object store, else through this machine, where their hashes are checked. Nothing is
+    decoded.
 
     Args:
         datasets: the datasets, or their paths or URLs; one may be `out` itself.
         out: folder or fsspec URL of the new dataset.
         overwrite: replace an existing dataset.
-        storage_options: passed to the fsspec filesystems of `out`, and of `datasets` given as
-            text.
+        storage_options: passed to the fsspec filesystems of `out`, and of `datasets`
+            given as text.
         progress: see :func:`packstore.pack`.
 
     Raises:
@@ -156,11 +171,16 @@ def concat(
     """
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
-    opened = [d if isinstance(d, Dataset) else open_dataset(d, storage_options) for d in datasets]
+    opened = [
+        d if isinstance(d, Dataset) else open_dataset(d, storage_options)
+        for d in datasets
+    ]
     members = [Member(d.url, d.manifest) for d in opened]
     check_members(members)
     location = Location(out, storage_options or {})
-    existing = None if overwrite else find_dataset(location.url, location.storage_options)
+    existing = (
+        None if overwrite else find_dataset(location.url, location.storage_options)
+    )
     if existing is not None:
         before = existing.manifest.provenance.get("combined_from")
         now = [origin for member in members for origin in origins(member)]
@@ -183,8 +203,12 @@ def concat(
     return job.committed
 
 
-def _open_first(dataset: str, more: Any, storage_options: Mapping[str, Any] | None) -> Dataset:
-    """Opens the dataset of :func:`append`; says so if it is `more` that is, or ends with, one."""
+def _open_first(
+    dataset: str, more: Any, storage_options: Mapping[str, Any] | None
+) -> Dataset:
+    """Opens the dataset of :func:`append`; says so if it is `more` that is, or ends
+    with, one.
+    """
     rule = "must be the dataset, which comes before the records"
     require_path(dataset, "dataset", rule)
     try:
@@ -197,27 +221,41 @@ def _open_first(dataset: str, more: Any, storage_options: Mapping[str, Any] | No
         if found is None:
             raise
         place = display(os.fspath(dataset))
-        raise ConfigError(sentence(place, rule, f"one in {found.url}", "Swap them")) from None
+        raise ConfigError(
+            sentence(place, rule, f"one in {found.url}", "Swap them")
+        ) from None
 
 
-def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> PackConfig:
-    """Returns the settings of a dataset, with `settings` for this run; fewer if it is `packed`."""
+def _settings_of(
+    base: Dataset, settings: Mapping[str, Any], packed: bool
+) -> PackConfig:
+    """Returns the settings of a dataset, with `settings` for this run; fewer if it is
+    `packed`.
+    """
     for name in settings:
         if name not in _ADJUSTABLE and name in PackConfig.names():
-            rule = f"append packs with the settings of the dataset, so {name} must be left out"
+            rule = (
+                f"append packs with the settings of the dataset, so {name} must be "
+                "left out"
+            )
             raise ConfigError(sentence(base.url, rule))
     for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
-            rule = f"append packs as the dataset does: on, {reason}, may be drop or error"
+            rule = (
+                f"append packs as the dataset does: on, {reason}, may be drop or error"
+            )
             raise ConfigError(sentence(base.url, rule, quote(answer)))
     manifest = base.manifest
     recorded = manifest.provenance["settings"]
     if unknown := sorted(recorded.keys() - {*PackConfig.names()}):
         rule = "append packs with the settings of the dataset, so all must be known"
         remedy = "Append with the version of packstore that made it"
-        raise ConfigError(sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy))
-    # The number of partitions follows from the bytes of the new records. The name of an adapter is
-    # not taken from a manifest, because a forged one would make append run code.
+        raise ConfigError(
+            sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy)
+        )
+    # The number of partitions follows from the bytes of the new records. The name of an
+    # adapter is not taken from a manifest, because a forged one would make append run
+    # code.
     decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions", "adapter"}
     values = {
         name: tuple(value) if isinstance(value, list) else value
@@ -225,7 +263,9 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         if name in decided
     }
     if values.get("chat_template") not in (None, "chatml", "plain"):
-        values["chat_template"] = (manifest.provenance.get("tokenizer") or {}).get("chat_template")
+        values["chat_template"] = (manifest.provenance.get("tokenizer") or {}).get(
+            "chat_template"
+        )
     values |= {
         "kind": manifest.kind,
         "layout": manifest.layout,
@@ -237,22 +277,32 @@ def _settings_of(base: Dataset, settings: Mapping[str, Any], packed: bool) -> Pa
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
     on = {**recorded.get("on", {})}
-    if packed:  # its records were answered for; examples that do not fit cannot be truncated
+    if (
+        packed
+    ):  # its records were answered for; examples that do not fit cannot be truncated
         on = {"overlong": "error"} if on.get("overlong") == "error" else {}
         for name in PackConfig.of(**{**values, "on": on}).needing_records:
             del values[name]
     values["on"] = {**on, **settings.get("on", {})}
     config = PackConfig.of(**{**values, **settings, "on": values["on"]})
     if config.dedup == "prompt":
-        rule = "dedup must be pair or none on append: the words of prompts are not stored"
-        raise ConfigError(sentence(base.url, rule, "prompt", "Set it, or pack all records again"))
+        rule = (
+            "dedup must be pair or none on append: the words of prompts are not stored"
+        )
+        raise ConfigError(
+            sentence(base.url, rule, "prompt", "Set it, or pack all records again")
+        )
     if config.validation_fraction:
-        raise ConfigError("validation_fraction makes two datasets of its own: set it for pack().")
+        raise ConfigError(
+            "validation_fraction makes two datasets of its own: set it for pack()."
+        )
     return config
 
 
 def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
-    """Raise ConfigError if the form or adapter that read a dataset's records has changed."""
+    """Raise ConfigError if the form or adapter that read a dataset's records has
+    changed.
+    """
     recorded = base.manifest.provenance.get("reading", {})
     rule = "append reads records as the dataset was read"
     if "form" in recorded:
@@ -267,27 +317,41 @@ def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
         if adapter is None:
             name = recorded["adapter"]
             is_loadable = ":" in name
-            how = spell(current_door(), {"adapter": name}) if is_loadable else "adapter=FUNCTION"
+            how = (
+                spell(current_door(), {"adapter": name})
+                if is_loadable
+                else "adapter=FUNCTION"
+            )
             remedy = f"Give the function that reads them, if you trust it ({how})"
-            raise ConfigError(sentence(base.url, rule, f"no adapter {quote(name)}", remedy))
+            raise ConfigError(
+                sentence(base.url, rule, f"no adapter {quote(name)}", remedy)
+            )
         if adapter.sha256 != recorded.get("adapter_sha256"):
             change = f"{adapter.name}, whose file has changed"
-            raise ConfigError(sentence(base.url, rule, change, "Restore it, or pack anew"))
+            raise ConfigError(
+                sentence(base.url, rule, change, "Restore it, or pack anew")
+            )
 
 
 def _copy_shards(
     job: WriteJob, datasets: Sequence[Dataset], run: str, progress: Progress | None
 ) -> Manifest:
-    """Copies the shards of all datasets, puts the pack index, and returns the manifest."""
+    """Copies the shards of all datasets, puts the pack index, and returns the
+    manifest.
+    """
     number, members = 0, list[Member]()
-    files = dict[str, tuple[Location, ShardInfo | StoredFile]]()  # new path -> what is copied there
+    files = dict[
+        str, tuple[Location, ShardInfo | StoredFile]
+    ]()  # new path -> what is copied there
     for dataset in datasets:
         source, manifest = dataset.location, dataset.manifest
         if not _is_same_place(source, job.location):
             files |= {file.path: (source, file) for file in manifest.further_files}
             shards = []
             for n, shard in enumerate(manifest.shards, number):
-                path = f"{DATA}/{run}-{n:05d}-{shard.sha256[:16]}.{manifest.file_format}"
+                path = (
+                    f"{DATA}/{run}-{n:05d}-{shard.sha256[:16]}.{manifest.file_format}"
+                )
                 files[path] = source, shard
                 shards.append(replace(shard, path=path))
             manifest = replace(manifest, shards=tuple(shards))
@@ -324,7 +388,11 @@ def _is_same_place(a: Location, b: Location) -> bool:
 
 
 def _copy(
-    source: Location, shard: ShardInfo | StoredFile, target: Location, path: str, staging: Staging
+    source: Location,
+    shard: ShardInfo | StoredFile,
+    target: Location,
+    path: str,
+    staging: Staging,
 ) -> None:
     """Copies a file to `path`, inside the store if possible."""
     if copy_file(source, shard.path, target, path):
@@ -337,7 +405,12 @@ def _copy(
                 file.write(chunk)
         same = digest.hexdigest() == shard.sha256
     if not same:
-        where, rule = source.join(shard.path).display, "its bytes must be those that were written"
-        raise IntegrityError(sentence(where, rule, "others", "Copy it again from a good one"))
+        where, rule = (
+            source.join(shard.path).display,
+            "its bytes must be those that were written",
+        )
+        raise IntegrityError(
+            sentence(where, rule, "others", "Copy it again from a good one")
+        )
     if file is not None:
         staging.store(file.name, path)

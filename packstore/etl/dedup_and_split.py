@@ -1,9 +1,9 @@
 """Drops duplicates, and splits off examples for validation.
 
-Both compare 8-byte hashes, so the result does not depend on the number of workers, and memory is 8
-bytes for each record. Prompts are compared by their words, as the last token of a prompt may depend
-on what follows; pairs by their tokens, which a dataset stores, so that appended records are
-compared with those that are there.
+Both compare 8-byte hashes, so the result does not depend on the number of workers, and
+memory is 8 bytes for each record. Prompts are compared by their words, as the last
+token of a prompt may depend on what follows; pairs by their tokens, which a dataset
+stores, so that appended records are compared with those that are there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def split_names(config: SelectConfig) -> tuple[str | None, ...]:
 class Selection:
     """Assigns examples to parts, in input order, by their prompts and the seed.
 
-    `repeated` has the ids of the duplicates, int64, sorted; None: an example is a duplicate if an
-    earlier call had one with the same key, or `known` has it. `paths`, ordinal -> path, name their
-    places.
+    `repeated` has the ids of the duplicates, int64, sorted; None: an example is a
+    duplicate if an earlier call had one with the same key, or `known` has it. `paths`,
+    ordinal -> path, name their places.
     """
 
     def __init__(
@@ -62,9 +62,15 @@ class Selection:
             else:
                 new = ~np.isin(examples.example_ids, self._repeated)
             for i in np.flatnonzero(~new).tolist():
-                source, ordinal = divmod(int(examples.example_ids[i]), 1 << SOURCE_SHIFT)
+                source, ordinal = divmod(
+                    int(examples.example_ids[i]), 1 << SOURCE_SHIFT
+                )
                 where = place_of(self._paths[source], ordinal)
-                tally.drop(DUPLICATES[self._config.dedup], where, "an earlier record has it too")
+                tally.drop(
+                    DUPLICATES[self._config.dedup],
+                    where,
+                    "an earlier record has it too",
+                )
             if not new.all():
                 examples = examples.take(np.flatnonzero(new))
         if not self._config.validation_fraction:
@@ -72,7 +78,10 @@ class Selection:
         # By the prompt: equal ones always share a part.
         drawn = mixed(_prompt_keys(examples) ^ self._salt)
         held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
-        return [examples.take(np.flatnonzero(~held)), examples.take(np.flatnonzero(held))]
+        return [
+            examples.take(np.flatnonzero(~held)),
+            examples.take(np.flatnonzero(held)),
+        ]
 
 
 class Seen:
@@ -100,12 +109,16 @@ class Seen:
 
 
 def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
-    """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as duplicates."""
+    """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as
+    duplicates.
+    """
     return pair_keys(examples) if config.dedup == "pair" else _prompt_keys(examples)
 
 
 def pair_keys(examples: Examples) -> U64:
-    """Returns uint64 `[E]`, hashes of all tokens of each example and of which are supervised."""
+    """Returns uint64 `[E]`, hashes of all tokens of each example and of which are
+    supervised.
+    """
     keys, lengths = np.empty(examples.num_examples, np.uint64), examples.lengths
     sequences = examples.example_offsets.tolist()
     tokens = examples.sequence_offsets[examples.example_offsets].tolist()
@@ -126,7 +139,9 @@ def stored_keys(dataset: Dataset) -> U64:
 
 
 def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
-    """Returns the sorted ids, of each part of the input, whose key also belongs to a smaller id."""
+    """Returns the sorted ids, of each part of the input, whose key also belongs to a
+    smaller id.
+    """
     every = np.concatenate([np.empty(0, np.uint64), *keys])
     every.sort()
     shared = np.unique(every[1:][every[1:] == every[:-1]])

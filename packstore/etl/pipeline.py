@@ -1,12 +1,14 @@
 """Packs records into a committed dataset, in a straight line:
 
-    input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write -> note -> commit
+    input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write ->
+    note -> commit
 
-A small input is one partition. Nothing is visible to a reader before the one commit. Shards and
-notes that a job put before it failed stay for its rerun, or until ``packstore clean`` removes them.
+A small input is one partition. Nothing is visible to a reader before the one commit.
+Shards and notes that a job put before it failed stay for its rerun, or until
+``packstore clean`` removes them.
 
-Duplicates may lie in different partitions. To drop them (`dedup`), all partitions are read once
-before, only for the keys of their examples.
+Duplicates may lie in different partitions. To drop them (`dedup`), all partitions are
+read once before, only for the keys of their examples.
 """
 
 from __future__ import annotations
@@ -51,9 +53,11 @@ from packstore.tokenizer.records.adapters import Adapter, adapter_of, load_adapt
 log = logging.getLogger("packstore")
 
 TASKS, TASK_BYTES = 4, 1 << 28
-"""Partitions, and workers of this machine, from which on each worker process makes partitions on
-its own, like a task of a cluster, and their least mean size. One process that reads and writes for
-all workers is never faster than about three cores (``benchmarks/scale.py``)."""
+"""Partitions, and workers of this machine, from which on each worker process makes
+partitions on its own, like a task of a cluster, and their least mean size. One process
+that reads and writes for all workers is never faster than about three cores
+(``benchmarks/scale.py``).
+"""
 
 
 def pack(
@@ -76,46 +80,62 @@ def pack(
         >>> dataset.manifest.fill_rate, dataset.manifest.records
 
     Args:
-        source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet .arrow .csv``,
-            also ``.gz`` and ``.zst``, or of ``save_to_disk``); an Arrow table, a Polars frame, a
-            Hugging Face ``Dataset``, an iterable of dicts; or a packstore dataset, which is packed
-            again without tokenizing.
+        source: path, glob, URL, folder, or a list of them (``.jsonl .json .parquet
+            .arrow .csv``, also ``.gz`` and ``.zst``, or of ``save_to_disk``); an Arrow
+            table, a Polars frame, a Hugging Face ``Dataset``, an iterable of dicts; or
+            a packstore dataset, which is packed again without tokenizing.
         out: folder or any fsspec URL that will hold the dataset.
-        tokenizer: ``tokenizer.json``, a Hugging Face folder or name on the hub, a SentencePiece
-            ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. Not for a
+        tokenizer: ``tokenizer.json``, a Hugging Face folder or name on the hub, a
+            SentencePiece ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of
+            transformers. Not for a
             packstore dataset.
         config: all settings as one object.
-        adapter: a function from a record to a :class:`packstore.Pair`, :class:`packstore.Answers`,
-            :class:`packstore.Chat` or :class:`packstore.Drop`, or its name, ``module:function`` or
+        adapter: a function from a record to a :class:`packstore.Pair`,
+            :class:`packstore.Answers`, :class:`packstore.Chat` or
+            :class:`packstore.Drop`, or its name, ``module:function`` or
             ``file.py:function``.
         storage_options: passed to the fsspec filesystems of `out` and `source`.
-        source_storage_options: passed to those of `source` instead, if it lies elsewhere.
+        source_storage_options: passed to those of `source` instead, if it lies
+            elsewhere.
         progress: called with stage, done, total and unit, often.
         settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
     Returns:
-        The committed dataset. ``manifest.records`` counts every record that was read. With
-        `validation_fraction` it is the dataset in ``OUT/train``; the other one is in
-        ``OUT/validation``.
+        The committed dataset. ``manifest.records`` counts every record that was read.
+        With `validation_fraction` it is the dataset in ``OUT/train``; the other one is
+        in ``OUT/validation``.
     """
     config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
-    require_path(out, "out", "must be the place of the new dataset, which comes after the records")
+    require_path(
+        out,
+        "out",
+        "must be the place of the new dataset, which comes after the records",
+    )
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
-    source_options = options if source_storage_options is None else dict(source_storage_options)
+    source_options = (
+        options if source_storage_options is None else dict(source_storage_options)
+    )
     place = Location(out, options)
-    places = {part: place if part is None else place.join(part) for part in split_names(config)}
+    places = {
+        part: place if part is None else place.join(part)
+        for part in split_names(config)
+    }
     existing: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        reopen = partial(open_examples, source, tokenizer, config, source_options, adapter=loaded)
+        reopen = partial(
+            open_examples, source, tokenizer, config, source_options, adapter=loaded
+        )
         existing = find_committed(places, reopen, config)
     if existing and len(existing) == len(places):
         log.info("%s: already there, same input and settings", place.display)
         return next(iter(existing.values()))
     with contextlib.ExitStack() as stack:
         jobs = {
-            part: stack.enter_context(writing(place, config.overwrite or part in existing))
+            part: stack.enter_context(
+                writing(place, config.overwrite or part in existing)
+            )
             for part, place in places.items()
         }
         pack_into(jobs, source, source_options, tokenizer, config, progress, loaded)
@@ -128,7 +148,9 @@ def pack(
 def with_adapter(
     config: PackConfig, adapter: Callable[[dict[str, Any]], Any] | str | None
 ) -> tuple[PackConfig, Adapter | None]:
-    """Return the settings with the name of an adapter, and the adapter itself, if there is one."""
+    """Return the settings with the name of an adapter, and the adapter itself, if there
+    is one.
+    """
     if adapter is None and config.adapter is None:
         return config, None
     if callable(adapter):
@@ -141,7 +163,9 @@ def with_adapter(
 
 
 def require_path(value: object, where: str, rule: str) -> None:
-    """Raises ConfigError for what is no path or URL: arguments may be in the wrong order."""
+    """Raises ConfigError for what is no path or URL: arguments may be in the wrong
+    order.
+    """
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(sentence(where, rule, type(value).__name__, "Swap them"))
 
@@ -155,7 +179,9 @@ def pack_into(
     progress: Progress | None,
     adapter: Adapter | None = None,
 ) -> None:
-    """Packs into open jobs; again with the reference if a faster way to encode gives wrong ids."""
+    """Packs into open jobs; again with the reference if a faster way to encode gives
+    wrong ids.
+    """
     reopen = partial(
         open_examples, source, tokenizer, config, dict(source_options), adapter=adapter
     )
@@ -191,7 +217,10 @@ def _pack(
         for part, job in jobs.items()
     ]
     for others in filter(None, (note.count_other_runs() for note in notes)):
-        log.info("%d finished partitions of other jobs are there: see `packstore clean`", others)
+        log.info(
+            "%d finished partitions of other jobs are there: see `packstore clean`",
+            others,
+        )
     locations = [job.location for job in jobs.values()]
     shape = PackShape(
         kind=reader.kind,
@@ -213,7 +242,9 @@ def _pack(
                 if not written:  # the job would fail at its end
                     check_growth(partition, config.partitions or 1, locations)
                 written.append(partition.written)
-    for (part, job), packs in zip(jobs.items(), zip(*written, strict=True), strict=True):
+    for (part, job), packs in zip(
+        jobs.items(), zip(*written, strict=True), strict=True
+    ):
         planning = merged_statistics([w.planning for w in packs if w.planning])
         planning["partitions"] = config.partitions
         shards = [shard for w in packs for shard in w.shards]
@@ -228,19 +259,25 @@ def _pack(
 
 
 def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
-    """Refuses a new dataset in the very folder of an input: that could not be read as one again."""
+    """Refuses a new dataset in the very folder of an input: that could not be read as
+    one again.
+    """
     place = identity(job.location).rstrip("/")
     beside = [i.display for i in inputs if os.path.dirname(identity(i)) == place]
     if beside and job.version == 1:
         rule = "a dataset needs a folder without its inputs"
         remedy = "Name another folder for it, e.g. one below this one"
-        raise DatasetExistsError(sentence(job.location.display, rule, beside[0], remedy))
+        raise DatasetExistsError(
+            sentence(job.location.display, rule, beside[0], remedy)
+        )
 
 
 def _partitions(
     packing: PackPartitions, reader: ExampleReader, totals: RecordTotals
 ) -> Generator[Partition, None, None]:
-    """Yields all partitions in order, each packed and written, or taken over from a note."""
+    """Yields all partitions in order, each packed and written, or taken over from a
+    note.
+    """
     totals.add_records(0)
     config, known = packing.config, packing.known
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
@@ -259,7 +296,8 @@ def _partitions(
     run = engine_with(config.engine, workers)
     if in_tasks and reads > MANY_READS:
         log.warning(
-            "%d partitions take blocks of %d files, so each file is read %.0f times: reading may "
+            "%d partitions take blocks of %d files, so each file is read %.0f times: "
+            "reading may "
             "take longer than packing. With %d files it would be read %d times",
             *(number, len(inputs), reads, 4 * number, READERS),
         )
@@ -276,7 +314,9 @@ def _partitions(
         packing = replace(packing, known=None)
     items = list(zip(range(number), slices, repeated, strict=True))
     work, reused = partial(packing.pack_files, reader.tokenize()), 0
-    done = run(partial(run_as_task, work), items) if in_tasks else work(items, run, totals)
+    done = (
+        run(partial(run_as_task, work), items) if in_tasks else work(items, run, totals)
+    )
     for partition in done:
         if in_tasks:
             totals.add_finished(partition.contents, partition.packs)
@@ -297,8 +337,14 @@ def _log_result(dataset: Dataset) -> None:
     m = dataset.manifest
     log.info(
         "packed %s of %s records into %s packs: %s tokens, fill rate %.2f %%",
-        *(f"{n:,}" for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)),
+        *(
+            f"{n:,}"
+            for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)
+        ),
         100 * m.fill_rate,
     )
     if not m.statistics.planning.get("shuffle", True):
-        log.info("kept the order of the input (shuffle=False): packs hold neighbours of the input")
+        log.info(
+            "kept the order of the input (shuffle=False): packs hold neighbours of the "
+            "input"
+        )

@@ -1,4 +1,6 @@
-"""Names a run and the lineage of a dataset, and finds a job that has committed already."""
+"""Names a run and the lineage of a dataset, and finds a job that has committed
+already.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +24,20 @@ _DECIDING_TOKENIZER = (
     "tool_use_template_sha256",
     "chat_template_date",
 )
-_DECIDING_SETTINGS = ("fields", "append_eos", "add_bos", "template_variables", "thinking")
+_DECIDING_SETTINGS = (
+    "fields",
+    "append_eos",
+    "add_bos",
+    "template_variables",
+    "thinking",
+)
 _DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
 """Settings, and answers of the setting `on`, that change the tokens of an example."""
 
 
 def run_name(reader: ExampleReader, part: str | None, after: str | None) -> str:
-    """Names a run, from facts known before its input is read: a rerun has the same name.
+    """Names a run, from facts known before its input is read: a rerun has the same
+    name.
 
     `after` is the fingerprint of the dataset whose duplicates it drops.
     """
@@ -44,11 +53,13 @@ def provenance_of(
     config: PackConfig,
     sources: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Returns the provenance of the dataset of a part, with its lineage, for the manifest.
+    """Returns the provenance of the dataset of a part, with its lineage, for the
+    manifest.
 
-    `lineage` is a hash of all that decides the ids of the examples and their tokens. It does not
-    cover which examples are in, nor which tokens are supervised. A repacked dataset keeps the
-    lineage of its source. Without `sources`, the entries of the inputs are those that were read.
+    `lineage` is a hash of all that decides the ids of the examples and their tokens. It
+    does not cover which examples are in, nor which tokens are supervised. A repacked
+    dataset keeps the lineage of its source. Without `sources`, the entries of the
+    inputs are those that were read.
     """
     about, named = reader.provenance(sources), {"part": part} if part else {}
     if "repacked_from" in about:
@@ -85,12 +96,17 @@ def find_committed(
     open_examples: Callable[[], ExampleReader],
     config: PackConfig,
 ) -> dict[str | None, Dataset]:
-    """Returns the datasets that this job has committed before, by part: schedulers repeat jobs.
+    """Returns the datasets that this job has committed before, by part: schedulers
+    repeat jobs.
 
     The input is read only if all else agrees, and then hashed, not tokenized.
     """
-    newest = {p: find_dataset(place.url, place.storage_options) for p, place in places.items()}
-    existing = {part: dataset for part, dataset in newest.items() if dataset is not None}
+    newest = {
+        p: find_dataset(place.url, place.storage_options) for p, place in places.items()
+    }
+    existing = {
+        part: dataset for part, dataset in newest.items() if dataset is not None
+    }
     if not existing:
         return {}
     reader = open_examples()
@@ -98,7 +114,9 @@ def find_committed(
         about = provenance_of(reader, part, config, [])
         _refuse_other(dataset, about, ("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
-        if len(existing) < len(places) and not reader.inputs:  # such an input can be read only once
+        if (
+            len(existing) < len(places) and not reader.inputs
+        ):  # such an input can be read only once
             raise _exists(next(iter(existing.values())), " (only one part of two)")
         reader.read_through()
     for part, dataset in existing.items():
@@ -107,8 +125,12 @@ def find_committed(
     return existing
 
 
-def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[str] = ()) -> None:
-    """Refuses a dataset of another provenance than `about`; the tokenizer engine may differ."""
+def _refuse_other(
+    dataset: Dataset, about: Mapping[str, Any], without: Sequence[str] = ()
+) -> None:
+    """Refuses a dataset of another provenance than `about`; the tokenizer engine may
+    differ.
+    """
 
     def compared(provenance: Mapping[str, Any]) -> dict[str, Any]:
         facts = without_paths(json.loads(json.dumps(provenance)))
@@ -130,7 +152,8 @@ def _refuse_other(dataset: Dataset, about: Mapping[str, Any], without: Sequence[
     names = [n for n in {**now, **before} if before.get(n) != now.get(n)]
     differences = [
         f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
-        for name in [n for n in names if n != "lineage"] or names  # the lineage follows from others
+        for name in [n for n in names if n != "lineage"]
+        or names  # the lineage follows from others
     ]
     raise _exists(dataset, f" ({'; '.join(differences[:2])})")
 
@@ -149,7 +172,11 @@ def _exists(
 def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
     """Yields the values of nested mappings under their dotted names."""
     for name, inner in value.items():
-        if isinstance(inner, list) and inner and all(isinstance(i, Mapping) for i in inner):
+        if (
+            isinstance(inner, list)
+            and inner
+            and all(isinstance(i, Mapping) for i in inner)
+        ):
             inner = {str(i): part for i, part in enumerate(inner)}
         if isinstance(inner, Mapping) and inner:
             yield from _flat(inner, f"{prefix}{name}.")

@@ -20,12 +20,15 @@ from packstore.io.store.storage_errors import as_storage_errors
 
 
 class RejectsFile:
-    """Collects lines in a temporary file, which replaces that at `url`, if any, once all records
-    are read. A context manager.
+    """Collects lines in a temporary file, which replaces that at `url`, if any, once
+    all records are read. A context manager.
     """
 
     def __init__(
-        self, url: str | None, storage_options: Mapping[str, Any], inputs: Sequence[Location] = ()
+        self,
+        url: str | None,
+        storage_options: Mapping[str, Any],
+        inputs: Sequence[Location] = (),
     ) -> None:
         self._place = None if url is None else Location(url, storage_options)
         if self._place is not None:
@@ -39,7 +42,10 @@ class RejectsFile:
     def add_compressed(self, data: bytes) -> None:
         """Adds the lines of some blocks, as :func:`compressed` returns them, joined."""
         folder = tempfile.gettempdir()
-        with as_storage_errors("write", folder, {}), gzip.open(io.BytesIO(data)) as lines:
+        with (
+            as_storage_errors("write", folder, {}),
+            gzip.open(io.BytesIO(data)) as lines,
+        ):
             shutil.copyfileobj(lines, self._file)
 
     def publish(self) -> None:
@@ -60,9 +66,14 @@ class RejectsFile:
 
 
 def compressed(samples: Iterable[Sample]) -> bytes:
-    """Returns a JSON line for each (`place`, `reason`, `detail`), in the order of places."""
+    """Returns a JSON line for each (`place`, `reason`, `detail`), in the order of
+    places.
+    """
     lines = (
-        json.dumps({"place": s.where, "reason": s.reason, "detail": s.detail}, ensure_ascii=False)
+        json.dumps(
+            {"place": s.where, "reason": s.reason, "detail": s.detail},
+            ensure_ascii=False,
+        )
         for s in sorted(samples, key=_ordinal)
     )
     # A lone surrogate, invalid in UTF-8, becomes its JSON escape.

@@ -36,7 +36,11 @@ from packstore.tokenizer import (
 from packstore.tokenizer.fastest import EngineWatch, is_worthwhile, with_fastest_engine
 from packstore.tokenizer.record_tokenizer import Lint
 from packstore.tokenizer.records.adapters import Adapter, load_adapter
-from packstore.tokenizer.records.describe import describe, reading_provenance, without_a_kind
+from packstore.tokenizer.records.describe import (
+    describe,
+    reading_provenance,
+    without_a_kind,
+)
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
 from packstore.tokenizer.refusals import Refused, Stop
@@ -46,11 +50,14 @@ from packstore.version import VERSION
 log = logging.getLogger("packstore")
 
 FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
-"""Name of a tokenizer engine -> cores that threads of one process keep busy; more only wait for the
-GIL, or for each other."""
+"""Name of a tokenizer engine -> cores that threads of one process keep busy; more only
+wait for the GIL, or for each other.
+"""
 
 MANY = 5000
-"""Examples whose loops are compiled; numba takes longer to load than Python to loop over fewer."""
+"""Examples whose loops are compiled; numba takes longer to load than Python to loop
+over fewer.
+"""
 
 SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
@@ -65,18 +72,27 @@ def open_examples(
     adapter: Adapter | None = None,
 ) -> ExampleReader:
     """Opens `source` for packing, its records in blocks of about `block_bytes`."""
-    dataset = source if isinstance(source, Dataset) else find_dataset(source, storage_options)
+    dataset = (
+        source if isinstance(source, Dataset) else find_dataset(source, storage_options)
+    )
     if dataset is None:
         options = dict(storage_options)
-        return RecordExampleReader(source, tokenizer, config, options, block_bytes, adapter)
+        return RecordExampleReader(
+            source, tokenizer, config, options, block_bytes, adapter
+        )
     if tokenizer is not None:
-        text = "is a packed dataset, which is repacked without tokenizing: leave tokenizer out."
+        text = (
+            "is a packed dataset, which is repacked without tokenizing: leave "
+            "tokenizer out."
+        )
         raise ConfigError(f"{dataset.url} {text}")
     return DatasetExampleReader(dataset, config)
 
 
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in Manifest."""
+    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in
+    Manifest.
+    """
 
     def __init__(
         self,
@@ -91,7 +107,8 @@ class RecordExampleReader:
         self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
         parse_carry(config)
         self._reader = InputReader(source, storage_options, config, block_bytes)
-        # The files to read, none if the records are in memory, and the path of each ordinal.
+        # The files to read, none if the records are in memory, and the path of each
+        # ordinal.
         self.inputs, self.paths = self._reader.inputs, self._reader.paths
         blocks = iter(self._reader)
         first = [*itertools.islice(blocks, 2)]  # a block is never without records
@@ -102,7 +119,9 @@ class RecordExampleReader:
         if tokenizer is not None:  # records of token ids need none
             is_worthwhile = partial(_is_worthwhile, first, blocks)
             self._reference = load_tokenizer(
-                tokenizer, chat_template=config.chat_template, is_worthwhile=is_worthwhile
+                tokenizer,
+                chat_template=config.chat_template,
+                is_worthwhile=is_worthwhile,
             )
         rows = first[0].parse()
         if config.carry:
@@ -127,14 +146,17 @@ class RecordExampleReader:
         self.vocab_size = self._reference.vocab_size if self._reference else None
 
     def _is_first_chat(self) -> bool:
-        """Return True if the first record that can be read is rendered by a chat template."""
+        """Return True if the first record that can be read is rendered by a chat
+        template.
+        """
         return self._first is not None and self._first[3].is_chat
 
     def _kind_of(self, rows: Rows) -> str:
         """Return the kind of the first record that has one.
 
         Raises:
-            RecordError: no record of the first block has a form, or fields that packstore knows.
+            RecordError: no record of the first block has a form, or fields that
+                packstore knows.
         """
         refusals: list[tuple[str, Refused]] = []
         for index, value in enumerate(rows.values):
@@ -145,7 +167,9 @@ class RecordExampleReader:
                 kind = kind_of_record(record, self._config, self._adapter, prefers_ids)
             except Refused as refused:
                 if self._stops_at(refused):
-                    raise refused.as_error(where, current_door(), self._config) from None
+                    raise refused.as_error(
+                        where, current_door(), self._config
+                    ) from None
                 refusals.append((where, refused))
                 continue
             if kind is None:
@@ -163,7 +187,8 @@ class RecordExampleReader:
         return isinstance(refused, Stop) or self._config.on[refused.reason] == "error"
 
     def _read_first(self, rows: Rows) -> None:
-        """Read all records of a block, so that a job that cannot succeed stops before it begins.
+        """Read all records of a block, so that a job that cannot succeed stops before
+        it begins.
 
         Raises:
             RecordError: one of them would stop the job.
@@ -174,17 +199,25 @@ class RecordExampleReader:
                 read, parsed = stage.read(value)
             except Refused as refused:
                 if self._stops_at(refused):
-                    # One before it may stop the job later on its way, and is named first.
+                    # One before it may stop the job later on its way, and is named
+                    # first.
                     self._stage(self._reference)(rows.first(index + 1))
                 continue
             if self._first is None:
                 self._first = rows.where(index), value, read, parsed
 
-    def _stage(self, tokenizer: Tokenizer | None, lint: Lint | None = None) -> RecordTokenizer:
+    def _stage(
+        self, tokenizer: Tokenizer | None, lint: Lint | None = None
+    ) -> RecordTokenizer:
         """Return the step that converts records to examples."""
         first_place = "" if self._first is None else self._first[0]
         return RecordTokenizer(
-            tokenizer, self._config, self.kind, lint, self._adapter, first_place=first_place
+            tokenizer,
+            self._config,
+            self.kind,
+            lint,
+            self._adapter,
+            first_place=first_place,
         )
 
     def announce(self) -> None:
@@ -209,15 +242,18 @@ class RecordExampleReader:
         return self.parts(self.tokenize())
 
     def parts(self, tokenize: Tokenize) -> Iterator[Part]:
-        """Yields what `tokenize` makes of every block, computed in workers, in input order."""
+        """Yields what `tokenize` makes of every block, computed in workers, in input
+        order.
+        """
         run = engine_with(self._config.engine, self._config.num_workers)
         return tokenize.parts(run, self._blocks)
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample of all of it, which every iteration then yields; of an
-        iterable of unknown length to its first records. `report` gets the number of those read.
+        """Reduces the source to a sample of all of it, which every iteration then
+        yields; of an iterable of unknown length to its first records. `report` gets the
+        number of those read.
         """
         blocks = ((block.records, block) for block in self._blocks)
         if self._reader.ends:
@@ -234,7 +270,9 @@ class RecordExampleReader:
 
     @property
     def can_run_in_tasks(self) -> bool:
-        """True if other processes can read records: not by an adapter that only this one has."""
+        """True if other processes can read records: not by an adapter that only this
+        one has.
+        """
         return self._adapter is None or self._adapter.is_importable
 
     def read_through(self) -> None:
@@ -254,9 +292,13 @@ class RecordExampleReader:
 
     @cached_property
     def partitions(self) -> int:
-        """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the files."""
+        """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the
+        files.
+        """
         if self.inputs:
-            return self._config.partitions or max(1, -(-sum(self.sizes) // PARTITION_BYTES))
+            return self._config.partitions or max(
+                1, -(-sum(self.sizes) // PARTITION_BYTES)
+            )
         return _only_one(self._config)
 
     def tokenize(self, lint: Lint | None = None) -> Tokenize:
@@ -270,13 +312,18 @@ class RecordExampleReader:
         watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
         return Tokenize(stage, watch, in_threads=threads, alone=alone)
 
-    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns sources (as passed, else those read here), tokenizer, settings and version."""
+    def provenance(
+        self, sources: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Returns sources (as passed, else those read here), tokenizer, settings and
+        version.
+        """
         read = None if self._first is None else self._first[2]
         return {
             "reading": reading_provenance(read, self._adapter),
             "sources": list(self._reader.sources if sources is None else sources),
-            "tokenizer": self.tokenizer and {**self._tokenizer_path, **self.tokenizer.provenance()},
+            "tokenizer": self.tokenizer
+            and {**self._tokenizer_path, **self.tokenizer.provenance()},
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
@@ -286,12 +333,16 @@ def _only_one(config: PackConfig) -> int:
     """Refuses `partitions` for input that is not files of records."""
     if (config.partitions or 1) > 1:
         rule = "the input must be files of records"
-        raise ConfigError(sentence(f"partitions={config.partitions}", rule, "another input"))
+        raise ConfigError(
+            sentence(f"partitions={config.partitions}", rule, "another input")
+        )
     return 1
 
 
 def _is_worthwhile(first: list[Block], blocks: Iterator[Block], file: int) -> bool:
-    """Returns True if the input is large enough for a faster engine to pay; adds to `first`."""
+    """Returns True if the input is large enough for a faster engine to pay; adds to
+    `first`.
+    """
     number = size = 0
     while not is_worthwhile(file, size):
         if number == len(first):
@@ -345,8 +396,12 @@ class DatasetExampleReader:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample of row groups; every iteration then yields it."""
-        groups = zip(self._dataset.row_groups.examples.tolist(), self._groups, strict=True)
+        """Reduces the source to a sample of row groups; every iteration then
+        yields it.
+        """
+        groups = zip(
+            self._dataset.row_groups.examples.tolist(), self._groups, strict=True
+        )
         self._groups, sample = sample_blocks(groups, records, seed)
         return sample
 
@@ -360,22 +415,34 @@ class DatasetExampleReader:
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
             if config.on["overlong"] == "error":
                 rule = f"an example must fit pack_size {config.pack_size}"
-                raise RecordError(sentence(where, rule, detail, "Raise pack_size or max_length"))
+                raise RecordError(
+                    sentence(where, rule, detail, "Raise pack_size or max_length")
+                )
             tally.drop("overlong", where, detail)
         return examples if fits.all() else examples.take(np.flatnonzero(fits))
 
-    def provenance(self, sources: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-        """Returns the dataset's provenance, with this repacking and its settings added."""
+    def provenance(
+        self, sources: Sequence[Mapping[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        """Returns the dataset's provenance, with this repacking and its
+        settings added.
+        """
         manifest = self._dataset.manifest
         names = PackConfig.names_without_records()
         recorded = replace(self._config, partitions=self.partitions).recorded()
         settings = {name: value for name, value in recorded.items() if name in names}
         kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
         before = manifest.provenance.get("settings", {})
-        settings["on"] = {**before.get("on", {}), "overlong": recorded["on"]["overlong"]}
+        settings["on"] = {
+            **before.get("on", {}),
+            "overlong": recorded["on"]["overlong"],
+        }
         return {
             **kept,
-            "repacked_from": {"path": self._dataset.url, "fingerprint": manifest.fingerprint},
+            "repacked_from": {
+                "path": self._dataset.url,
+                "fingerprint": manifest.fingerprint,
+            },
             "settings": {**before, **settings},
             "package_version": VERSION,
         }

@@ -1,4 +1,6 @@
-"""The work of a worker process, in a file that imports little: each process loads it anew."""
+"""The work of a worker process, in a file that imports little: each process loads it
+anew.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ class Tokenize:
     """Parses and tokenizes a block, and samples it for a comparison. Picklable."""
 
     def __init__(
-        self, stage: RecordTokenizer, watch: EngineWatch, *, in_threads: bool, alone: float
+        self,
+        stage: RecordTokenizer,
+        watch: EngineWatch,
+        *,
+        in_threads: bool,
+        alone: float,
     ) -> None:
         self._stage, self._watch = stage, watch
         self.tokenizer = stage.tokenizer
@@ -29,9 +36,11 @@ class Tokenize:
             self.tokenizer.engine.encode_batch([""], control=False)
 
     def parts(self, run: Run, blocks: Iterable[Block]) -> Iterator[Part]:
-        """Yields the examples of each block and the tally of its records, made by `run`.
+        """Yields the examples of each block and the tally of its records, made by
+        `run`.
 
-        This process compares the samples with the reference, which no worker has to load.
+        This process compares the samples with the reference, which no worker has to
+        load.
         """
         items: Iterable[Block | Rows] = blocks
         if self._stage.applies_adapter_here:

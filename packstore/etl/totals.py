@@ -18,27 +18,40 @@ from packstore.format.arrays import Tally
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
 from packstore.progress import Progress
 
-REQUESTED_DROPS = (*DUPLICATES.values(), "unpaired_feedback", "tie", "different_contexts")
-"""Reasons to drop that a setting requests, or that a public set has many of; they do not count
-against `max_drop_rate`."""
+REQUESTED_DROPS = (
+    *DUPLICATES.values(),
+    "unpaired_feedback",
+    "tie",
+    "different_contexts",
+)
+"""Reasons to drop that a setting requests, or that a public set has many of; they do
+not count against `max_drop_rate`.
+"""
 
 PROBLEMS = {
     "double_bos": "a sequence begins with BOS twice",
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
-    "marker_no_token": "a marker of the chat template is no token, but split into several",
-    "foreign_template": "text holds control strings of another model's chat template; they are "
+    "marker_no_token": "a marker of the chat template is no token, but split into "
+    "several",
+    "foreign_template": "text holds control strings of another model's chat template; "
+    "they are "
     "learned as plain letters",
-    "text_unrendered": "the chat template leaves out words of a message, beside its reasoning",
+    "text_unrendered": "the chat template leaves out words of a message, beside its "
+    "reasoning",
     "reward_reversed": "the rejected side has the higher reward",
     "reward_rounded": "rewards that differ are one number as float32",
     "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
-    "mixed_forms": "plain text, while other records are chats; as_chat (--as-chat) makes them "
+    "mixed_forms": "plain text, while other records are chats; as_chat (--as-chat) "
+    "makes them "
     "chats",
-    "raw_text": "plain text, though there is a chat template; as_chat (--as-chat) renders it as a "
+    "raw_text": "plain text, though there is a chat template; as_chat (--as-chat) "
+    "renders it as a "
     "chat, as_chat=False (--no-as-chat) says that it is right",
 }
-"""Findings that harm training: `pack` and `append` log them as warnings, `doctor` fails."""
+"""Findings that harm training: `pack` and `append` log them as warnings, `doctor`
+fails.
+"""
 
 log = logging.getLogger("packstore")
 
@@ -49,18 +62,24 @@ class Contents:
 
     examples: list[int]  # of each dataset, in the order of `split_names`
     tally: Tally
-    sources: dict[int, dict[str, Any]]  # ordinal of a file -> path, bytes, hash and records
+    sources: dict[
+        int, dict[str, Any]
+    ]  # ordinal of a file -> path, bytes, hash and records
     rejects: bytes  # the dropped records, compressed; empty without setting `rejects`
 
 
 class ProgressCounter:
     """Reports the progress over all partitions: records read, packs written.
 
-    `size`: bytes of the input, or its records, if known; each partition has about the same.
+    `size`: bytes of the input, or its records, if known; each partition has about the
+        same.
     """
 
     def __init__(
-        self, report: Progress | None = None, size: int | None = None, partitions: int = 1
+        self,
+        report: Progress | None = None,
+        size: int | None = None,
+        partitions: int = 1,
     ) -> None:
         self._report: Progress = report or (lambda *_: None)
         self._size, self._each = size or 0, (size or 0) // partitions
@@ -77,11 +96,18 @@ class ProgressCounter:
         self._read = self._sum("read", self._read, records, size, last)
 
     def _sum(
-        self, stage: str, before: tuple[int, int], records: int, size: int, last: bool = False
+        self,
+        stage: str,
+        before: tuple[int, int],
+        records: int,
+        size: int,
+        last: bool = False,
     ) -> tuple[int, int]:
         records, size = before[0] + records, before[1] + size
         total = records if last else None
-        if not last and self._size and size:  # an estimate never says that it is the end
+        if (
+            not last and self._size and size
+        ):  # an estimate never says that it is the end
             total = max(records + 1, round(records * self._size / size))
         self._report(stage, records, total, "records")
         return records, size
@@ -116,7 +142,12 @@ class RecordTotals(ProgressCounter):
         progress: Progress | None,
     ) -> None:
         super().__init__(progress, reader.size, config.partitions or 1)
-        self._jobs, self._reader, self._config, self._rejects = jobs, reader, config, rejects
+        self._jobs, self._reader, self._config, self._rejects = (
+            jobs,
+            reader,
+            config,
+            rejects,
+        )
         self._kept = dict.fromkeys(jobs, 0)
         self._tally = Tally()
         self._sources = dict[int, dict[str, Any]]()
@@ -131,20 +162,26 @@ class RecordTotals(ProgressCounter):
         for ordinal, source in contents.sources.items():
             if self._sources.setdefault(ordinal, source) != source:
                 rule = "must stay as it is while it is packed"
-                raise InputError(sentence(source["path"], rule, "that it changed", "Run it again"))
+                raise InputError(
+                    sentence(source["path"], rule, "that it changed", "Run it again")
+                )
         self._missing -= 1
         if not self._missing:
             self._check()
 
     def _check(self) -> None:
         self.add_records(0, last=True)
-        if not any(job.has_inputs(self.provenance(part)) for part, job in self._jobs.items()):
+        if not any(
+            job.has_inputs(self.provenance(part)) for part, job in self._jobs.items()
+        ):
             self._rejects.publish()  # else the report of the first append stays
         _log_copies(self._sources.values())
         log_forms(self._tally, self._reader.kind)
         for reason, count in sorted(self._tally.dropped.items()):
             first = next((s for s in self._tally.samples if s.reason == reason), None)
-            text = "" if first is None else f"; the first: {first.where}: {first.detail}"
+            text = (
+                "" if first is None else f"; the first: {first.where}: {first.detail}"
+            )
             log.warning("dropped %s records: %s%s", f"{count:,}", reason, text)
         for event, count in self._tally.events.items():
             level = logging.WARNING if event in PROBLEMS else logging.INFO
@@ -152,7 +189,9 @@ class RecordTotals(ProgressCounter):
             log.log(level, "noted in %s records: %s%s", f"{count:,}", event, text)
         job = next(iter(self._jobs.values()))
         _check_drops(self._tally, self._config, self._reader.kind, job)
-        if not self._tally.kept:  # the first of two duplicates is: the dataset that grows has all
+        if (
+            not self._tally.kept
+        ):  # the first of two duplicates is: the dataset that grows has all
             raise AppendedBefore("every record to keep is a duplicate")
         _check_fields(self._tally, self._config, job)
         if isinstance(self._reader, RecordExampleReader):
@@ -160,7 +199,9 @@ class RecordTotals(ProgressCounter):
         for part in self._jobs:
             if not self._kept[part]:
                 fraction = self._config.validation_fraction
-                rule = f"both parts must get a record with validation_fraction {fraction}"
+                rule = (
+                    f"both parts must get a record with validation_fraction {fraction}"
+                )
                 found = f"none for {part}, of {sum(self._kept.values()):,}"
                 raise DropRateError(
                     sentence("input", rule, found, "Choose another fraction, or seed")
@@ -169,11 +210,15 @@ class RecordTotals(ProgressCounter):
             job.refuse_repeated_append(self.provenance(part))
 
     def tally_for_split(self, part: str | None) -> Tally:
-        """Returns the tally of the dataset of a part; examples of the other count as dropped."""
+        """Returns the tally of the dataset of a part; examples of the other count as
+        dropped.
+        """
         tally = Tally()
         tally.add(self._tally)
         if part in OTHER_PART:
-            tally.dropped[OTHER_PART[part]] += sum(self._kept.values()) - self._kept[part]
+            tally.dropped[OTHER_PART[part]] += (
+                sum(self._kept.values()) - self._kept[part]
+            )
         return tally
 
     def provenance(self, part: str | None) -> dict[str, Any]:
@@ -184,30 +229,46 @@ class RecordTotals(ProgressCounter):
 
 
 def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
-    """Warns of files with the same bytes, such as one that two globs match, or a link and it."""
-    text = "files with the same bytes, whose records count for each (dedup=pair: once): %s"
+    """Warns of files with the same bytes, such as one that two globs match, or a link
+    and it.
+    """
+    text = (
+        "files with the same bytes, whose records count for each (dedup=pair: once): %s"
+    )
     for digest, times in Counter(s["sha256"] for s in sources if s["records"]).items():
         if times > 1:
-            log.warning(text, ", ".join(s["path"] for s in sources if s["sha256"] == digest))
+            log.warning(
+                text, ", ".join(s["path"] for s in sources if s["sha256"] == digest)
+            )
 
 
 def log_forms(tally: Tally, kind: str) -> None:
     """Log the number of records of each form, and how many became chats."""
-    noun = {"preference": "pairs", "scored": "records with scores"}.get(kind, "answers to learn")
+    noun = {"preference": "pairs", "scored": "records with scores"}.get(
+        kind, "answers to learn"
+    )
     details = f", {tally.chats:,} as chats" if tally.chats else ""
     if tally.dropped["tie"]:
         details += f", {tally.dropped['tie']:,} ties dropped"
     is_mixed = len(tally.forms) > 1
     for name, count in tally.forms.most_common():
         label = name or "packstore's own field names"
-        log.info("records: %s: %s %s%s", label, f"{count:,}", noun, "" if is_mixed else details)
+        log.info(
+            "records: %s: %s %s%s",
+            label,
+            f"{count:,}",
+            noun,
+            "" if is_mixed else details,
+        )
     if is_mixed and details:
         log.info("records of all forms: %s%s", f"{tally.kept:,}", details)
 
 
 def count_unrequested_drops(tally: Tally) -> int:
     """Returns the number of records dropped for reasons that no setting requests."""
-    return sum(n for reason, n in tally.dropped.items() if reason not in REQUESTED_DROPS)
+    return sum(
+        n for reason, n in tally.dropped.items() if reason not in REQUESTED_DROPS
+    )
 
 
 def absent_fields(tally: Tally, config: PackConfig) -> list[tuple[str, str]]:
@@ -223,7 +284,10 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
     """Raise ConfigError if no record has a field that is mapped."""
     # Not on append: the mapped fields suited the first records of the dataset.
     for name, written in absent_fields(tally, config) if job.extends is None else ():
-        where, rule = f"setting fields, {name}={written}", "a record must have the mapped field"
+        where, rule = (
+            f"setting fields, {name}={written}",
+            "a record must have the mapped field",
+        )
         remedy = "Correct its name, or map nothing"
         raise ConfigError(sentence(where, rule, f"none of {tally.read:,}", remedy))
 
@@ -236,22 +300,35 @@ def _log_later_columns(tally: Tally, announced: Collection[str]) -> None:
 
 
 def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> None:
-    """Raises :class:`DropRateError` if too many records were dropped, or all but duplicates."""
+    """Raises :class:`DropRateError` if too many records were dropped, or all but
+    duplicates.
+    """
     remain = tally.kept or any(tally.dropped[reason] for reason in DUPLICATES.values())
     counted = Counter(tally.dropped)
     if remain:
-        counted = Counter({r: n for r, n in counted.items() if r not in REQUESTED_DROPS})
+        counted = Counter(
+            {r: n for r, n in counted.items() if r not in REQUESTED_DROPS}
+        )
         if counted.total() <= config.max_drop_rate * tally.read:
             return
     first = next((s for s in tally.samples if s.reason in counted), None)
     where = f" (first: {first.where}: {first.detail})" if first else ""
-    rule, remedy = "at least one record must remain", "Run `packstore doctor` on the input"
+    rule, remedy = (
+        "at least one record must remain",
+        "Run `packstore doctor` on the input",
+    )
     if counted["overlong"] == max(counted.values(), default=0):
-        remedy = "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
+        remedy = (
+            "Raise pack_size or max_length, or truncate (--on overlong=truncate_prompt)"
+        )
         if kind == "scored":
             remedy += ", or pack the answers of a group one by one (page Recipes)"
         if job.extends is not None:
-            remedy = "The dataset decides pack_size and max_length: pack these records elsewhere"
+            remedy = (
+                "The dataset decides pack_size and max_length: pack these "
+                "records "
+                "elsewhere"
+            )
     if remain:
         rule = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
         remedy += ", or allow more (max_drop_rate, --max-drop-rate)"

@@ -34,7 +34,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Exporter:
-    """An export format: texts of the command line, its options, and the datasets it can hold.
+    """An export format: texts of the command line, its options, and the datasets it can
+    hold.
 
     `run`: ``(dataset, place, options, progress)`` -> the result.
     """
@@ -97,7 +98,11 @@ def export(
 
 
 def exists_error(
-    location: Location, found: str, remedy: str = "Name another place, or replace it (overwrite)"
+    location: Location,
+    found: str,
+    remedy: str = "Name another place, or replace it (overwrite)",
 ) -> DatasetExistsError:
     """Returns the error for an output that is there."""
-    return DatasetExistsError(sentence(location.display, "must not exist yet", found, remedy))
+    return DatasetExistsError(
+        sentence(location.display, "must not exist yet", found, remedy)
+    )

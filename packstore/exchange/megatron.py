@@ -1,18 +1,21 @@
 """Megatron-Bridge's packed Parquet for supervised fine-tuning, and its metadata.
 
 The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22):
-``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the files,
-``offline.py`` and ``algorithms.py``, which write them) and ``docs/training/packed-sequences.md``.
+``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the
+files, ``offline.py`` and ``algorithms.py``, which write them) and
+``docs/training/packed-sequences.md``.
 
-- A row holds whole sequences. The reader splits each into inputs (all tokens but the last) and
-  targets (all but the first), so a sequence of L tokens occupies L - 1.
-- `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is supervised.
+- A row holds whole sequences. The reader splits each into inputs (all tokens but the
+  last) and targets (all but the first), so a sequence of L tokens occupies L - 1.
+- `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is
+  supervised.
 - `seq_start_id` holds the start of each sequence, without the end of the last.
 - With context or sequence parallelism, the size of each sequence must be a multiple of
-  `pad_seq_to_mult`: sequences are padded with EOS. The reader finds their end by it: it treats all
-  EOS at the end of the inputs as padding.
-- The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for CUDA graphs)
-  the reader takes the most sequences of a row, the longest sequence and the shortest row from it.
+  `pad_seq_to_mult`: sequences are padded with EOS. The reader finds their end by it: it
+  treats all EOS at the end of the inputs as padding.
+- The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for
+  CUDA graphs) the reader takes the most sequences of a row, the longest sequence and
+  the shortest row from it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,15 @@ import pyarrow.parquet as pq
 from packstore.config import setting
 from packstore.errors import ConfigError, PackstoreError, sentence
 from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, range_indices, to_offsets
+from packstore.format.arrays import (
+    Bool,
+    Examples,
+    Int32,
+    Int64,
+    Packs,
+    range_indices,
+    to_offsets,
+)
 from packstore.format.schema import list_of
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_empty
@@ -59,7 +70,9 @@ SCHEMA = pa.schema([(name, list_of(type_)) for name, type_ in _TYPES.items()])
 class MegatronOptions(ExportOptions):
     """Options of this format; those named as in Megatron-Bridge have its meaning."""
 
-    pack_size: int | None = setting(None, "most tokens of a row; default: the dataset's", low=1)
+    pack_size: int | None = setting(
+        None, "most tokens of a row; default: the dataset's", low=1
+    )
     pad_seq_to_mult: int | None = setting(
         None, "pad sequences to it; default: by the parallelism", low=1
     )
@@ -75,13 +88,17 @@ class MegatronOptions(ExportOptions):
         ExportOptions.__post_init__(self)
         if self.pad_seq_to_mult and self.pad_seq_to_mult % self.parallel_multiple:
             raise ConfigError(
-                f"setting pad_seq_to_mult must be a multiple of {self.parallel_multiple} with this "
-                f"parallelism; found {self.pad_seq_to_mult}. Omit it to have that number."
+                "setting pad_seq_to_mult must be a multiple of "
+                f"{self.parallel_multiple} with this "
+                f"parallelism; found {self.pad_seq_to_mult}. Omit it to have that "
+                "number."
             )
 
     @property
     def parallel_multiple(self) -> int:
-        """The multiple that the parallelism requires, by ``docs/training/packed-sequences.md``."""
+        """The multiple that the parallelism requires, by
+        ``docs/training/packed-sequences.md``.
+        """
         cp, tp = self.context_parallel, self.tensor_parallel
         by_context = 2 * cp if cp > 1 else 1
         by_sequence = cp * tp if self.sequence_parallel and tp > 1 else 1
@@ -99,7 +116,9 @@ def _run(
     if not len(dataset):
         raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
     names = [entry.name for entry in place.files()]
-    earlier = [n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")]
+    earlier = [
+        n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")
+    ]
     if earlier and not options.overwrite:
         raise exists_error(place, f"{earlier[0]} in it")
     pack_size, is_new = _pack_size(dataset, options), not place.exists()
@@ -117,7 +136,8 @@ def _run(
             remove_empty(place, "")
     if figures.hidden:
         log.warning(
-            "%s supervised tokens follow nothing but EOS at the end of their sequence, which "
+            "%s supervised tokens follow nothing but EOS at the end of their sequence, "
+            "which "
             "Megatron-Bridge takes for filling: they are not supervised there",
             f"{figures.hidden:,}",
         )
@@ -130,7 +150,9 @@ def _run(
         "sequences moved to other rows": figures.moved,
         # The matching settings of Megatron-Bridge.
         "packed_sequence_size": pack_size,
-        "packed_train_data_path": place.join(f"packed_{pack_size}-*.idx.parquet").display,
+        "packed_train_data_path": place.join(
+            f"packed_{pack_size}-*.idx.parquet"
+        ).display,
         "packed_metadata_path": place.join(METADATA).display,
         "pad_seq_to_mult": options.multiple,
         "pad_cu_seqlens": options.pad_cu_seqlens,
@@ -142,7 +164,8 @@ def _run(
 def _publish(
     place: Location, staging: Staging, files: Mapping[str, str], earlier: Sequence[str]
 ) -> None:
-    """Replaces files of an earlier export by `files`, name -> local path, the metadata last.
+    """Replaces files of an earlier export by `files`, name -> local path, the metadata
+    last.
 
     Earlier metadata go first, so that metadata always mark a whole export.
     """
@@ -173,7 +196,8 @@ def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
     longest = -(-(dataset.manifest.statistics.longest_sequence - 1) // m) * m
     if longest > size:
         raise ConfigError(
-            f"pack_size: must hold the longest sequence, which takes up {longest}; found {size}. "
+            f"pack_size: must hold the longest sequence, which takes up {longest}; "
+            f"found {size}. "
             "Give a larger pack_size."
         )
     return size
@@ -225,7 +249,9 @@ class Figures:
         }
 
 
-def _write_files(batches: Iterator[pa.RecordBatch], staging: Staging, stem: str) -> dict[str, str]:
+def _write_files(
+    batches: Iterator[pa.RecordBatch], staging: Staging, stem: str
+) -> dict[str, str]:
     """Writes row groups to files; returns the local path of each by name."""
     paths: dict[str, str] = {}
     options: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
@@ -243,8 +269,8 @@ def _write_files(batches: Iterator[pa.RecordBatch], staging: Staging, stem: str)
 
 
 class RowMaker:
-    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`; what is padded
-    and no longer fits its row moves to later ones.
+    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`; what
+    is padded and no longer fits its row moves to later ones.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
@@ -261,7 +287,9 @@ class RowMaker:
             yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
 
     def _add(self, packs: Packs) -> pa.RecordBatch:
-        """Returns one row per pack, and rows of moved sequences once these fill rows."""
+        """Returns one row per pack, and rows of moved sequences once these fill
+        rows.
+        """
         from packstore.pack.fill import unpack
 
         waiting = self._rest.num_examples
@@ -292,20 +320,28 @@ class RowMaker:
     def _sizes(self, examples: Examples) -> Int64:
         """Tokens that each sequence occupies: int64 `[S]`.
 
-        The reader treats all EOS at the end of the inputs as padding. A sequence that continues
-        after an EOS (templates that end a turn with EOS and a line break) keeps it only if its last
-        token is an input too: so it is padded even where its size fits.
+        The reader treats all EOS at the end of the inputs as padding. A sequence that
+        continues after an EOS (templates that end a turn with EOS and a line break)
+        keeps it only if its last token is an input too: so it is padded even where its
+        size fits.
         """
         inputs, m = examples.lengths.astype(np.int64) - 1, self._multiple
         sizes = -(-inputs // m) * m
         if m > 1:
             last = examples.sequence_offsets[1:] - 1
             eos = examples.input_ids == self._pad_id
-            cut = (sizes == inputs) & eos[last - 1] & ~eos[last] & examples.supervised[last]
+            cut = (
+                (sizes == inputs)
+                & eos[last - 1]
+                & ~eos[last]
+                & examples.supervised[last]
+            )
             sizes += np.where(cut & (sizes + m <= self._pack_size), m, 0)
         return sizes
 
-    def _batch(self, examples: Examples, sizes: Int64, rows: list[list[int]]) -> pa.RecordBatch:
+    def _batch(
+        self, examples: Examples, sizes: Int64, rows: list[list[int]]
+    ) -> pa.RecordBatch:
         order = np.array([i for row in rows for i in row], np.int64)
         starts = to_offsets(np.array([len(row) for row in rows]))
         examples, sizes = examples.take(order), sizes[order]
@@ -315,7 +351,8 @@ class RowMaker:
         mask = np.zeros(offsets[-1], np.int8)
         places = range_indices(offsets[:-1], lengths)
         ids[places] = examples.input_ids
-        # The first token of a sequence is never supervised, so the shift crosses no border.
+        # The first token of a sequence is never supervised, so the shift crosses no
+        # border.
         mask[places[:-1]] = examples.supervised[1:]
         if self._multiple > 1:
             hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
@@ -324,7 +361,9 @@ class RowMaker:
         self.figures.add(sizes, starts)
         self.figures.filled += int((sizes + 1 - lengths).sum())
         tokens = offsets[starts]
-        firsts = (offsets[:-1] - np.repeat(tokens[:-1], np.diff(starts))).astype(np.int32)
+        firsts = (offsets[:-1] - np.repeat(tokens[:-1], np.diff(starts))).astype(
+            np.int32
+        )
         columns = [(ids, tokens), (mask, tokens), (firsts, starts)]
         arrays = [
             pa.ListArray.from_arrays(
@@ -336,7 +375,9 @@ class RowMaker:
 
 
 def _hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
-    """True for tokens after the last input of their sequence that is not EOS: bool `[N]`."""
+    """True for tokens after the last input of their sequence that is not EOS: bool
+    `[N]`.
+    """
     inputs = np.ones(len(ids), np.bool_)
     inputs[offsets[1:] - 1] = False
     real = np.where((ids != pad_id) & inputs, np.arange(len(ids)), -1)
@@ -348,9 +389,11 @@ EXPORTER = Exporter(
     help="Megatron-Bridge's packed Parquet and its metadata (kind sft)",
     out=("FOLDER", "the folder to write"),
     examples="  packstore export megatron chats-8k bridge-8k\n"
-    "  packstore export megatron chats-8k bridge-8k --context-parallel 2 --tensor-parallel 4 "
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2 "
+    "--tensor-parallel 4 "
     "--sequence-parallel\n"
-    "  packstore export megatron chats-8k bridge-8k --pad-seq-to-mult 16 --pad-cu-seqlens\n",
+    "  packstore export megatron chats-8k bridge-8k --pad-seq-to-mult 16 "
+    "--pad-cu-seqlens\n",
     kind="sft",
     options=MegatronOptions,
     run=_run,

@@ -1,8 +1,8 @@
 """NeMo-Aligner's packed DPO file: ``numpy.save`` of an array of dicts of lists.
 
 It is read with ``numpy.load`` by `DPOPackedDataset` (NVIDIA/NeMo-Aligner,
-``nemo_aligner/data/nlp/datasets.py``) with ``data.data_impl: packed_jsonl``. Rows are written one
-by one, so memory is bounded here; the reader loads the whole file.
+``nemo_aligner/data/nlp/datasets.py``) with ``data.data_impl: packed_jsonl``. Rows are
+written one by one, so memory is bounded here; the reader loads the whole file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from packstore.progress import Progress
 
 PROTOCOL = 3
-"""Pickle protocol: every numpy reads it, and it has no frames, so that rows can be appended."""
+"""Pickle protocol: every numpy reads it, and it has no frames, so that rows can be
+appended.
+"""
 
 BATCH = 1000
 """Rows between two marks, as in Python's own pickler."""
@@ -30,7 +32,9 @@ BATCH = 1000
 COLUMNS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
 
 
-def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Progress) -> Exported:
+def _run(
+    dataset: Dataset, place: Location, options: ExportOptions, progress: Progress
+) -> Exported:
     if place.is_dir():
         raise exists_error(place, "a folder", "Name a file")
     if not options.overwrite and place.exists():
@@ -42,7 +46,11 @@ def _run(dataset: Dataset, place: Location, options: ExportOptions, progress: Pr
             raise exists_error(place, "a file")
         staging.store(file.name, "")
     left_out = ", ".join(["example ids", *dataset.manifest.carry])
-    facts = {"packs": len(dataset), "pairs": dataset.manifest.pairs, "longest pack": longest}
+    facts = {
+        "packs": len(dataset),
+        "pairs": dataset.manifest.pairs,
+        "longest pack": longest,
+    }
     return Exported([place.display], {**facts, "left out": left_out})
 
 
@@ -71,7 +79,9 @@ def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
 
 
 def _frame(rows: int) -> tuple[bytes, bytes]:
-    """The bytes around the rows of an array of objects, in numpy 1's form, which 2 reads too."""
+    """The bytes around the rows of an array of objects, in numpy 1's form, which 2
+    reads too.
+    """
     header = io.BytesIO()
     shape = {"descr": "|O", "fortran_order": False, "shape": (rows,)}
     np.lib.format.write_array_header_1_0(header, shape)

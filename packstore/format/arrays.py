@@ -1,7 +1,8 @@
 """Value types passed between layers: named numpy arrays.
 
-Shapes, used throughout packstore: `N` tokens, `S` sequences, `E` examples, `P` packs. Ragged data
-is kept flat beside int64 offsets (CSR): row `i` is ``values[offsets[i]:offsets[i + 1]]``.
+Shapes, used throughout packstore: `N` tokens, `S` sequences, `E` examples, `P` packs.
+Ragged data is kept flat beside int64 offsets (CSR): row `i` is
+``values[offsets[i]:offsets[i + 1]]``.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ MAX_FIELDS = 100
 """Most field names that are counted, as names may be data."""
 
 SOURCE_SHIFT = 40
-"""``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record in it``."""
+"""``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record
+in it``.
+"""
 
 
 def example_id(source: int, ordinal: int) -> int:
-    """Returns the id of record `ordinal` (0-based; line number - 1 for JSONL) of file `source`."""
+    """Returns the id of record `ordinal` (0-based; line number - 1 for JSONL) of file
+    `source`.
+    """
     return (source << SOURCE_SHIFT) + ordinal
 
 
@@ -56,12 +61,15 @@ class Rows:
 
     def first(self, number: int) -> Rows:
         """Return the first records."""
-        return replace(self, ordinals=self.ordinals[:number], values=self.values[:number])
+        return replace(
+            self, ordinals=self.ordinals[:number], values=self.values[:number]
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Examples:
-    """Tokenized records: each example is its K sequences (DPO: chosen, then rejected), in order.
+    """Tokenized records: each example is its K sequences (DPO: chosen, then rejected),
+    in order.
 
     Attributes:
         input_ids: int32 `[N]`, the token ids of all sequences, one after another.
@@ -69,7 +77,8 @@ class Examples:
         sequence_offsets: int64 `[S + 1]`, offsets of the sequences in `input_ids`.
         example_offsets: int64 `[E + 1]`, offsets of the examples in the sequences.
         reward: float32 `[S]`, the ground-truth reward of each sequence.
-        example_ids: int64 `[E]`, ids that encode file and ordinal, see :func:`example_id`.
+        example_ids: int64 `[E]`, ids that encode file and ordinal, see
+            :func:`example_id`.
         columns: carried scalar columns of the input, each `[E]`.
         keys: uint64 `[E]`, hashes of the prompts, if records are to be selected.
     """
@@ -110,7 +119,9 @@ class Examples:
 
     @classmethod
     def empty(cls, columns: Mapping[str, Column] | None = None) -> Examples:
-        """Makes an instance without examples; `columns` sets names and types of carried columns."""
+        """Makes an instance without examples; `columns` sets names and types of carried
+        columns.
+        """
         zero = np.zeros(1, np.int64)
         return cls(
             input_ids=np.empty(0, np.int32),
@@ -129,7 +140,9 @@ class Examples:
             return cls.empty()
         keys = [p.keys for p in parts if p.keys is not None]
         lengths = [p.lengths for p in parts], [p.num_responses for p in parts]
-        sequence_offsets, example_offsets = (to_offsets(np.concatenate(x)) for x in lengths)
+        sequence_offsets, example_offsets = (
+            to_offsets(np.concatenate(x)) for x in lengths
+        )
         return cls(
             input_ids=np.concatenate([p.input_ids for p in parts]),
             supervised=np.concatenate([p.supervised for p in parts]),
@@ -137,19 +150,26 @@ class Examples:
             example_offsets=example_offsets,
             reward=np.concatenate([p.reward for p in parts]),
             example_ids=np.concatenate([p.example_ids for p in parts]),
-            columns={n: np.concatenate([p.columns[n] for p in parts]) for n in parts[0].columns},
+            columns={
+                n: np.concatenate([p.columns[n] for p in parts])
+                for n in parts[0].columns
+            },
             keys=np.concatenate(keys) if len(keys) == len(parts) else None,
         )
 
     def take(self, order: Int32 | Int64) -> Examples:
-        """Returns the examples at positions `order` (repeats allowed), in that order."""
+        """Returns the examples at positions `order` (repeats allowed), in that
+        order.
+        """
         taken, starts = self.without_tokens(order)
         tokens = range_indices(starts, taken.lengths)
         ids, supervised = self.input_ids[tokens], self.supervised[tokens]
         return replace(taken, input_ids=ids, supervised=supervised)
 
     def without_tokens(self, order: Int32 | Int64) -> tuple[Examples, Int64]:
-        """Returns :meth:`take` without tokens, and where those of each sequence begin, `[S]`."""
+        """Returns :meth:`take` without tokens, and where those of each sequence begin,
+        `[S]`.
+        """
         sequences = ragged_indices(self.example_offsets, order)
         taken = Examples(
             input_ids=self.input_ids[:0],
@@ -166,22 +186,26 @@ class Examples:
 
 @dataclass(slots=True, eq=False)
 class Packs:
-    """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes a token.
+    """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes a
+    token.
 
     Attributes:
-        signed_ids: int32 `[N]`, the token id where supervised, its bitwise complement elsewhere.
+        signed_ids: int32 `[N]`, the token id where supervised, its bitwise complement
+            elsewhere.
         reward: float32 `[S]`.
         lengths: int32 `[S]`, logical length of each sequence.
-        seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its token count.
+        seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its
+            token count.
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, K of each example (stored only for kind ``scored``).
         token_offsets: int64 `[P + 1]`, offsets of the packs in `signed_ids`.
         sequence_offsets: int64 `[P + 1]`, offsets of the packs in `lengths`.
         example_offsets: int64 `[P + 1]`, offsets of the packs in `example_ids`.
         columns: carried scalar columns and joined side data, each `[E]`.
-        sequence_columns: joined side data with a value for each sequence, float32 `[S]` each.
-        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in nats, if
-            joined.
+        sequence_columns: joined side data with a value for each sequence, float32 `[S]`
+            each.
+        ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in
+            nats, if joined.
         stand_in: True if they replace packs that could not be read; their weight is 0.
     """
 
@@ -210,7 +234,9 @@ class Packs:
 
     @property
     def labels(self) -> Int32:
-        """The token id where supervised, -100 elsewhere; unshifted; int32 `[N]`, a copy."""
+        """The token id where supervised, -100 elsewhere; unshifted; int32 `[N]`, a
+        copy.
+        """
         labels: Int32 = labels_of(self.signed_ids)
         return labels
 
@@ -230,7 +256,10 @@ class Packs:
         token, tokens_end = self.token_offsets[i : i + 2].tolist()
         sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
         example, examples_end = self.example_offsets[i : i + 2].tolist()
-        sequences, examples = slice(sequence, sequences_end), slice(example, examples_end)
+        sequences, examples = (
+            slice(sequence, sequences_end),
+            slice(example, examples_end),
+        )
         ref_logps, columns = self.ref_logps, self.columns
         return Packs(
             self.signed_ids[token:tokens_end],
@@ -242,7 +271,9 @@ class Packs:
             np.array((0, tokens_end - token)),
             np.array((0, sequences_end - sequence)),
             np.array((0, examples_end - example)),
-            {name: column[examples] for name, column in columns.items()} if columns else {},
+            {name: column[examples] for name, column in columns.items()}
+            if columns
+            else {},
             None if ref_logps is None else ref_logps[sequences],
             self.stand_in,
             {name: column[sequences] for name, column in self.sequence_columns.items()},
@@ -289,7 +320,10 @@ class PackSizes:
         none, names = np.empty(0, np.int64), ("tokens", "examples", "squares")
         counts = [part.counts for part in parts if part.counts is not None]
         return cls(
-            *(np.concatenate([none, *(getattr(part, name) for part in parts)]) for name in names),
+            *(
+                np.concatenate([none, *(getattr(part, name) for part in parts)])
+                for name in names
+            ),
             counts=np.concatenate(counts) if len(counts) == len(parts) > 0 else None,
         )
 
@@ -382,7 +416,10 @@ class Tally:
         self.texts += other.texts
         self.chats += other.chats
         for sample in other.samples:
-            if sum(s.reason == sample.reason for s in self.samples) < self.SAMPLES_PER_REASON:
+            if (
+                sum(s.reason == sample.reason for s in self.samples)
+                < self.SAMPLES_PER_REASON
+            ):
                 self.samples.append(sample)
 
     def _sample(self, reason: str, where: str, detail: str, count: int) -> None:
@@ -413,7 +450,9 @@ def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
 
 
 def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
-    """Return lists of numbers as flat int32 `[N]`, and their offsets, int64 `[rows + 1]`."""
+    """Return lists of numbers as flat int32 `[N]`, and their offsets, int64 `[rows +
+    1]`.
+    """
     lengths = np.fromiter((len(row) for row in rows), np.int64, len(rows))
     offsets = to_offsets(lengths)
     numbers = itertools.chain.from_iterable(rows)
@@ -421,7 +460,9 @@ def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
 
 
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
-    """Returns the positions of all elements of `rows` of a ragged array, row by row: int64."""
+    """Returns the positions of all elements of `rows` of a ragged array, row by row:
+    int64.
+    """
     return range_indices(offsets[rows], _row_lengths(offsets, rows))
 
 
@@ -436,12 +477,13 @@ def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
 
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
-"""Divisors of losses, stored so that a loader has those of a step before it reads the packs.
+"""Divisors of losses, stored so that a loader has those of a step before it reads the
+packs.
 
-Supervised tokens of each example's best sequence (the first one; for kind ``scored`` the first of
-highest reward), and numbers of pairs. Pairs are counted for the three choices of kind ``scored``,
-where sequences of equal reward are never compared; 1 per example for kind ``preference``; 0 for
-kind ``sft``.
+Supervised tokens of each example's best sequence (the first one; for kind ``scored``
+the first of highest reward), and numbers of pairs. Pairs are counted for the three
+choices of kind ``scored``, where sequences of equal reward are never compared; 1 per
+example for kind ``preference``; 0 for kind ``sft``.
 """
 
 
@@ -469,6 +511,8 @@ def _count_pairs(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:
     falls = (sequences > first) & (falling < np.roll(falling, 1))
     # Start of each rank's run of equal rewards: all before it are better.
     runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
-    of_places = np.stack([falling < falling[first], runs - first, falls], axis=1).astype(np.int64)
+    of_places = np.stack(
+        [falling < falling[first], runs - first, falls], axis=1
+    ).astype(np.int64)
     best = supervised[order[starts]]
     return np.column_stack([best, np.add.reduceat(of_places, starts, axis=0)])

@@ -16,13 +16,16 @@ from packstore.errors import FormatError, sentence
 from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, Packs, to_offsets
 
 RULES: dict[str, str] = {
-    "columns-agree": "labels must be as many as input_ids, lengths as reward, carried values as "
+    "columns-agree": "labels must be as many as input_ids, lengths as reward, carried "
+    "values as "
     "example_ids",
     "spans-ordered": "label_spans must hold ordered start, end pairs inside their pack",
-    "boundaries-count": "seq_boundaries must hold one offset more than the pack has sequences",
+    "boundaries-count": "seq_boundaries must hold one offset more than the pack has "
+    "sequences",
     "boundaries-span": "seq_boundaries must run from 0 to the number of tokens",
     "segments-nonempty": "seq_boundaries must increase strictly",
-    "responses-count": "the sequences must be those of its examples: K times, or num_responses",
+    "responses-count": "the sequences must be those of its examples: K times, or "
+    "num_responses",
     "pack-nonempty": "a pack must hold at least one example",
     "pack-size": "a pack must not exceed pack_size tokens",
     "ids-range": "token ids must be at least 0 and below the vocabulary size",
@@ -30,14 +33,18 @@ RULES: dict[str, str] = {
     "first-unsupervised": "the first token of every segment must have label -100",
     "supervised-nonempty": "every sequence must have at least one supervised token",
     "lengths-concat": "in layout concat a length must equal the tokens of its segment",
-    "prefix-first-whole": "in layout shared_prefix the first segment of an example must be whole",
-    "prefix-offset": "a segment must leave out all shared prompt tokens but the last, and no more",
+    "prefix-first-whole": "in layout shared_prefix the first segment of an example "
+    "must be whole",
+    "prefix-offset": "a segment must leave out all shared prompt tokens but the last, "
+    "and no more",
     "reward-finite": "rewards must be finite numbers",
 }
 """Rule -> its text in errors."""
 
 Need = Callable[..., None]
-"""``need(rule, ok, offsets=None)`` raises unless all of `ok` are true, see :func:`_require`."""
+"""``need(rule, ok, offsets=None)`` raises unless all of `ok` are true, see
+:func:`_require`.
+"""
 
 _AT_ONCE = 1 << 16
 """Labels compared at once: they stay in the processor's cache till they are signed."""
@@ -70,9 +77,16 @@ def check_packs(
 
 
 def check_and_sign(
-    ids: Int32, labels: Int32 | None, offsets: Int64, out: Int32, vocab_size: int | None, where: str
+    ids: Int32,
+    labels: Int32 | None,
+    offsets: Int64,
+    out: Int32,
+    vocab_size: int | None,
+    where: str,
 ) -> None:
-    """Checks ids and labels (None: all -100), int32 `[N]`; writes the signed ids to `out`."""
+    """Checks ids and labels (None: all -100), int32 `[N]`; writes the signed ids to
+    `out`.
+    """
     need, known = partial(_require, where, 0), 0
     _check_ids(ids, offsets, vocab_size, need)
     if labels is None:
@@ -82,7 +96,9 @@ def check_and_sign(
         part = slice(start, start + _AT_ONCE)
         some, their_ids = labels[part], ids[part]
         # No token is counted twice, as ids are not negative.
-        known += int(np.count_nonzero(some == their_ids) + np.count_nonzero(some == IGNORE_INDEX))
+        known += int(
+            np.count_nonzero(some == their_ids) + np.count_nonzero(some == IGNORE_INDEX)
+        )
         joint = np.right_shift(some, 31, out=out[part])
         joint ^= their_ids
     if known != len(labels):
@@ -92,7 +108,9 @@ def check_and_sign(
 def check_structure(
     packs: Packs, layout: str, pack_size: int | None, where: str, first_row: int = 0
 ) -> Int32:
-    """Checks the rules that cost little, of tokens only labels; returns `segment_lengths`."""
+    """Checks the rules that cost little, of tokens only labels; returns
+    `segment_lengths`.
+    """
     need = partial(_require, where, first_row)
     segments = _check_boundaries(packs, pack_size, need)
     need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
@@ -101,8 +119,12 @@ def check_structure(
     return segments
 
 
-def _require(where: str, first_row: int, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
-    """Raises at the first False of `ok`: one value per pack, or per element with offsets."""
+def _require(
+    where: str, first_row: int, rule: str, ok: Bool, offsets: Int64 | None = None
+) -> None:
+    """Raises at the first False of `ok`: one value per pack, or per element with
+    offsets.
+    """
     if np.count_nonzero(ok) == len(ok):
         return
     bad = int(np.argmin(ok))
@@ -120,7 +142,9 @@ def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: Need) -
 
 
 def _check_boundaries(packs: Packs, pack_size: int | None, need: Need) -> Int32:
-    """Checks the rules that the other checks assume; returns the segments' tokens, `[S]`."""
+    """Checks the rules that the other checks assume; returns the segments' tokens,
+    `[S]`.
+    """
     bounds, rows, k = packs.seq_boundaries, packs.sequence_offsets, packs.num_responses
     need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
     need("boundaries-count", np.array([len(bounds) == len(packs.lengths) + len(packs)]))
@@ -142,7 +166,9 @@ def _check_boundaries(packs: Packs, pack_size: int | None, need: Need) -> Int32:
 
 
 def _steps(offsets: Any) -> Any:
-    return offsets[1:] - offsets[:-1]  # as np.diff, in a fifth of the time for few values
+    return (
+        offsets[1:] - offsets[:-1]
+    )  # as np.diff, in a fifth of the time for few values
 
 
 def _check_supervision(packs: Packs, segments: Int32, need: Need) -> None:
@@ -150,7 +176,11 @@ def _check_supervision(packs: Packs, segments: Int32, need: Need) -> None:
     if len(segments):
         starts, rows = to_offsets(segments)[:-1], packs.sequence_offsets
         need("first-unsupervised", packs.signed_ids[starts] < 0, rows)
-        need("supervised-nonempty", np.maximum.reduceat(packs.signed_ids, starts) >= 0, rows)
+        need(
+            "supervised-nonempty",
+            np.maximum.reduceat(packs.signed_ids, starts) >= 0,
+            rows,
+        )
 
 
 def _check_lengths(packs: Packs, segments: Int32, layout: str, need: Need) -> None:
@@ -159,18 +189,26 @@ def _check_lengths(packs: Packs, segments: Int32, layout: str, need: Need) -> No
     if layout == "concat":
         need("lengths-concat", packs.lengths == segments, rows)
         return
-    left_out = packs.lengths.astype(np.int64) - segments  # int64, as a bad length may overflow
+    left_out = (
+        packs.lengths.astype(np.int64) - segments
+    )  # int64, as a bad length may overflow
     firsts = to_offsets(k)
     need("prefix-first-whole", left_out[firsts[:-1]] == 0, packs.example_offsets)
-    need("prefix-offset", (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)), rows)
+    need(
+        "prefix-offset",
+        (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)),
+        rows,
+    )
 
 
 def check_prefix(packs: Packs, where: str, first_row: int) -> None:
-    """Checks that the offsets of layout shared_prefix follow the definition; the others hold.
+    """Checks that the offsets of layout shared_prefix follow the definition; the others
+    hold.
 
-    A prompt is the tokens before the first supervised one. Two sequences share the common prefix of
-    their prompts, and ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the
-    repeated one must agree (if offset > 0), and the next must not be shared.
+    A prompt is the tokens before the first supervised one. Two sequences share the
+    common prefix of their prompts, and ``offset = max(shared - 1, 0)``. Given the
+    offset, two tokens decide: the repeated one must agree (if offset > 0), and the next
+    must not be shared.
     """
     offsets, k = packs.segment_offsets, packs.num_responses
     starts, firsts = to_offsets(packs.segment_lengths)[:-1], to_offsets(k)[:-1]
@@ -181,7 +219,9 @@ def check_prefix(packs: Packs, where: str, first_row: int) -> None:
     ids, end = packs.input_ids, len(packs.input_ids) - 1
     # The first segment has a token at each offset, as its length was checked.
     repeated = ids[starts] == ids[first + offsets]
-    following = ids[np.minimum(first + offsets + 1, end)] == ids[np.minimum(starts + 1, end)]
+    following = (
+        ids[np.minimum(first + offsets + 1, end)] == ids[np.minimum(starts + 1, end)]
+    )
     more = repeated & following & (offsets + 1 < first_prompt) & (prompt > 1)
     right = ((offsets == 0) | (repeated & (offsets + 1 <= first_prompt))) & ~more
     right[firsts] = True

@@ -1,7 +1,7 @@
 """The format in Arrow terms: columns, version, feature flags, and conversion to numpy.
 
-The specification is ``schemas/format.md``, which a test compares with this file. The rules for rows
-are in :mod:`packstore.format.rules`.
+The specification is ``schemas/format.md``, which a test compares with this file. The
+rules for rows are in :mod:`packstore.format.rules`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,13 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from packstore.errors import FormatError, UnknownNameError, UnsupportedFormatError, quote, sentence
+from packstore.errors import (
+    FormatError,
+    UnknownNameError,
+    UnsupportedFormatError,
+    quote,
+    sentence,
+)
 from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, to_offsets
 from packstore.format.rules import check_and_sign
 from packstore.format.typed_json import UPGRADE
@@ -25,7 +31,8 @@ FEATURES = ("label_spans",)
 """Supported required features; a dataset that names another one is refused."""
 
 KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "scored": None}
-"""Kind -> K, the responses per example (None: stored per example in ``num_responses``)."""
+"""Kind -> K, the responses per example (None: stored per example in ``num_responses``).
+"""
 
 LAYOUTS = ("concat", "shared_prefix")
 
@@ -42,7 +49,9 @@ COLUMNS = (
 """All columns of the format; a carried column must not have any of these names."""
 
 COLUMN_NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
-"""Names of carried columns and of side data; one that begins with _ is of a later release."""
+"""Names of carried columns and of side data; one that begins with _ is of a later
+release.
+"""
 
 CARRY_TYPES: dict[str, pa.DataType] = {
     "string": pa.string(),
@@ -57,7 +66,9 @@ ANY, ANY_LIST = pa.null(), pa.list_(pa.null())
 
 
 def list_of(value: pa.DataType) -> pa.DataType:
-    """Returns the Arrow type of a column: a list with 32-bit offsets and non-null elements."""
+    """Returns the Arrow type of a column: a list with 32-bit offsets and non-null
+    elements.
+    """
     return pa.list_(pa.field("element", value, nullable=False))
 
 
@@ -92,11 +103,14 @@ def pack_schema(
         "packstore.layout": layout,
         "packstore.features": "label_spans" if label_spans else "",
     }
-    return pa.schema([pa.field(n, t, nullable=False) for n, t in columns.items()], metadata)
+    return pa.schema(
+        [pa.field(n, t, nullable=False) for n, t in columns.items()], metadata
+    )
 
 
 def schema_difference(found: pa.Schema, expected: pa.Schema) -> str:
-    """Returns the first difference of a file's columns from those expected, or an empty text.
+    """Returns the first difference of a file's columns from those expected, or an empty
+    text.
 
     These may be :data:`ANY`.
     """
@@ -123,11 +137,15 @@ def _text(field: pa.Field) -> str:
 def require_kind(kind: str) -> None:
     """Raises :class:`UnknownNameError` unless `kind`, of a call, is in `KINDS`."""
     if kind not in KINDS:
-        raise UnknownNameError(f"unknown kind {quote(kind)}; choose from: {', '.join(KINDS)}.")
+        raise UnknownNameError(
+            f"unknown kind {quote(kind)}; choose from: {', '.join(KINDS)}."
+        )
 
 
 def check_features(version: int, features: list[str], where: str) -> None:
-    """Raises UnsupportedFormatError for a higher version, or an unknown required feature."""
+    """Raises UnsupportedFormatError for a higher version, or an unknown required
+    feature.
+    """
     if not 1 <= version <= FORMAT_VERSION:
         rule = f"the format version must be 1 to {FORMAT_VERSION}"
         raise UnsupportedFormatError(sentence(where, rule, repr(version), UPGRADE))
@@ -140,7 +158,9 @@ def check_features(version: int, features: list[str], where: str) -> None:
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
     """Converts packs to an Arrow batch of `schema`, one row per pack."""
     if len(packs.signed_ids) > np.iinfo(np.int32).max:
-        raise FormatError("one batch of packs holds over 2^31 - 1 tokens; write fewer at once.")
+        raise FormatError(
+            "one batch of packs holds over 2^31 - 1 tokens; write fewer at once."
+        )
     values: dict[str, tuple[Any, Int64]] = {
         "input_ids": (packs.input_ids, packs.token_offsets),
         "reward": (packs.reward, packs.sequence_offsets),
@@ -148,7 +168,10 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
         "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
         "example_ids": (packs.example_ids, packs.example_offsets),
         "num_responses": (packs.num_responses, packs.example_offsets),
-        **{name: (column, packs.example_offsets) for name, column in packs.columns.items()},
+        **{
+            name: (column, packs.example_offsets)
+            for name, column in packs.columns.items()
+        },
     }
     if "labels" in schema.names:
         values["labels"] = (packs.labels, packs.token_offsets)
@@ -157,7 +180,10 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
     arrays = []
     for field in schema:
         column, offsets = values[field.name]
-        flat, starts = as_arrow(column, field.type.value_type), as_arrow(offsets, pa.int32())
+        flat, starts = (
+            as_arrow(column, field.type.value_type),
+            as_arrow(offsets, pa.int32()),
+        )
         arrays.append(pa.ListArray.from_arrays(starts, flat, type=field.type))
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
@@ -170,21 +196,27 @@ def from_arrow(
     where: str = "packs",
     allocate: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
 ) -> Packs:
-    """Converts an Arrow batch to packs, with arrays of their own, signed ids from `allocate`.
+    """Converts an Arrow batch to packs, with arrays of their own, signed ids from
+    `allocate`.
 
-    The copies free the decoder's buffers (or the mapped file) at once, in the thread that allocated
-    them; allocators keep the gaps between such buffers, about half as much memory again.
+    The copies free the decoder's buffers (or the mapped file) at once, in the thread
+    that allocated them; allocators keep the gaps between such buffers, about half as
+    much memory again.
     """
     ids, tokens = flat_column(batch, "input_ids", pa.int32())
     reward, sequences = flat_column(batch, "reward", pa.float32())
     example_ids, examples = flat_column(batch, "example_ids", pa.int64())
 
-    def column(name: str, type_: pa.DataType | None, rule_name: str, expected: Int64) -> Any:
+    def column(
+        name: str, type_: pa.DataType | None, rule_name: str, expected: Int64
+    ) -> Any:
         values, rows = flat_column(batch, name, type_)
         if not np.array_equal(rows, expected):
             sizes, required = np.diff(rows), np.diff(expected)
             row = int(np.argmax(sizes != required))
-            rule = f"column {name} must have {required[row]} elements there [{rule_name}]"
+            rule = (
+                f"column {name} must have {required[row]} elements there [{rule_name}]"
+            )
             raise FormatError(sentence(f"row {row}", rule, str(sizes[row])))
         return values
 
@@ -192,7 +224,9 @@ def from_arrow(
     one_more = sequences + np.arange(len(sequences))
     boundaries = column("seq_boundaries", pa.int32(), "boundaries-count", one_more)
     if (fixed := KINDS[kind]) is None:
-        num_responses = column("num_responses", pa.int32(), "responses-count", examples).copy()
+        num_responses = column(
+            "num_responses", pa.int32(), "responses-count", examples
+        ).copy()
     else:
         num_responses = np.full(len(example_ids), fixed, np.int32)
     carried = [name for name in batch.schema.names if name not in COLUMNS]
@@ -219,7 +253,9 @@ def from_arrow(
 
 
 def _spans(on: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Converts supervision to flat start, end pairs in their pack, and their offsets `[P + 1]`."""
+    """Converts supervision to flat start, end pairs in their pack, and their offsets
+    `[P + 1]`.
+    """
     before, after = np.zeros_like(on), np.zeros_like(on)
     before[1:], after[:-1] = on[:-1], on[1:]
     before[token_offsets[:-1]] = after[token_offsets[1:] - 1] = False  # of other packs
@@ -238,42 +274,63 @@ def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
     inside = (spans >= 0) & (spans <= limit)
     flat = spans + base
     steps = np.diff(flat)
-    if np.any(counts % 2) or not inside.all() or np.any(steps < 0) or np.any(steps[::2] == 0):
+    if (
+        np.any(counts % 2)
+        or not inside.all()
+        or np.any(steps < 0)
+        or np.any(steps[::2] == 0)
+    ):
         raise FormatError(
-            "label_spans must hold ordered start, end pairs inside their pack [spans-ordered]."
+            "label_spans must hold ordered start, end pairs inside their pack "
+            "[spans-ordered]."
         )
     return np.diff(flat, prepend=0, append=token_offsets[-1])
 
 
-def flat_column(batch: pa.RecordBatch, name: str, value: pa.DataType | None) -> tuple[Any, Int64]:
+def flat_column(
+    batch: pa.RecordBatch, name: str, value: pa.DataType | None
+) -> tuple[Any, Int64]:
     """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
 
-    Value type None: any. Raises FormatError for anything else than lists of it without nulls.
+    Value type None: any. Raises FormatError for anything else than lists of it without
+        nulls.
     """
     position = batch.schema.get_field_index(name)
     if position < 0:
-        raise FormatError(sentence(f"column {name!r}", "every shard must have it", "none"))
+        raise FormatError(
+            sentence(f"column {name!r}", "every shard must have it", "none")
+        )
     column = batch.column(position)
     # Types of few kinds: comparing numbers is faster than comparing types.
     child = column.values if column.type.id in _LISTS else None
     if child is None or (value is not None and child.type.id != value.id):
-        rule = f"its type must be list<{value}>" if value is not None else "its type must be a list"
+        rule = (
+            f"its type must be list<{value}>"
+            if value is not None
+            else "its type must be a list"
+        )
         raise FormatError(sentence(f"column {name!r}", rule, str(column.type)))
     offsets = as_numpy(column.offsets).astype(np.int64)
     first, last = int(offsets[0]), int(offsets[-1])
     # Arrow's own check covers the first and last offset only.
     if first < 0 or last > len(child) or np.count_nonzero(offsets[1:] < offsets[:-1]):
-        raise FormatError(sentence(f"column {name!r}", "its offsets must rise inside its values"))
+        raise FormatError(
+            sentence(f"column {name!r}", "its offsets must rise inside its values")
+        )
     if first or last < len(child):
         child = child.slice(first, last - first)
         offsets -= first
     if column.null_count or child.null_count:
-        raise FormatError(sentence(f"column {name!r}", "it must not hold nulls", "nulls"))
+        raise FormatError(
+            sentence(f"column {name!r}", "it must not hold nulls", "nulls")
+        )
     return as_numpy(child), offsets
 
 
 def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
-    """Views numbers as an Arrow array of a type (``pa.array`` imports pandas); copies the rest."""
+    """Views numbers as an Arrow array of a type (``pa.array`` imports pandas); copies
+    the rest.
+    """
     dtype = _NUMPY.get(type_.id)
     if dtype is None:
         return pa.array(values, type_, from_pandas=False)
@@ -282,11 +339,15 @@ def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
 
 
 def as_numpy(array: pa.Array) -> Any:
-    """Views numbers of an Arrow array (``to_numpy`` imports pandas); copies booleans and texts."""
+    """Views numbers of an Arrow array (``to_numpy`` imports pandas); copies booleans
+    and texts.
+    """
     dtype = _NUMPY.get(array.type.id)
     if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds
-        return np.array(array.to_pylist(), bool if pa.types.is_boolean(array.type) else object)
+        return np.array(
+            array.to_pylist(), bool if pa.types.is_boolean(array.type) else object
+        )
     buffer = array.buffers()[1]
     if buffer is None or len(array) == 0:
         return np.empty(0, dtype)
@@ -294,7 +355,8 @@ def as_numpy(array: pa.Array) -> Any:
 
 
 _LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
-# Written out: `to_pandas_dtype` of pyarrow 21 to 25 imports pandas, which nothing installs.
+# Written out: `to_pandas_dtype` of pyarrow 21 to 25 imports pandas, which nothing
+# installs.
 _NUMPY: dict[int, np.dtype[Any]] = {
     pa.int32().id: np.dtype(np.int32),
     pa.int64().id: np.dtype(np.int64),

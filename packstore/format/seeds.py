@@ -1,8 +1,8 @@
 """Random numbers that are a pure function of a seed and a purpose.
 
-All random choices of packstore come from here, so that the same seed gives the same bytes on every
-machine, with any number of workers, and with every release of numpy (whose generators may change
-between releases; a hash does not).
+All random choices of packstore come from here, so that the same seed gives the same
+bytes on every machine, with any number of workers, and with every release of numpy
+(whose generators may change between releases; a hash does not).
 """
 
 from __future__ import annotations
@@ -21,15 +21,21 @@ _BLOCK = 1 << 15
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """Derives an independent 64-bit seed for a purpose, e.g. ``derive(seed, "pack order")``."""
+    """Derives an independent 64-bit seed for a purpose, e.g. ``derive(seed, "pack
+    order")``.
+    """
     text = "\x1f".join([str(int(seed)), *(str(p) for p in purpose)])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return int.from_bytes(
+        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
+    )
 
 
 def keys(n: int, seed: int, *purpose: str | int) -> U64:
-    """Returns `n` pseudo-random 64-bit integers: splitmix64 at counter positions 0..n-1.
+    """Returns `n` pseudo-random 64-bit integers: splitmix64 at counter positions
+    0..n-1.
 
-    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
+        2014.
     """
     out = np.empty(n, np.uint64)
     for start in range(0, n, _BLOCK):  # blocks fit the cache: several times faster
@@ -44,7 +50,9 @@ def keys_at(places: U64, seed: int, *purpose: str | int) -> U64:
 
 
 def mixed(values: U64) -> U64:
-    """Maps each value to a pseudo-random one, by the finalizer of splitmix64; a bijection."""
+    """Maps each value to a pseudo-random one, by the finalizer of splitmix64; a
+    bijection.
+    """
     z = values ^ (values >> np.uint64(30))
     z *= np.uint64(0xBF58476D1CE4E5B9)
     z ^= z >> np.uint64(27)
@@ -56,9 +64,10 @@ def mixed(values: U64) -> U64:
 def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]:
     """Returns a uniformly random permutation of 0..n-1, int64 `[n]`.
 
-    Sorts distinct numbers with a hash in the high bits and the index in the low bits, which is
-    several times faster than an indirect sort and does not depend on the sorting algorithm. The
-    hash has enough bits that for 1e6 numbers about one pair is equal, and so in index order.
+    Sorts distinct numbers with a hash in the high bits and the index in the low bits,
+    which is several times faster than an indirect sort and does not depend on the
+    sorting algorithm. The hash has enough bits that for 1e6 numbers about one pair is
+    equal, and so in index order.
     """
     bits = np.uint64(max(n - 1, 0).bit_length())
     table = keys(n, seed, *purpose)

@@ -1,8 +1,8 @@
 """Hashes that identify a tokenizer independent of the bytes of its file.
 
-Programs that load and save a ``tokenizer.json`` change its bytes: the order of keys, rounded
-numbers, an added post-processor, another form of a pre-tokenizer. The token of each id, and the ids
-of a text, must not change.
+Programs that load and save a ``tokenizer.json`` change its bytes: the order of keys,
+rounded numbers, an added post-processor, another form of a pre-tokenizer. The token of
+each id, and the ids of a text, must not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ PROBES = (
     "aaaaaaaaaaaaaaaa      -----------====\t\t\t",
     "camelCaseWord snake_case_word HTTPServer v1.2.3-rc4",
 )
-"""Texts whose ids distinguish tokenizers: words, cases, digits, spaces, code, scripts, symbols."""
+"""Texts whose ids distinguish tokenizers: words, cases, digits, spaces, code, scripts,
+symbols.
+"""
 
 
 def vocabulary_sha256(tokens: Iterable[str | None]) -> str:
@@ -34,6 +36,8 @@ def vocabulary_sha256(tokens: Iterable[str | None]) -> str:
 
 
 def probe_sha256(ids: Sequence[Sequence[int]]) -> str:
-    """Returns the sha256 (hex) of the ids of each of `PROBES`, encoded without special tokens."""
+    """Returns the sha256 (hex) of the ids of each of `PROBES`, encoded without special
+    tokens.
+    """
     text = json.dumps([[int(i) for i in row] for row in ids])
     return hashlib.sha256(text.encode()).hexdigest()

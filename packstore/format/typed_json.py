@@ -1,4 +1,6 @@
-"""Decodes JSON to typed values; msgspec checks types, and errors name the path of the field."""
+"""Decodes JSON to typed values; msgspec checks types, and errors name the path of the
+field.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ Real = Annotated[float, msgspec.Meta(ge=0)]
 Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Sha256 = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Checksums = np.ndarray[Any, np.dtype[np.uint32]]
-"""uint32 `[G]`; in JSON a text of 8 hexadecimal digits each. (A numpy alias would not compare.)"""
+"""uint32 `[G]`; in JSON a text of 8 hexadecimal digits each. (A numpy alias would not
+compare.)
+"""
 
 UPGRADE = "Upgrade packstore to read this dataset"
 """What to do about a dataset of a later release."""
@@ -41,7 +45,9 @@ _WORDS = {
 
 
 def decode(data: bytes, kind: type[T], where: str) -> T:
-    """Decodes JSON text to a dataclass or struct; ignores fields that the type lacks."""
+    """Decodes JSON text to a dataclass or struct; ignores fields that the type
+    lacks.
+    """
     try:
         if not data.isascii():
             data.decode()  # msgspec does not check UTF-8 in unknown fields
@@ -62,7 +68,9 @@ def convert(value: object, kind: type[T], where: str) -> T:
 
 
 def require(ok: bool, where: str, rule: str, values: Mapping[str, object]) -> None:
-    """Raises :class:`FormatError` unless `ok`; the text names `values` as what was found."""
+    """Raises :class:`FormatError` unless `ok`; the text names `values` as what was
+    found.
+    """
     if not ok:
         found = ", ".join(f"{name} {value}" for name, value in values.items())
         raise FormatError(sentence(where, rule, found))
@@ -74,7 +82,9 @@ def require_equal(where: str, rule: str, **values: object) -> None:
 
 
 def require_known(where: str, noun: str, known: Collection[str], value: str) -> None:
-    """Raises :class:`UnsupportedFormatError` unless this release knows a value of an open list."""
+    """Raises :class:`UnsupportedFormatError` unless this release knows a value of an
+    open list.
+    """
     if value not in known:
         rule = f"{noun} must be one of: {', '.join(known)}"
         raise UnsupportedFormatError(sentence(where, rule, quote(value), UPGRADE))
@@ -103,11 +113,17 @@ def _array(kind: object, value: Any) -> Int64 | Checksums:
 
 
 def _refusal(error: msgspec.ValidationError, value: Any, where: str) -> FormatError:
-    """Returns the :class:`FormatError` for msgspec's error, with the value found at its path."""
+    """Returns the :class:`FormatError` for msgspec's error, with the value found at its
+    path.
+    """
     text, _, path = str(error).removesuffix("`").partition(" - at `$")
-    path = path.partition("[...]")[0].lstrip(".")  # msgspec does not name keys of mappings
+    path = path.partition("[...]")[0].lstrip(
+        "."
+    )  # msgspec does not name keys of mappings
     where = f"{where}, field {path}" if path else where
-    with contextlib.suppress(LookupError, TypeError, ValueError):  # another field of this name
+    with contextlib.suppress(
+        LookupError, TypeError, ValueError
+    ):  # another field of this name
         for step in re.findall(r"\w+", path):
             value = value[int(step) if isinstance(value, list | tuple) else step]
     if missing := re.fullmatch("Object missing required field `(.*)`", text):

@@ -1,1 +1,3 @@
-"""Plans packs from lengths, and copies tokens into them; ``packstore.pack`` is also the call."""
+"""Plans packs from lengths, and copies tokens into them; ``packstore.pack`` is also the
+call.
+"""

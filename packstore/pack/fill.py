@@ -9,18 +9,30 @@ import numpy as np
 import numpy.typing as npt
 
 from packstore.errors import ConfigError, FormatError, sentence
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Packs, ids_of, to_offsets
+from packstore.format.arrays import (
+    Bool,
+    Examples,
+    Int32,
+    Int64,
+    Packs,
+    ids_of,
+    to_offsets,
+)
 from packstore.format.rules import RULES
 from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
 
 
 def fill(
-    examples: Examples, pack_offsets: Int64, layout: str, order: Int32 | Int64 | None = None
+    examples: Examples,
+    pack_offsets: Int64,
+    layout: str,
+    order: Int32 | Int64 | None = None,
 ) -> Packs:
     """Fills packs with `examples`, in the order of the plan.
 
-    Pack i holds those at ``order[pack_offsets[i] : pack_offsets[i + 1]]``; `order` None: all.
+    Pack i holds those at ``order[pack_offsets[i] : pack_offsets[i + 1]]``; `order`
+    None: all.
     """
     number = examples.num_examples if order is None else len(order)
     ends = [*pack_offsets[:1], *pack_offsets[-1:]]
@@ -60,7 +72,9 @@ def fill(
 
 
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
-    """Computes ``examples.take(order)`` for tokenized records, several times as fast."""
+    """Computes ``examples.take(order)`` for tokenized records, several times as
+    fast.
+    """
     about, source = examples.without_tokens(order)
     input_ids, supervised = _tokens(examples, source, about.sequence_offsets)
     return replace(about, input_ids=input_ids, supervised=supervised)
@@ -68,19 +82,25 @@ def gather(examples: Examples, order: Int32 | Int64) -> Examples:
 
 def _tokens(examples: Examples, source: Int64, starts: Int64) -> tuple[Int32, Bool]:
     """Copies token ids, and which are supervised, see :func:`_copy`."""
-    input_ids, supervised = np.empty(starts[-1], np.int32), np.empty(starts[-1], np.bool_)
+    input_ids, supervised = (
+        np.empty(starts[-1], np.int32),
+        np.empty(starts[-1], np.bool_),
+    )
     _copy(source, starts, examples.input_ids, input_ids)
     _copy(source, starts, examples.supervised, supervised)
     return input_ids, supervised
 
 
 def unpack(packs: Packs) -> Examples:
-    """Returns the examples of the packs, in order: the exact inverse of :func:`fill`."""
+    """Returns the examples of the packs, in order: the exact inverse of
+    :func:`fill`.
+    """
     examples = to_offsets(packs.num_responses)
     starts = to_offsets(packs.segment_lengths)
     _check(packs, starts, examples)
     first = np.repeat(starts[examples[:-1]], packs.num_responses)
-    # Of each sequence: the prefix that its segment leaves out, which is prompt, and the segment.
+    # Of each sequence: the prefix that its segment leaves out, which is prompt, and the
+    # segment.
     source = np.stack([first, starts[:-1]], 1).ravel()
     lengths = np.stack([packs.segment_offsets, packs.segment_lengths], 1).ravel()
     signed_ids = np.empty(packs.lengths.sum(dtype=np.int64), np.int32)
@@ -102,7 +122,9 @@ def convert(packs: Packs, layout: str) -> Packs:
 
 
 def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
-    """Checks the preconditions of the copying loop, which runs without bounds checks."""
+    """Checks the preconditions of the copying loop, which runs without bounds
+    checks.
+    """
     skipped, lengths = packs.segment_offsets, packs.segment_lengths
     good = (
         examples[-1] == len(packs.lengths)
@@ -117,12 +139,18 @@ def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
     )
     if not good:
         rule = "seq_boundaries, lengths and num_responses must agree with the tokens"
-        raise FormatError(sentence("packs", rule, remedy="Run `packstore verify` on the dataset"))
+        raise FormatError(
+            sentence("packs", rule, remedy="Run `packstore verify` on the dataset")
+        )
 
 
 @jit
-def _copy(source: Int64, starts: Int64, values: npt.NDArray[Any], copies: npt.NDArray[Any]) -> None:
-    """Copies part i of `values`, from ``source[i]`` on, to ``starts[i]:starts[i + 1]``."""
+def _copy(
+    source: Int64, starts: Int64, values: npt.NDArray[Any], copies: npt.NDArray[Any]
+) -> None:
+    """Copies part i of `values`, from ``source[i]`` on, to ``starts[i]:starts[i
+    + 1]``.
+    """
     for i in range(len(source)):
         first, last = starts[i], starts[i + 1]
         copies[first:last] = values[source[i] : source[i] + last - first]

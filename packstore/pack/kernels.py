@@ -1,7 +1,8 @@
-"""Helpers of the loops in this folder: the decorators, and a sorted set of small integers.
+"""Helpers of the loops in this folder: the decorators, and a sorted set of small
+integers.
 
-numba's cache notices edits of a function's own file only: after changing this one, delete the
-``__pycache__`` folders of the callers.
+numba's cache notices edits of a function's own file only: after changing this one,
+delete the ``__pycache__`` folders of the callers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 Bits = npt.NDArray[np.uint64]
 
 FEW = 50_000
-"""Rows that Python loops over in less time than numba takes to load: those of 6000 examples."""
+"""Rows that Python loops over in less time than numba takes to load: those of 6000
+examples.
+"""
 
 _rows = 0  # of all calls
 _lock = threading.Lock()
@@ -29,9 +32,11 @@ _compiled: dict[Callable[..., Any], Any] = {}
 
 
 def jit(function: F) -> F:
-    """Makes a loop over the rows of its first argument; Python runs it until there were many.
+    """Makes a loop over the rows of its first argument; Python runs it until there were
+    many.
 
-    Then it is compiled: serial, without the GIL, cached on disk if a folder is writable.
+    Then it is compiled: serial, without the GIL, cached on disk if a folder is
+        writable.
     """
 
     @functools.wraps(function)
@@ -56,7 +61,9 @@ def load() -> None:
 
 
 def compiles() -> bool:
-    """Returns True if this process had to compile a loop, or is doing so: the cache lacks it."""
+    """Returns True if this process had to compile a loop, or is doing so: the cache
+    lacks it.
+    """
     stats = [loop.stats for loop in list(_compiled.values())]
     return any(one.cache_misses or not one.cache_path for one in stats)
 
@@ -73,7 +80,9 @@ def _compile(function: Callable[..., Any]) -> Any:
         if function not in _compiled:
             try:
                 _compiled[function] = njit(cache=True, nogil=True)(function)
-            except RuntimeError:  # neither __pycache__ nor the user's cache folder is writable
+            except (
+                RuntimeError
+            ):  # neither __pycache__ nor the user's cache folder is writable
                 _compiled[function] = njit(nogil=True)(function)
         return _compiled[function]
 
@@ -87,7 +96,9 @@ def _count_zeros() -> None:
     def add(function: Callable[[np.uint64], int], instruction: str) -> None:
         def typed(context: Any, word: Any) -> Any:
             def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                return getattr(builder, instruction)(args[0], ir.Constant(ir.IntType(1), 1))
+                return getattr(builder, instruction)(
+                    args[0], ir.Constant(ir.IntType(1), 1)
+                )
 
             return types.int64(types.uint64), build
 
@@ -109,8 +120,8 @@ def zeros_above(word: np.uint64) -> int:
 
 
 def new_set(limit: int) -> Bits:
-    """Makes an empty set of integers in 0..limit: uint64 words with one bit per integer, then words
-    with one bit per such word, and last the number of the former.
+    """Makes an empty set of integers in 0..limit: uint64 words with one bit per
+    integer, then words with one bit per such word, and last the number of the former.
     """
     words = limit // 64 + 1
     bits = np.zeros(words + words // 64 + 2, np.uint64)

@@ -1,8 +1,8 @@
 """The layouts of an example's sequences in a pack, and their sizes.
 
-``concat``: each sequence is whole. ``shared_prefix``: a sequence omits the prompt tokens that it
-shares with the first sequence of its example, except the last one, which predicts its first own
-token.
+``concat``: each sequence is whole. ``shared_prefix``: a sequence omits the prompt
+tokens that it shares with the first sequence of its example, except the last one, which
+predicts its first own token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from packstore.pack.kernels import jit
 
 
 def segment_offsets(examples: Examples, layout: str) -> Int32:
-    """Returns the number of leading tokens that each sequence omits in a layout: int32 `[S]`."""
+    """Returns the number of leading tokens that each sequence omits in a layout: int32
+    `[S]`.
+    """
     if layout == "concat":
         return np.zeros(examples.num_sequences, np.int32)
     if layout == "shared_prefix":
@@ -25,7 +27,9 @@ def segment_offsets(examples: Examples, layout: str) -> Int32:
             examples.input_ids,
             examples.supervised,
         )
-    raise UnknownNameError(f"unknown layout {layout!r}; choose one of: concat, shared_prefix.")
+    raise UnknownNameError(
+        f"unknown layout {layout!r}; choose one of: concat, shared_prefix."
+    )
 
 
 def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:

@@ -39,7 +39,8 @@ class Plan:
         pad_to_multiple: multiple to which sequences are padded at load.
         strategy: name of the strategy.
         seed: source of every random choice.
-        shuffle: the strategy got the examples in random order, and the packs were shuffled.
+        shuffle: the strategy got the examples in random order, and the packs were
+            shuffled.
     """
 
     order: Int32
@@ -105,8 +106,8 @@ class Plan:
     def statistics(self) -> dict[str, Any]:
         """Returns all figures of the plan, as JSON values.
 
-        Besides the properties above: `megatron_bridge`, with the names that Megatron-Bridge and
-        NeMo read (efficiency in percent, of padded lengths).
+        Besides the properties above: `megatron_bridge`, with the names that
+        Megatron-Bridge and NeMo read (efficiency in percent, of padded lengths).
         """
         fewest, _, most = self.examples_per_pack
         names = ("strategy", "seed", "shuffle", "pack_size", "pad_to_multiple")
@@ -118,7 +119,9 @@ class Plan:
 
 
 def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the statistics over all packs of several plans of the same settings, at least one."""
+    """Returns the statistics over all packs of several plans of the same settings, at
+    least one.
+    """
     examples = [plan["examples_per_pack"] for plan in plans]
     bridge = [plan["megatron_bridge"] for plan in plans]
     shortest = min(figures["min_packed_seqlen"] for figures in bridge)
@@ -126,7 +129,10 @@ def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return _statistics(
         plans[0],
         {name: sum(plan[name] for plan in plans) for name in _SUMS},
-        (min(figures["min"] for figures in examples), max(figures["max"] for figures in examples)),
+        (
+            min(figures["min"] for figures in examples),
+            max(figures["max"] for figures in examples),
+        ),
         (shortest, longest),
     )
 
@@ -137,7 +143,9 @@ def _statistics(
     per_pack: tuple[int, int],
     tokens: tuple[int, int],
 ) -> dict[str, Any]:
-    """`per_pack`: fewest and most examples; `tokens`: of the shortest pack, the longest example."""
+    """`per_pack`: fewest and most examples; `tokens`: of the shortest pack, the longest
+    example.
+    """
     room = max(sums["num_packs"] * settings["pack_size"], 1)
     mean = sums["num_examples"] / max(sums["num_packs"], 1)
     aligned_fill_rate = sums["aligned_tokens"] / room
@@ -170,14 +178,14 @@ def plan(
     """Plans packs for examples of these lengths, as :func:`packstore.pack` does.
 
     Args:
-        lengths: integers `[n]`, tokens of each example in input order, each 1..pack_size. With
-            `pad_to_multiple` in `config`, each is rounded up to it; round up the sequences of an
-            example before adding them.
+        lengths: integers `[n]`, tokens of each example in input order, each
+            1..pack_size. With `pad_to_multiple` in `config`, each is rounded up to it;
+            round up the sequences of an example before adding them.
         pack_size: most tokens of a pack.
         strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
         seed: source of every random choice.
-        shuffle: pass the examples to the strategy in random order, and shuffle the packs; False:
-            in input order, so that packs hold neighbours.
+        shuffle: pass the examples to the strategy in random order, and shuffle the
+            packs; False: in input order, so that packs hold neighbours.
         config: values of settings not given here; default: the defaults.
 
     Returns:
@@ -187,19 +195,28 @@ def plan(
         InputError: `lengths` is not a list of integers, or one of them is out of range.
         ConfigError: a setting is invalid.
     """
-    given = {"pack_size": pack_size, "strategy": strategy, "seed": seed, "shuffle": shuffle}
+    given = {
+        "pack_size": pack_size,
+        "strategy": strategy,
+        "seed": seed,
+        "shuffle": shuffle,
+    }
     settings = PlanConfig.of(
         config, **{n: value for n, value in given.items() if value is not None}
     )
     capacity = settings.pack_size
     if capacity > MAX_PACK_SIZE:
-        raise ConfigError(f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}.")
+        raise ConfigError(
+            f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}."
+        )
     pack_by = STRATEGIES.load(settings.strategy)
     exact = padded = _check_lengths(lengths, capacity)
     if settings.pad_to_multiple > 1:
         padded = _check_lengths(round_up(exact, settings.pad_to_multiple), capacity)
     if settings.shuffle:
-        drawn = seeds.permutation(len(padded), settings.seed, "examples").astype(np.int32)
+        drawn = seeds.permutation(len(padded), settings.seed, "examples").astype(
+            np.int32
+        )
         order, offsets = pack_by(padded[drawn], capacity, settings.seed)
         packs = seeds.permutation(len(offsets) - 1, settings.seed, "pack order")
         order, offsets = _reorder_packs(drawn[order], offsets, packs)
@@ -219,14 +236,20 @@ def plan(
 
 
 def _check_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
-    """Converts `lengths` to a contiguous int32 array, or raises as :func:`plan` says."""
+    """Converts `lengths` to a contiguous int32 array, or raises as :func:`plan`
+    says.
+    """
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
         found = f"{array.ndim} dimensions of {array.dtype}"
-        raise InputError(sentence("lengths", "they must be a list of whole numbers", found))
+        raise InputError(
+            sentence("lengths", "they must be a list of whole numbers", found)
+        )
     if len(array) > np.iinfo(np.int32).max:
         rule = "one plan takes at most 2^31 - 1 examples"
-        raise InputError(sentence("lengths", rule, f"{len(array):,}", "Plan them in parts"))
+        raise InputError(
+            sentence("lengths", rule, f"{len(array):,}", "Plan them in parts")
+        )
     if len(array) and (array.min() < 1 or array.max() > capacity):
         i = int(((array < 1) | (array > capacity)).argmax())
         rule = f"each example must have 1 to {capacity} tokens (pack_size)"
@@ -236,8 +259,8 @@ def _check_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
     return np.require(array, np.int32, ["C", "W"])
 
 
-# Indices are unsigned: numba checks signed ones for negative values, which takes as long as the
-# work (measured: 1.8 against 0.8 ns).
+# Indices are unsigned: numba checks signed ones for negative values, which takes as
+# long as the work (measured: 1.8 against 0.8 ns).
 
 
 @jit
@@ -252,7 +275,9 @@ def _pack_sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 
 @jit
 def _reorder_packs(order: Int32, offsets: Int64, packs: Int64) -> tuple[Int32, Int64]:
-    """Returns order and offsets with the packs in the order of the permutation `packs`."""
+    """Returns order and offsets with the packs in the order of the permutation
+    `packs`.
+    """
     new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
     to = np.uint64(0)
     for place, pack in enumerate(packs):

@@ -19,7 +19,9 @@ log = logging.getLogger("packstore")
 
 
 def warm_up(config: PackConfig) -> None:
-    """Loads the compiled loops of planning and filling in a thread; logs if it compiles them."""
+    """Loads the compiled loops of planning and filling in a thread; logs if it compiles
+    them.
+    """
     kernels.load()
     done = threading.Event()
 
@@ -31,10 +33,14 @@ def warm_up(config: PackConfig) -> None:
     def log_compiling() -> None:
         while not done.wait(0.5):
             if kernels.compiles():
-                log.info("compiling the loops that plan and fill packs, once in this environment")
+                log.info(
+                    "compiling the loops that plan and fill packs, once in this "
+                    "environment"
+                )
                 return
 
-    # Not a daemon: the process waits for it at its end, as a compiler must not be interrupted.
+    # Not a daemon: the process waits for it at its end, as a compiler must not be
+    # interrupted.
     threading.Thread(target=load, name="packstore-warm-up").start()
     threading.Thread(target=log_compiling, daemon=True).start()
 

@@ -1,4 +1,6 @@
-"""The frame of every page: texts, style, sections, tables; nothing is loaded from elsewhere."""
+"""The frame of every page: texts, style, sections, tables; nothing is loaded from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 
 
 def shown(text: str) -> str:
-    """Returns `text` with controls, marks of direction, surrogates as ``\\x1b``, ``\\u202e``."""
+    """Returns `text` with controls, marks of direction, surrogates as ``\\x1b``,
+    ``\\u202e``.
+    """
     return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -44,15 +48,22 @@ def page(
 ) -> str:
     """Returns a whole page, whose policy (CSP) permits its own style and script only.
 
-    `data` is a JSON value for the script, which may not contain ``</script``; with `connect` it may
-    ask the server that the page came from.
+    `data` is a JSON value for the script, which may not contain ``</script``; with
+    `connect` it may ask the server that the page came from.
     """
     css = asset("style.css") + style
-    policy = f"default-src 'none'; style-src '{_digest(css)}'; base-uri 'none'; form-action 'none'"
+    policy = (
+        f"default-src 'none'; style-src '{_digest(css)}'; base-uri 'none'; "
+        "form-action 'none'"
+    )
     scripts = ""
     if script:
-        policy += f"; script-src '{_digest(script)}'" + ("; connect-src 'self'" if connect else "")
-        scripts = f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        policy += f"; script-src '{_digest(script)}'" + (
+            "; connect-src 'self'" if connect else ""
+        )
+        scripts = (
+            f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+        )
         scripts += f"<script>{script}</script>\n"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -67,7 +78,9 @@ def page(
 
 
 def embedded(value: object) -> str:
-    """Returns `value` as JSON in ASCII that cannot end its script element, or open another."""
+    """Returns `value` as JSON in ASCII that cannot end its script element, or open
+    another.
+    """
     return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
 
 
@@ -83,14 +96,19 @@ def section(title: str, *content: str) -> str:
 
 def facts(values: Mapping[str, str]) -> str:
     """Returns names with their values, side by side."""
-    pairs = (f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>" for n, v in values.items())
+    pairs = (
+        f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>"
+        for n, v in values.items()
+    )
     return f'<dl class="facts">{"".join(pairs)}</dl>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Returns a table."""
     head = "".join(f'<th scope="col">{as_html(c)}</th>' for c in columns)
-    body = "".join(f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows
+    )
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"

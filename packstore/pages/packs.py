@@ -1,4 +1,6 @@
-"""The page that draws packs: some embedded as JSON, or asking the server that it came from."""
+"""The page that draws packs: some embedded as JSON, or asking the server that it came
+from.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ SIDES = {"preference": ("chosen", "rejected"), "sft": ("response",)}
 
 
 class PackReader:
-    """Reads single packs of a dataset, with texts, or ids if `decode` is None. Thread-safe."""
+    """Reads single packs of a dataset, with texts, or ids if `decode` is None.
+    Thread-safe.
+    """
 
     def __init__(self, dataset: Dataset, decode: Decode | None) -> None:
         self.dataset, self.decode = dataset, decode
@@ -47,17 +51,23 @@ class PackReader:
         return len(self.dataset)
 
     def read(self, number: int) -> Packs:
-        """Returns one pack; raises like :meth:`packstore.io.dataset.dataset.Dataset.read_packs`."""
+        """Returns one pack; raises like
+        :meth:`packstore.io.dataset.dataset.Dataset.read_packs`.
+        """
         offsets = self.dataset.group_offsets
         group = int(np.searchsorted(offsets, number, "right")) - 1
         return self._groups(group).row(number - int(offsets[group]))
 
     def pack(self, number: int) -> dict[str, Any]:
-        """Returns pack `number` as a JSON value; ids are complemented where unsupervised."""
+        """Returns pack `number` as a JSON value; ids are complemented where
+        unsupervised.
+        """
         pack = self.read(number)
         texts: list[str | None] = []
         for start, stop in itertools.pairwise(pack.seq_boundaries.tolist()):
-            signed = pack.signed_ids[start:stop]  # no text crosses an edge of the supervision
+            signed = pack.signed_ids[
+                start:stop
+            ]  # no text crosses an edge of the supervision
             edges = np.flatnonzero(np.diff(signed >= 0)) + 1
             for run in np.split(ids_of(signed), edges):
                 texts += self.texts(run.tolist())
@@ -73,7 +83,9 @@ class PackReader:
         """Returns what is known of each sequence of a pack besides its tokens."""
         m = self.dataset.manifest
         sources = m.provenance.get("sources", ())
-        numbered = tuple(f"response {i + 1}" for i in range(max(pack.num_responses, default=0)))
+        numbered = tuple(
+            f"response {i + 1}" for i in range(max(pack.num_responses, default=0))
+        )
         sequences: list[dict[str, Any]] = []
         for example, number in enumerate(pack.example_ids.tolist()):
             source, ordinal = divmod(number, 1 << SOURCE_SHIFT)
@@ -82,13 +94,23 @@ class PackReader:
             for side in SIDES.get(m.kind, numbered)[: pack.num_responses[example]]:
                 i = len(sequences)
                 start, stop = pack.seq_boundaries[i : i + 2].tolist()
-                numbers = {"length": int(pack.lengths[i]), "reward": float(f"{pack.reward[i]:.6g}")}
-                about = {"example": example, "id": str(number), "place": place, "side": side}
+                numbers = {
+                    "length": int(pack.lengths[i]),
+                    "reward": float(f"{pack.reward[i]:.6g}"),
+                }
+                about = {
+                    "example": example,
+                    "id": str(number),
+                    "place": place,
+                    "side": side,
+                }
                 sequences.append({**about, "start": start, "stop": stop, **numbers})
         return sequences
 
     def texts(self, ids: Sequence[int]) -> list[str | None]:
-        """Returns the text of each token; None: it is part of the one before (a character)."""
+        """Returns the text of each token; None: it is part of the one before (a
+        character).
+        """
         if self.decode is None:
             return [f"{i} " for i in ids]
         texts: list[str | None] = [self._text(i) for i in ids]
@@ -125,7 +147,9 @@ def columns_of(pack: Packs) -> list[dict[str, str]]:
 
 
 def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
-    """Returns a page, and a sentence on what it leaves out; without `numbers` it asks a server."""
+    """Returns a page, and a sentence on what it leaves out; without `numbers` it asks a
+    server.
+    """
     m = reader.dataset.manifest
     packs: list[dict[str, Any]] = []
     left, size = "", 0
@@ -146,9 +170,14 @@ def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
         "layout": m.layout,
         "sides": SIDES["preference"] if m.kind == "preference" else (),
         "embedded": None if numbers is None else packs,
-        "note": left if reader.decode else f"{left} Token ids stand in place of text.".strip(),
+        "note": left
+        if reader.decode
+        else f"{left} Token ids stand in place of text.".strip(),
     }
-    facts = f"kind {m.kind}, layout {m.layout}, {len(reader):,} packs of {m.pack_size:,} tokens"
+    facts = (
+        f"kind {m.kind}, layout {m.layout}, {len(reader):,} packs of "
+        f"{m.pack_size:,} tokens"
+    )
     page = frame.page(
         reader.dataset.url,
         f"{facts}, fill {m.fill_rate:.1%}, version {reader.dataset.version}",

@@ -16,8 +16,9 @@ from packstore.pages.packs import PackReader, pack_page
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")
-"""Names of this machine that a request may use: a page elsewhere whose name was rebound to this
-address uses another."""
+"""Names of this machine that a request may use: a page elsewhere whose name was rebound
+to this address uses another.
+"""
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -34,9 +35,11 @@ logger = logging.getLogger("packstore")
 
 
 class PackServer(ThreadingHTTPServer):
-    """Serves one dataset on the loopback address at `url`, whose path cannot be guessed.
+    """Serves one dataset on the loopback address at `url`, whose path cannot be
+    guessed.
 
-    Every user of a machine can connect to its loopback address, so that the path is a secret.
+    Every user of a machine can connect to its loopback address, so that the path is a
+    secret.
     """
 
     daemon_threads = True
@@ -54,7 +57,9 @@ class PackServer(ThreadingHTTPServer):
         self.url = f"http://{ADDRESS}:{self.server_port}{self.root}"
 
     def server_bind(self) -> None:
-        """Binds the address, without the name service that the base class asks for its name."""
+        """Binds the address, without the name service that the base class asks for its
+        name.
+        """
         TCPServer.server_bind(self)
         self.server_name, self.server_port = ADDRESS, self.server_address[1]
 
@@ -62,7 +67,9 @@ class PackServer(ThreadingHTTPServer):
         """Logs one line, and nothing for a browser that has closed its connection."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
-            logger.error("internal error: %s", quote(f"{type(error).__name__}: {error}", 300))
+            logger.error(
+                "internal error: %s", quote(f"{type(error).__name__}: {error}", 300)
+            )
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -89,7 +96,10 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             value, status = self.server.reader.pack(int(number[1])), HTTPStatus.OK
         except PackstoreError as error:
-            value, status = {"error": message_with_notes(error)}, HTTPStatus.INTERNAL_SERVER_ERROR
+            value, status = (
+                {"error": message_with_notes(error)},
+                HTTPStatus.INTERNAL_SERVER_ERROR,
+            )
         return self._answer(json.dumps(value).encode(), "application/json", status)
 
     def _only_get(self) -> None:
@@ -110,7 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus) -> None:
         self._answer(f"{status.value} {status.phrase}\n".encode(), TEXT, status)
 
-    def _answer(self, body: bytes, type_: str, status: HTTPStatus = HTTPStatus.OK) -> None:
+    def _answer(
+        self, body: bytes, type_: str, status: HTTPStatus = HTTPStatus.OK
+    ) -> None:
         self.close_connection = True
         self.send_response(status)
         self.send_header("Content-Type", type_)

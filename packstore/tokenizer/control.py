@@ -1,4 +1,6 @@
-"""Control strings (``<|im_end|>``) inside texts: finding them, and encoding around them."""
+"""Control strings (``<|im_end|>``) inside texts: finding them, and encoding around
+them.
+"""
 
 from __future__ import annotations
 
@@ -66,13 +68,19 @@ TEMPLATE_CONTROLS: dict[str, tuple[str, ...]] = {
         "<|CHATBOT_TOKEN|>",
         "<|END_OF_TURN_TOKEN|>",
     ),
-    "Granite": ("<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>", "<|end_of_text|>"),
+    "Granite": (
+        "<|start_of_role|>",
+        "<|end_of_role|>",
+        "<|tool_call|>",
+        "<|end_of_text|>",
+    ),
     "OpenChat": ("<|end_of_turn|>",),
     "OpenAssistant": ("<|prompter|>",),
     "EXAONE": ("[|system|]", "[|user|]", "[|assistant|]", "[|tool|]", "[|endofturn|]"),
     "Kimi": ("<|im_system|>", "<|im_user|>", "<|im_assistant|>", "<|im_middle|>"),
 }
-"""Chat template -> control strings that it writes; the page *Tokenizing* names their sources.
+"""Chat template -> control strings that it writes; the page *Tokenizing* names their
+sources.
 
 Closed, and without `<s>`, `</s>`, `<bos>` and `<eos>`, which are common in other texts.
 """
@@ -81,7 +89,8 @@ Closed, and without `<s>`, `</s>`, `<bos>` and `<eos>`, which are common in othe
 def _patterns(names: Iterable[str]) -> tuple[re.Pattern[str], ...]:
     """Return patterns that together match any of `names`, one for each first character.
 
-    A pattern that begins with one certain character is looked for a hundred times faster.
+    A pattern that begins with one certain character is looked for a hundred times
+    faster.
     """
     remainders: dict[str, list[str]] = {}
     for name in sorted(names, key=len, reverse=True):
@@ -92,18 +101,22 @@ def _patterns(names: Iterable[str]) -> tuple[re.Pattern[str], ...]:
     )
 
 
-_ALL_TEMPLATE_CONTROLS = tuple(itertools.chain.from_iterable(TEMPLATE_CONTROLS.values()))
+_ALL_TEMPLATE_CONTROLS = tuple(
+    itertools.chain.from_iterable(TEMPLATE_CONTROLS.values())
+)
 
 TEMPLATE_PATTERNS = _patterns(_ALL_TEMPLATE_CONTROLS)
 """Patterns that together match any of `TEMPLATE_CONTROLS`."""
 
 _TEMPLATE_BEGINNING = re.compile(
-    rf"\s*(?:<s>|<bos>|<BOS_TOKEN>)?\s*({'|'.join(p.pattern for p in TEMPLATE_PATTERNS)})"
+    r"\s*(?:<s>|<bos>|<BOS_TOKEN>)?\s*"
+    rf"({'|'.join(p.pattern for p in TEMPLATE_PATTERNS)})"
 )
 
 
 def beginning_of_template(text: str) -> str:
-    """Return the control string that a text rendered by a well-known template begins with; or none.
+    """Return the control string that a text rendered by a well-known template begins
+    with; or none.
 
     BOS may stand before it.
     """
@@ -118,7 +131,9 @@ def foreign_patterns(is_foreign: Callable[[str], bool]) -> tuple[re.Pattern[str]
 
 @functools.lru_cache(maxsize=8)
 def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of `specials`, the longest first; nothing if empty."""
+    """Return a pattern that matches any of `specials`, the longest first; nothing if
+    empty.
+    """
     if not specials:
         return re.compile(r"([^\s\S])")
     names = sorted(specials, key=len, reverse=True)
@@ -132,16 +147,22 @@ def holds(text: str, hint: str) -> bool:
 
 
 def encode_around_controls(
-    texts: Sequence[str], specials: Mapping[str, int], encode: Encode, guards: Sequence[str] = ()
+    texts: Sequence[str],
+    specials: Mapping[str, int],
+    encode: Encode,
+    guards: Sequence[str] = (),
 ) -> tuple[Int32, Int64]:
-    """Encode texts: control strings become their ids, all other text is encoded by `encode`.
+    """Encode texts: control strings become their ids, all other text is encoded by
+    `encode`.
 
     Args:
-        guards: for each text, a character that is removed between control strings; inserted into a
-            control string, it prevents a match.
+        guards: for each text, a character that is removed between control strings;
+            inserted into a control string, it prevents a match.
     """
     pattern = control_pattern(frozenset(specials))
-    split_texts = [pattern.split(text) for text in texts]  # text and control strings, in turn
+    split_texts = [
+        pattern.split(text) for text in texts
+    ]  # text and control strings, in turn
     if guards:
         split_texts = [
             [part.replace(guard, "") for part in parts]
@@ -168,10 +189,12 @@ def encode_around_controls(
 
 
 def free_characters(text: str, count: int) -> list[str]:
-    """Return `count` characters of the last private-use area that do not occur in `text`.
+    """Return `count` characters of the last private-use area that do not occur in
+    `text`.
 
     Raises:
-        Refused: there are fewer: a dialogue of tens of thousands of turns takes several for each.
+        Refused: there are fewer: a dialogue of tens of thousands of turns takes several
+            for each.
     """
     used_characters = frozenset() if text.isascii() else frozenset(text)
     characters: list[str] = []
@@ -181,6 +204,10 @@ def free_characters(text: str, count: int) -> list[str]:
         if chr(code_point) not in used_characters:
             characters.append(chr(code_point))
     if len(characters) < count:
-        detail = f"{count:,} places to mark, and {len(characters):,} unused characters to mark them"
+        detail = (
+            f"{count:,} places to mark, and {len(characters):,} unused "
+            "characters "
+            "to mark them"
+        )
         raise Refused("template_refused", detail, "Split the record")
     return characters

@@ -1,7 +1,7 @@
 """Encodes texts to token ids and supervision masks: all sequences of a block at once.
 
-Distinct texts are encoded once, in one batch; all else is numpy over flat ids and offsets. Only
-sequences with events are handled one by one.
+Distinct texts are encoded once, in one batch; all else is numpy over flat ids and
+offsets. Only sequences with events are handled one by one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,14 @@ from typing import NamedTuple
 import numpy as np
 
 from packstore.config import TokenizeConfig
-from packstore.format.arrays import Bool, Int32, Int64, ragged_indices, range_indices, to_offsets
+from packstore.format.arrays import (
+    Bool,
+    Int32,
+    Int64,
+    ragged_indices,
+    range_indices,
+    to_offsets,
+)
 from packstore.tokenizer.control import encode_around_controls
 from packstore.tokenizer.records.sequences import Draft, Mode, Sequences
 from packstore.tokenizer.refusals import Refused
@@ -50,7 +57,9 @@ class _Encoding(NamedTuple):
     is_merged: Bool
 
 
-def assemble(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Sequences:
+def assemble(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig
+) -> Sequences:
     """Return drafts as sequences of ids, with BOS and EOS by the settings."""
     bounds = _span_bounds(drafts)
     system_ends = [_Place(i, draft.system_end) for i, draft in enumerate(drafts)]
@@ -96,12 +105,13 @@ def _encode_drafts(
 ) -> _Encoding:
     """Encode drafts, and map places in their texts to tokens.
 
-    A place maps to the length of the common prefix of the ids of the text before it and the ids of
-    the whole text, so a token that merges both sides lies after the place.
+    A place maps to the length of the common prefix of the ids of the text before it and
+    the ids of the whole text, so a token that merges both sides lies after the place.
     """
     texts = [(draft.mode, draft.guard + draft.text) for draft in drafts]
     prefixes: dict[tuple[Mode, str], int] = {}  # their rows follow the texts' rows
-    rows_before = []  # row of the text before each place; at its start and end, of the whole text
+    # row of the text before each place; at its start and end, of the whole text
+    rows_before = []
     for place in places:
         draft = drafts[place.draft]
         if not 0 < place.character < len(draft.text):
@@ -124,8 +134,12 @@ def _encode_drafts(
     )
 
 
-def _common_prefixes(ids: Int32, offsets: Int64, a: Int64, b: Int64) -> tuple[Int64, Bool]:
-    """Return the lengths of the common prefixes of rows `a` and `b`, and where `a` is longer."""
+def _common_prefixes(
+    ids: Int32, offsets: Int64, a: Int64, b: Int64
+) -> tuple[Int64, Bool]:
+    """Return the lengths of the common prefixes of rows `a` and `b`, and where `a` is
+    longer.
+    """
     lengths = np.diff(offsets)
     compared = np.where(a == b, 0, np.minimum(lengths[a], lengths[b]))
     starts = to_offsets(compared)
@@ -140,7 +154,9 @@ def _common_prefixes(ids: Int32, offsets: Int64, a: Int64, b: Int64) -> tuple[In
     return common, common < lengths[a]
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]) -> tuple[Int32, Int64]:
+def _encode(
+    tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]
+) -> tuple[Int32, Int64]:
     """Return flat ids of texts of several modes, and their offsets, in order."""
     rows_by_mode: dict[Mode, list[int]] = {}
     for row, (mode, _) in enumerate(texts):
@@ -152,7 +168,9 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]) -> tuple[In
     lengths = []
     order = []
     for mode, rows in rows_by_mode.items():
-        mode_ids, mode_offsets = _encode_mode(tokenizer, [texts[row][1] for row in rows], mode)
+        mode_ids, mode_offsets = _encode_mode(
+            tokenizer, [texts[row][1] for row in rows], mode
+        )
         ids.append(mode_ids)
         lengths.append(np.diff(mode_offsets))
         order += rows
@@ -162,7 +180,9 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[tuple[Mode, str]]) -> tuple[In
     return ids_in_order, to_offsets(np.diff(offsets)[rows_in_order])
 
 
-def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[Int32, Int64]:
+def _encode_mode(
+    tokenizer: Tokenizer, texts: list[str], mode: Mode
+) -> tuple[Int32, Int64]:
     if mode != "guarded":
         return tokenizer.engine.encode_batch(texts, control=mode == "control")
     return encode_around_controls(
@@ -173,18 +193,24 @@ def _encode_mode(tokenizer: Tokenizer, texts: list[str], mode: Mode) -> tuple[In
     )
 
 
-def _note_merged_boundaries(sequences: Sequences, rows: Int64, config: TokenizeConfig) -> None:
+def _note_merged_boundaries(
+    sequences: Sequences, rows: Int64, config: TokenizeConfig
+) -> None:
     """Note, or refuse, sequences with a token that joins prompt and response."""
     for row in np.unique(rows).tolist():
         sequences.events[row] = ["boundary_merged"]
         if config.on["boundary"] != "keep":
-            sequences.refusals[row] = Refused("boundary", "a token joins prompt and response")
+            sequences.refusals[row] = Refused(
+                "boundary", "a token joins prompt and response"
+            )
 
 
 def _refuse_encoded_controls(
     tokenizer: Tokenizer, drafts: Sequence[Draft], sequences: Sequences
 ) -> None:
-    """Refuse plain text that was encoded to control ids (Unigram vocabularies do that)."""
+    """Refuse plain text that was encoded to control ids (Unigram vocabularies
+    do that).
+    """
     for row, draft in enumerate(drafts):
         if draft.mode == "control" or row in sequences.refusals:
             continue
@@ -202,7 +228,10 @@ def _refuse_encoded_controls(
 
 
 def _with_bos_and_eos(
-    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig, bare: Sequences
+    tokenizer: Tokenizer,
+    drafts: Sequence[Draft],
+    config: TokenizeConfig,
+    bare: Sequences,
 ) -> Sequences:
     """Return sequences with BOS and EOS by the settings."""
     bos = NO_TOKEN if tokenizer.bos_id is None else tokenizer.bos_id
@@ -245,13 +274,19 @@ def _with_bos_and_eos(
 
     supervised = np.zeros(len(is_text), np.bool_)
     supervised[is_text] = bare.supervised
-    ends_supervised = np.array([_is_end_supervised(draft) for draft in drafts], np.bool_)
+    ends_supervised = np.array(
+        [_is_end_supervised(draft) for draft in drafts], np.bool_
+    )
     supervised[places_of_eos] = ((has_tokens | adds_bos) & ends_supervised)[adds_eos]
     return Sequences(ids, supervised, offsets, heads, bare.events, bare.refusals)
 
 
-def _needs_bos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Bool:
-    """Return the mask of sequences that begin with BOS: by the setting, else by the tokenizer."""
+def _needs_bos(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig
+) -> Bool:
+    """Return the mask of sequences that begin with BOS: by the setting, else by the
+    tokenizer.
+    """
     if tokenizer.bos_id is None:
         return np.zeros(len(drafts), np.bool_)
     if config.add_bos is not None:
@@ -261,8 +296,11 @@ def _needs_bos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeCo
     return np.array([not draft.from_template for draft in drafts], np.bool_)
 
 
-def _needs_eos(tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig) -> Bool:
-    """Return the mask of sequences that end with EOS: by the setting, else all without a template.
+def _needs_eos(
+    tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig
+) -> Bool:
+    """Return the mask of sequences that end with EOS: by the setting, else all without
+    a template.
 
     None that a control string ends already: EOS, or by default any.
     """

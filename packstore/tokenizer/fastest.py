@@ -24,8 +24,10 @@ from packstore.tokenizer.tokenizer import FAST, Tokenizer
 log = logging.getLogger("packstore")
 
 LOADING = 6
-"""The faster engine takes as long to load as the reference takes for records of the size of its
-file divided by this (measured with Qwen3's file of 11 MB; with smaller files, somewhat more)."""
+"""The faster engine takes as long to load as the reference takes for records of the
+size of its file divided by this (measured with Qwen3's file of 11 MB; with smaller
+files, somewhat more).
+"""
 
 ONE_IN = 1000
 """One in so many records is tokenized again by the reference."""
@@ -43,7 +45,8 @@ PROBES = (
     "The quick brown fox, it's 3.14159; e.g. 1,234,567 and 00:59!",
     "  leading, trailing  and   inner   spaces   ",
     "don't we'll I'm THEY'RE l'été ’tis “quoted” — dash… ellipsis",
-    "def f(x: int) -> str:\n\treturn f'{x!r}'  # comment\n\n\n    if x:\n        pass\n",
+    "def f(x: int) -> str:\n\treturn f'{x!r}'  # comment\n\n\n    if x:\n        "
+    "pass\n",
     "汉字和标点，。！中文English混排１２３ ｶﾀｶﾅ ひらがな 한국어 조합",
     "العربية עברית हिन्दी ไทยไม่มีวรรค தமிழ் ελληνικά русский",
     "e\u0301 o\u0308 \u1e9b\u0323 \ufb01 ½ Ⅷ ＡＢＣ \u200b\u200d\ufeff\u00a0 zero widths",
@@ -63,18 +66,27 @@ _distrusted: set[str] = set()
 
 
 def force_reference_engine(sha256: str) -> None:
-    """Read the tokenizer file with this hash by the reference, for the rest of this process."""
+    """Read the tokenizer file with this hash by the reference, for the rest of this
+    process.
+    """
     _distrusted.add(sha256)
 
 
 def is_worthwhile(file_bytes: int, text_bytes: int) -> bool:
-    """Return True if a faster engine for a file of `file_bytes` saves time with so much text."""
+    """Return True if a faster engine for a file of `file_bytes` saves time with so much
+    text.
+    """
     return text_bytes * LOADING > file_bytes
 
 
 def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
-    """Return `tokenizer` with the faster engine that is loading, if probes give equal ids."""
-    if getattr(tokenizer.engine, "loading", None) is None or tokenizer.sha256 in _distrusted:
+    """Return `tokenizer` with the faster engine that is loading, if probes give equal
+    ids.
+    """
+    if (
+        getattr(tokenizer.engine, "loading", None) is None
+        or tokenizer.sha256 in _distrusted
+    ):
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_encode_probes, tokenizer)
@@ -94,7 +106,9 @@ def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _encode_probes(tokenizer: Tokenizer) -> list[Int32 | Int64]:
-    """Return ids and offsets of the probes, with control strings as plain text and as ids."""
+    """Return ids and offsets of the probes, with control strings as plain text and as
+    ids.
+    """
     specials = list(tokenizer.specials)[:200]
     texts = list(PROBES)
     texts += [f"x{special} y{special}" for special in specials]
@@ -108,13 +122,17 @@ def _are_equal(a: list[Int32 | Int64], b: list[Int32 | Int64]) -> bool:
 
 
 class EngineWatch:
-    """Encode a sample of the faster engine's texts again with the reference, and compare.
+    """Encode a sample of the faster engine's texts again with the reference, and
+    compare.
 
-    The sample depends on the seed and each record's place in the input, not on workers, partitions
-    or blocks. The first records of each of `sources` inputs are in it. Picklable.
+    The sample depends on the seed and each record's place in the input, not on workers,
+    partitions or blocks. The first records of each of `sources` inputs are in it.
+    Picklable.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, config: PackConfig, sources: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, config: PackConfig, sources: int
+    ) -> None:
         self._tokenizer = tokenizer
         self._config = config
         self._first = -(-FEWEST // max(sources, 1))
@@ -131,7 +149,8 @@ class EngineWatch:
         return [int(index) for index in np.flatnonzero(is_sampled)]
 
     def compare(self, sample: list[Encoded]) -> None:
-        """Compare encodings of the faster engine with the reference's of the same texts.
+        """Compare encodings of the faster engine with the reference's of the same
+        texts.
 
         Raises:
             WrongEngineError: they differ.
@@ -141,7 +160,9 @@ class EngineWatch:
             return
         if self._reference is None:
             self._reference = tokenizer.with_engine("tokenizers")
-        expected = assemble(self._reference, [encoded.draft for encoded in sample], self._config)
+        expected = assemble(
+            self._reference, [encoded.draft for encoded in sample], self._config
+        )
         for i, encoded in enumerate(sample):
             slow = expected.row(i)
             if _is_same(encoded.tokens, slow):

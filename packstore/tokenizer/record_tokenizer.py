@@ -34,8 +34,19 @@ from packstore.tokenizer.records.parsed import (
     parse,
     prompt_key,
 )
-from packstore.tokenizer.records.read import ReadRecord, RecordReader, columns_of, require_object
-from packstore.tokenizer.records.sequences import Draft, Mode, Sequences, Tokens, id_sequences
+from packstore.tokenizer.records.read import (
+    ReadRecord,
+    RecordReader,
+    columns_of,
+    require_object,
+)
+from packstore.tokenizer.records.sequences import (
+    Draft,
+    Mode,
+    Sequences,
+    Tokens,
+    id_sequences,
+)
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.render import is_rendered_prompt, render_record
@@ -59,7 +70,9 @@ class Record:
 
     @property
     def has_unread_columns(self) -> bool:
-        """False if each column is one of those that are read: most records have no others."""
+        """False if each column is one of those that are read: most records have no
+        others.
+        """
         columns = self.read.columns.values()
         return not self.value.keys() <= set(columns)
 
@@ -79,7 +92,8 @@ class RecordTokenizer:
         tokenizer: may be None only if all records are token ids.
         lint: sees every record that becomes an example.
         adapter: the user's own function that reads records.
-        first_place: of the record that decides the kind, for the error of one of another kind.
+        first_place: of the record that decides the kind, for the error of one of
+            another kind.
     """
 
     def __init__(
@@ -102,16 +116,23 @@ class RecordTokenizer:
         self._sequence_limit = config.sequence_limit
         prefers_ids = tokenizer is None
         self._reader = RecordReader(config, kind, adapter, prefers_ids, first_place)
-        self._rules = UnreadRules(config, kind, carried=self.carry, has_adapter=adapter is not None)
-        self._collects_rejects = isinstance(config, RunConfig) and config.rejects is not None
+        self._rules = UnreadRules(
+            config, kind, carried=self.carry, has_adapter=adapter is not None
+        )
+        self._collects_rejects = (
+            isinstance(config, RunConfig) and config.rejects is not None
+        )
         self._wants_keys = isinstance(config, SelectConfig) and config.selects
-        self._has_template = tokenizer is not None and tokenizer.chat_template is not None
+        self._has_template = (
+            tokenizer is not None and tokenizer.chat_template is not None
+        )
         _require_special_tokens(tokenizer, config)
 
     def __call__(
         self, rows: Rows, sampled: Collection[int] = ()
     ) -> tuple[Examples, Tally, list[Encoded]]:
-        """Return the examples of `rows`, in order, the tally of all records, and some encodings.
+        """Return the examples of `rows`, in order, the tally of all records, and some
+        encodings.
 
         Args:
             sampled: indices of records to return the texts and tokens of.
@@ -137,7 +158,9 @@ class RecordTokenizer:
 
     @property
     def applies_adapter_here(self) -> bool:
-        """True if no other process can load the adapter: it is applied before records are sent."""
+        """True if no other process can load the adapter: it is applied before records
+        are sent.
+        """
         return self._adapter is not None and not self._adapter.is_importable
 
     def adapted(self, rows: Rows) -> Rows:
@@ -185,25 +208,32 @@ class RecordTokenizer:
     # Render.
 
     def _render(self, records: list[Record]) -> list[Record]:
-        """Set the texts or ids of each record's sequences; return the records not refused."""
+        """Set the texts or ids of each record's sequences; return the records not
+        refused.
+        """
         self._set_plain_texts(records)
         is_any_chat = any(record.parsed.is_chat for record in records)
         if not is_any_chat:
             return _apply(self._render_one, records)
-        self._required_tokenizer()  # before a process is started that could only raise this
+        # before a process is started that could only raise this
+        self._required_tokenizer()
         with limited():
             return _apply(self._render_one, records)
 
     def _set_plain_texts(self, records: list[Record]) -> None:
-        """Set the sequences of records of text for which no policy has anything to decide.
+        """Set the sequences of records of text for which no policy has anything to
+        decide.
 
-        Text without the beginning of any control string, and of valid Unicode, only has to be
-        encoded. One test of all such texts of a block costs less than one for each.
+        Text without the beginning of any control string, and of valid Unicode, only has
+        to be encoded. One test of all such texts of a block costs less than one for
+        each.
         """
         if self.tokenizer is None:
             return
         hint = self.tokenizer.control_hint
-        mode: Mode = "literal" if self.config.on["special_tokens"] == "keep" else "control"
+        mode: Mode = (
+            "literal" if self.config.on["special_tokens"] == "keep" else "control"
+        )
         plain_records = []
         plain_texts: list[str] = []
         for record in records:
@@ -222,9 +252,13 @@ class RecordTokenizer:
 
         has_template_control = _holds_template_control(all_text)
         for record, start, texts in plain_records:
-            if has_template_control and any(_holds_template_control(text) for text in texts):
+            if has_template_control and any(
+                _holds_template_control(text) for text in texts
+            ):
                 continue
-            record.sequences = [Draft(text, ((start, len(text)),), mode) for text in texts]
+            record.sequences = [
+                Draft(text, ((start, len(text)),), mode) for text in texts
+            ]
 
     def _render_one(self, record: Record) -> None:
         """Set the sequences of a record, and the events to note."""
@@ -233,7 +267,9 @@ class RecordTokenizer:
         if parsed.is_ids:
             prompt: Any = parsed.prompt
             responses: Any = parsed.responses
-            record.sequences = id_sequences(prompt, responses, parsed.supervised, self.tokenizer)
+            record.sequences = id_sequences(
+                prompt, responses, parsed.supervised, self.tokenizer
+            )
         elif not record.sequences:
             if parsed.is_chat:
                 restart_clock()
@@ -264,13 +300,18 @@ class RecordTokenizer:
         """Refuse records by their ids, and truncate overlong ones, if so configured."""
         if not records:
             return sequences
-        owners = [(record, i + 1) for record in records for i in range(len(record.sequences))]
+        owners = [
+            (record, i + 1) for record in records for i in range(len(record.sequences))
+        ]
         first_rows = to_offsets(np.array([len(record.sequences) for record in records]))
         for row, refusal in sorted(sequences.refusals.items()):
             _refuse(owners[row][0], refusal)
         for row in _unsupervised_rows(sequences):
             record, number = owners[row]
-            _refuse(record, Refused("unsupervised", f"response {number} has no supervised token"))
+            _refuse(
+                record,
+                Refused("unsupervised", f"response {number} has no supervised token"),
+            )
         sequences = self._truncate(records, sequences, first_rows)
         if self.config.on["identical_sides"] != "keep":
             _refuse_identical_sides(records, sequences, first_rows)
@@ -281,7 +322,9 @@ class RecordTokenizer:
     def _truncate(
         self, records: list[Record], sequences: Sequences, first_rows: Int64
     ) -> Sequences:
-        """Return the sequences with overlong ones truncated, or their records refused."""
+        """Return the sequences with overlong ones truncated, or their records
+        refused.
+        """
         specials = self.tokenizer.special_ids if self.tokenizer else frozenset()
         changed: dict[int, Tokens] = {}
         for index in self._overlong_records(sequences, first_rows):
@@ -303,7 +346,8 @@ class RecordTokenizer:
     def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
         """Return the indices of records that may be too long.
 
-        Shared prefixes only shorten an example: one that fits without them needs no check.
+        Shared prefixes only shorten an example: one that fits without them needs no
+            check.
         """
         lengths = np.diff(sequences.offsets)
         multiple = self.config.pad_to_multiple
@@ -321,7 +365,9 @@ class RecordTokenizer:
         Raises:
             RecordError: the first record, in input order, that stops the job.
         """
-        tally = Tally(read=len(records), rejected=[] if self._collects_rejects else None)
+        tally = Tally(
+            read=len(records), rejected=[] if self._collects_rejects else None
+        )
         for record in records:
             where = rows.where(record.index)
             if record.refusal is not None:
@@ -349,7 +395,9 @@ class RecordTokenizer:
         tally.drop(refusal.reason, where, refusal.summary(self._door, self.config))
 
     def _count_contents(self, tally: Tally, examples: list[Record]) -> None:
-        """Count records by form, chats and texts, and pairs with and without rewards."""
+        """Count records by form, chats and texts, and pairs with and without
+        rewards.
+        """
         notes_raw_text = self._has_template and self.config.as_chat is None
         for record in examples:
             tally.forms[record.read.source] += 1
@@ -362,9 +410,12 @@ class RecordTokenizer:
             tally.unscored = len(examples) - tally.scored
 
     def _count_columns(self, tally: Tally, examples: list[Record]) -> None:
-        """Count the records that were read from each column, or have a value there unread."""
+        """Count the records that were read from each column, or have a value there
+        unread.
+        """
         places = Counter(
-            (*record.read.columns.values(), *record.read.further_columns) for record in examples
+            (*record.read.columns.values(), *record.read.further_columns)
+            for record in examples
         )
         for names, number in places.items():
             tally.used.update(dict.fromkeys((*names, *self.carry), number))
@@ -388,7 +439,9 @@ class RecordTokenizer:
             raise TokenizerError(sentence("setting tokenizer", rule, "none", remedy))
         return self.tokenizer
 
-    def _examples(self, rows: Rows, records: list[Record], sequences: Sequences) -> Examples:
+    def _examples(
+        self, rows: Rows, records: list[Record], sequences: Sequences
+    ) -> Examples:
         """Return the examples of the records that are not refused."""
         remaining = [record for record in records if not record.refusal]
         columns: dict[str, Column] = {
@@ -399,15 +452,21 @@ class RecordTokenizer:
             return Examples.empty(columns)
         arrays = (sequences.ids, sequences.supervised, np.diff(sequences.offsets))
         if len(remaining) < len(records):
-            is_example = [not record.refusal for record in records for _ in record.sequences]
+            is_example = [
+                not record.refusal for record in records for _ in record.sequences
+            ]
             arrays = sequences.select(np.array(is_example))
         ids, supervised, lengths = arrays
         counts = np.array([len(record.sequences) for record in remaining])
-        ordinals = np.array([rows.ordinals[record.index] for record in remaining], np.int64)
+        ordinals = np.array(
+            [rows.ordinals[record.index] for record in remaining], np.int64
+        )
         rewards = [reward for record in remaining for reward in record.parsed.rewards]
         keys = None
         if self._wants_keys:
-            keys = np.array([prompt_key(record.parsed) for record in remaining], np.uint64)
+            keys = np.array(
+                [prompt_key(record.parsed) for record in remaining], np.uint64
+            )
         return Examples(
             input_ids=ids,
             supervised=supervised,
@@ -421,10 +480,14 @@ class RecordTokenizer:
 
 
 def _is_raw_text(record: Record) -> bool:
-    """Return True for text that no chat template, of this or another model, has rendered."""
+    """Return True for text that no chat template, of this or another model, has
+    rendered.
+    """
     if type(record.parsed.prompt) is not str:
         return False
-    return "rendered_text" not in record.events and "foreign_template" not in record.events
+    return (
+        "rendered_text" not in record.events and "foreign_template" not in record.events
+    )
 
 
 def _holds_template_control(text: str) -> bool:
@@ -439,7 +502,8 @@ def _apply(step: Callable[[Record], None], records: list[Record]) -> list[Record
         try:
             step(record)
         except Refused as error:
-            # Its traceback references the block: a cycle that would leak memory in long jobs.
+            # Its traceback references the block: a cycle that would leak memory in long
+            # jobs.
             record.refusal = error.with_traceback(None)
         else:
             remaining.append(record)
@@ -459,11 +523,14 @@ def _unsupervised_rows(sequences: Sequences) -> list[int]:
     return [int(row) for row in np.flatnonzero(counts == 0)]
 
 
-def _refuse_identical_sides(records: list[Record], sequences: Sequences, first_rows: Int64) -> None:
+def _refuse_identical_sides(
+    records: list[Record], sequences: Sequences, first_rows: Int64
+) -> None:
     """Refuse records with only equal sequences, as they will be stored.
 
-    Texts that differ may still give equal ids: after a cut, the normalization of the tokenizer, or
-    a chat template that drops text. Such a pair has no gradient, but counts in every divisor.
+    Texts that differ may still give equal ids: after a cut, the normalization of the
+    tokenizer, or a chat template that drops text. Such a pair has no gradient, but
+    counts in every divisor.
     """
     lengths = np.diff(sequences.offsets)
     shortest = np.minimum.reduceat(lengths, first_rows[:-1])
@@ -489,13 +556,19 @@ def _encodings(
     for record in records:
         for sequence in record.sequences:
             if record.index in sampled and isinstance(sequence, Draft):
-                encoded.append(Encoded(rows.where(record.index), sequence, sequences.row(row)))
+                encoded.append(
+                    Encoded(rows.where(record.index), sequence, sequences.row(row))
+                )
             row += 1
     return encoded
 
 
-def _require_special_tokens(tokenizer: Tokenizer | None, config: TokenizeConfig) -> None:
-    """Raise if the settings ask for a BOS or EOS token that the tokenizer does not have."""
+def _require_special_tokens(
+    tokenizer: Tokenizer | None, config: TokenizeConfig
+) -> None:
+    """Raise if the settings ask for a BOS or EOS token that the tokenizer does not
+    have.
+    """
     if tokenizer is None:
         return
     requests = (

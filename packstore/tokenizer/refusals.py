@@ -1,4 +1,6 @@
-"""The refusal of a record, for one of the reasons in :data:`packstore.config.REASONS`."""
+"""The refusal of a record, for one of the reasons in
+:data:`packstore.config.REASONS`.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ WAYS_OUT: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 class Refused(Exception):
-    """One record cannot become an example, for a reason of :data:`packstore.config.REASONS`.
+    """One record cannot become an example, for a reason of
+    :data:`packstore.config.REASONS`.
 
     Args:
         remedy: the way out; each ``{}`` stands for one of `settings`.
@@ -28,7 +31,11 @@ class Refused(Exception):
     """
 
     def __init__(
-        self, reason: str, detail: str, remedy: str = CORRECT, *settings: Mapping[str, Any]
+        self,
+        reason: str,
+        detail: str,
+        remedy: str = CORRECT,
+        *settings: Mapping[str, Any],
     ) -> None:
         super().__init__(reason, detail, remedy)
         self.reason = reason
@@ -45,14 +52,18 @@ class Refused(Exception):
         """Return the remedy in the syntax of a door.
 
         Args:
-            config: of the job. A mapping in Python replaces its `fields`; flags add to them.
+            config: of the job. A mapping in Python replaces its `fields`; flags add to
+                them.
         """
         if not self.settings:
             return self.remedy
         texts = []
         for settings in self.settings:
             if "fields" in settings and door == "python":
-                settings = {**settings, "fields": {**config.fields, **settings["fields"]}}
+                settings = {
+                    **settings,
+                    "fields": {**config.fields, **settings["fields"]},
+                }
             texts.append(spell(door, settings))
         return self.remedy.format(*texts)
 
@@ -63,15 +74,21 @@ class Refused(Exception):
         return f"{self.detail}. {self.spell_remedy(door, config)}"
 
     def as_error(self, where: str, door: Door, config: TokenizeConfig) -> RecordError:
-        """Return the error of the record at `where`, with ways out in the syntax of a door."""
+        """Return the error of the record at `where`, with ways out in the syntax of a
+        door.
+        """
         setting = spell(door, {"on": {self.reason: "drop"}})
         remedy = self.spell_remedy(door, config)
         remedy = f"{remedy}, or count and leave out such records ({setting})"
-        return RecordError(sentence(where, REASONS[self.reason].rule, self.detail, remedy))
+        return RecordError(
+            sentence(where, REASONS[self.reason].rule, self.detail, remedy)
+        )
 
 
 class Stop(Refused):
-    """One record shows that the whole input is read wrongly: the job stops, whatever `on` is."""
+    """One record shows that the whole input is read wrongly: the job stops, whatever
+    `on` is.
+    """
 
     def __init__(
         self, rule: str, detail: str, remedy: str = "", *settings: Mapping[str, Any]
@@ -81,8 +98,12 @@ class Stop(Refused):
         self.rule = rule
 
     def as_error(self, where: str, door: Door, config: TokenizeConfig) -> RecordError:
-        """Return the error of the record at `where`, with a way out in the syntax of a door."""
-        return RecordError(sentence(where, self.rule, self.detail, self.spell_remedy(door, config)))
+        """Return the error of the record at `where`, with a way out in the syntax of a
+        door.
+        """
+        return RecordError(
+            sentence(where, self.rule, self.detail, self.spell_remedy(door, config))
+        )
 
 
 def wrong_type(

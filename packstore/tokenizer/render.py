@@ -38,10 +38,13 @@ class Rendered(NamedTuple):
     events: list[str]
 
 
-def render_record(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> Rendered:
+def render_record(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
+) -> Rendered:
     """Return the texts of a record's sequences.
 
-    Tags that the template writes around text which stands in them already are written once.
+    Tags that the template writes around text which stands in them already are written
+    once.
 
     Raises:
         Refused: for a reason of :data:`packstore.config.REASONS`.
@@ -73,7 +76,9 @@ def _draft(
     if is_rendered:
         events.append("rendered_text")
     else:
-        parsed, guard, control_events = _apply_special_tokens(parsed, text, tokenizer, config)
+        parsed, guard, control_events = _apply_special_tokens(
+            parsed, text, tokenizer, config
+        )
         events += control_events
     if isinstance(parsed.prompt, str):
         is_literal = config.on["special_tokens"] == "keep" and not is_rendered
@@ -118,14 +123,19 @@ def _replace_surrogates(
 
 
 def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
-    """Return True if a text begins as chat templates render dialogues, also of other models."""
+    """Return True if a text begins as chat templates render dialogues, also of other
+    models.
+    """
     if beginning_of_template(prompt):
         return True
-    return holds(prompt, tokenizer.control_hint) and bool(begins_rendered(prompt, tokenizer))
+    return holds(prompt, tokenizer.control_hint) and bool(
+        begins_rendered(prompt, tokenizer)
+    )
 
 
 def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
-    """Return the control string of the chat template that a rendered text begins with; or none.
+    """Return the control string of the chat template that a rendered text begins with;
+    or none.
 
     Without a template any control string counts.
     """
@@ -152,7 +162,8 @@ def _writes(template: ChatTemplate, control: str) -> bool:
 
 
 def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
-    """Return True for text that begins as rendered text does, or has EOS behind all answers.
+    """Return True for text that begins as rendered text does, or has EOS behind all
+    answers.
 
     Raises:
         Refused: an answer begins so, too.
@@ -175,9 +186,11 @@ def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -
 
 
 def _without_tags(messages: Any, text: str) -> list[Message]:
-    """Return messages without the tags that stand twice around their contents in a rendering.
+    """Return messages without the tags that stand twice around their contents in a
+    rendering.
 
-    Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write around them.
+    Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write
+    around them.
     """
     return [_without_tag(message, text) for message in messages]
 
@@ -192,7 +205,9 @@ def _without_tag(message: Message, text: str) -> Message:
     if not content.endswith(closing_tag):
         return message
     for before, after in itertools.pairwise(text.split(content.lstrip())):
-        if before.rstrip().endswith(opening_tag) and after.lstrip().startswith(closing_tag):
+        if before.rstrip().endswith(opening_tag) and after.lstrip().startswith(
+            closing_tag
+        ):
             inner = content[beginning.end() :].removesuffix(closing_tag)
             has_trailing_space = inner[-1:].isspace()
             return {**message, "content": inner[:-1] if has_trailing_space else inner}
@@ -200,8 +215,12 @@ def _without_tag(message: Message, text: str) -> Message:
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
-    """Raise for guarded texts with control strings that this tokenizer cannot encode alone."""
-    names = [name for draft in drafts for name in tokenizer.controls.findall(draft.text)]
+    """Raise for guarded texts with control strings that this tokenizer cannot encode
+    alone.
+    """
+    names = [
+        name for draft in drafts for name in tokenizer.controls.findall(draft.text)
+    ]
     if not tokenizer.separable.issuperset(names):
         detail = "this tokenizer cannot encode text beside its control tokens by itself"
         raise Refused("special_tokens", detail)
@@ -215,10 +234,14 @@ def _text_of(parsed: Parsed) -> str:
     try:
         return as_json([prompt, parsed.responses, parsed.tools, parsed.variables])
     except TypeError as error:  # records made in Python may hold any object
-        raise Refused("wrong_type", f"tools and tool calls must be JSON values: {error}") from error
+        raise Refused(
+            "wrong_type", f"tools and tool calls must be JSON values: {error}"
+        ) from error
 
 
-def _note_foreign_template(text: str, tokenizer: Tokenizer, config: TokenizeConfig) -> list[str]:
+def _note_foreign_template(
+    text: str, tokenizer: Tokenizer, config: TokenizeConfig
+) -> list[str]:
     """Return an event if a text holds control strings of another model's chat template.
 
     Raises:
@@ -280,14 +303,18 @@ def _insert_guard(parsed: Parsed, guard: str, tokenizer: Tokenizer) -> Parsed:
 
 
 def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> None:
-    """Raise for text or lists, such as instructions and tools, that a template does not read."""
+    """Raise for text or lists, such as instructions and tools, that a template does not
+    read.
+    """
     for name, value in variables.items():
         if not isinstance(value, str | list | dict) or not value:
             continue
         if name in template.source:
             continue
         remedy = "Set a chat_template that reads it, or make turns or tools of it"
-        raise Refused("unread_field", f"chat_template_kwargs.{name} {quote(value)}", remedy)
+        raise Refused(
+            "unread_field", f"chat_template_kwargs.{name} {quote(value)}", remedy
+        )
 
 
 def _draft_messages(
@@ -310,7 +337,9 @@ def _draft_messages(
     return drafts, events
 
 
-def _template_of(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> ChatTemplate:
+def _template_of(
+    parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
+) -> ChatTemplate:
     """Return the chat template of a record, with its tools and variables.
 
     Raises:
@@ -323,5 +352,7 @@ def _template_of(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -
     if template is None:
         rule = "chat messages need a chat template"
         remedy = "Set chat_template: a Jinja file, chatml or plain"
-        raise TokenizerError(sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy))
+        raise TokenizerError(
+            sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy)
+        )
     return template

@@ -1,4 +1,6 @@
-"""Loads a :class:`Tokenizer` from a file, a folder, an object, or the record in a manifest."""
+"""Loads a :class:`Tokenizer` from a file, a folder, an object, or the record in a
+manifest.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,12 @@ from packstore.tokenizer.tokenizer import FAST, Tokenizer
 
 log = logging.getLogger("packstore")
 
-FILE_NAMES = ("tokenizer.json", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+FILE_NAMES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+)
 """File names in a folder, the preferred one first."""
 
 SETTINGS_FILE = "tokenizer_config.json"
@@ -81,13 +88,19 @@ class _Files:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise TokenizerError(sentence(path.name, "it must be JSON", str(error))) from error
+            raise TokenizerError(
+                sentence(path.name, "it must be JSON", str(error))
+            ) from error
         if not isinstance(value, dict):
-            raise TokenizerError(sentence(path.name, "it must hold a JSON object", quote(value)))
+            raise TokenizerError(
+                sentence(path.name, "it must hold a JSON object", quote(value))
+            )
         return value
 
     def read_templates(self, folder: Path) -> None:
-        """Read chat templates; later files override earlier ones, as in Hugging Face folders."""
+        """Read chat templates; later files override earlier ones, as in Hugging Face
+        folders.
+        """
         self._add_templates(self.settings.pop("chat_template", None))
         self._add_templates(self.read_json(folder / TEMPLATE_FILE).get("chat_template"))
         self._add_templates(self.read(folder / TEMPLATE_TEXT))
@@ -98,7 +111,11 @@ class _Files:
         """Add a template, or a list of templates with names."""
         if value is None:
             return
-        entries = value if isinstance(value, list) else [{"name": "default", "template": value}]
+        entries = (
+            value
+            if isinstance(value, list)
+            else [{"name": "default", "template": value}]
+        )
         for entry in entries:
             if isinstance(entry, dict):
                 self.templates[str(entry.get("name"))] = str(entry.get("template"))
@@ -110,18 +127,20 @@ def load_tokenizer(
     chat_template: str | None = None,
     is_worthwhile: Callable[[int], bool] | None = None,
 ) -> Tokenizer:
-    """Load a tokenizer, with the reference library, and its chat template, if it has one.
+    """Load a tokenizer, with the reference library, and its chat template, if it has
+    one.
 
     Args:
-        source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a Hugging Face
-            folder; a name on its hub, if there is no file or folder so named; a
-            ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. For a path or name,
-            ``tokenizer_config.json`` and similar files next to the tokenizer, which name EOS, BOS
-            and the template, are read too.
-        chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of one of the
-            tokenizer's templates; None: the tokenizer's default, and for records with tools its
-            ``tool_use``, if any.
-        is_worthwhile: whether a faster library shall load a file of so many bytes at the same time.
+        source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a
+            Hugging Face folder; a name on its hub, if there is no file or folder so
+            named; a ``tokenizers.Tokenizer``, or a fast tokenizer of transformers. For
+            a path or name, ``tokenizer_config.json`` and similar files next to the
+            tokenizer, which name EOS, BOS and the template, are read too.
+        chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of
+            one of the tokenizer's templates; None: the tokenizer's default, and for
+            records with tools its ``tool_use``, if any.
+        is_worthwhile: whether a faster library shall load a file of so many bytes at
+            the same time.
     """
     if isinstance(source, str | PathLike):
         where = f"tokenizer {source}"
@@ -129,23 +148,34 @@ def load_tokenizer(
     else:
         where = "tokenizer"
         files = _from_object(source)
-    engine_name = "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
+    engine_name = (
+        "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
+    )
     loading = None
-    if is_worthwhile and engine_name == "tokenizers" and is_worthwhile(len(files.payload)):
+    if (
+        is_worthwhile
+        and engine_name == "tokenizers"
+        and is_worthwhile(len(files.payload))
+    ):
         with contextlib.suppress(ImportError):  # not every platform has a wheel of it
             loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
     engine.loading = loading  # type: ignore[attr-defined]
     dropout = getattr(engine, "dropout", 0.0)
     if dropout:
-        text = "%s: its BPE dropout of %g is switched off: the same text always gets the same ids"
+        text = (
+            "%s: its BPE dropout of %g is switched off: the same text always gets "
+            "the same ids"
+        )
         log.warning(text, where, dropout)
     tokenizer = Tokenizer(
         name=files.name,
         engine_name=engine_name,
         payload=files.payload,
         chat_template=_choose_template(chat_template, files.templates),
-        tool_template=files.templates.get("tool_use") if chat_template is None else None,
+        tool_template=files.templates.get("tool_use")
+        if chat_template is None
+        else None,
         files=files.hashes,
         **_find_tokens(engine, files.settings),
     )
@@ -156,11 +186,12 @@ def load_tokenizer(
 def recorded_tokenizer(
     provenance: Mapping[str, Any], path: str | None, where: str, remedy: str
 ) -> Tokenizer:
-    """Load the tokenizer that a dataset was made with: `path`, or the one its manifest names.
+    """Load the tokenizer that a dataset was made with: `path`, or the one its manifest
+    names.
 
     Args:
-        path: given by the user, so it may be a name on the hub. A tokenizer that only the manifest
-            names must be on this machine.
+        path: given by the user, so it may be a name on the hub. A tokenizer that only
+            the manifest names must be on this machine.
     """
     recorded = provenance.get("tokenizer") or {}
     source = path or recorded.get("path")
@@ -172,9 +203,12 @@ def recorded_tokenizer(
     tokenizer = load_tokenizer(source)
     if recorded.get("sha256") in (None, tokenizer.sha256):
         return tokenizer
-    # Loaded and saved again, a tokenizer may have a file of other bytes, but its hashes stay.
+    # Loaded and saved again, a tokenizer may have a file of other bytes, but its hashes
+    # stay.
     actual = tokenizer.provenance()
-    if any(recorded.get(name) != actual[name] for name in ("vocab_sha256", "probe_sha256")):
+    if any(
+        recorded.get(name) != actual[name] for name in ("vocab_sha256", "probe_sha256")
+    ):
         rule = f"must be the tokenizer that {where} was packed with"
         hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
         raise CompatibilityError(sentence(str(source), rule, hashes, remedy))
@@ -182,33 +216,49 @@ def recorded_tokenizer(
 
 
 def _check_recorded(source: str, sha256: str | None, where: str, remedy: str) -> None:
-    """Raise unless a tokenizer that only a manifest names is on this machine, with its hash.
+    """Raise unless a tokenizer that only a manifest names is on this machine, with its
+    hash.
 
-    The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed before.
+    The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed
+    before.
     """
     if not os.path.exists(source):
         rule = f"the tokenizer that {where} names must be on this machine"
-        raise TokenizerError(sentence(f"tokenizer {display(source)}", rule, "none", remedy))
+        raise TokenizerError(
+            sentence(f"tokenizer {display(source)}", rule, "none", remedy)
+        )
     if hashlib.sha256(_read(_file_of(Path(source)))).hexdigest() != sha256:
         rule = f"must be the tokenizer that {where} was packed with"
-        raise CompatibilityError(sentence(f"tokenizer {source}", rule, "another sha256", remedy))
+        raise CompatibilityError(
+            sentence(f"tokenizer {source}", rule, "another sha256", remedy)
+        )
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """Return the local path that `source` names, or of the files of that name on the hub."""
+    """Return the local path that `source` names, or of the files of that name on the
+    hub.
+    """
     name = fspath(source)
     path = Path(source)
     if "://" in name or is_mistyped(name):
         rule = "it must be on this machine"
         remedy = "Copy it to a local folder, and give that"
-        raise TokenizerError(sentence(f"tokenizer {display(name)}", rule, remedy=remedy))
+        raise TokenizerError(
+            sentence(f"tokenizer {display(name)}", rule, remedy=remedy)
+        )
     if path.exists() or not isinstance(source, str) or not _ON_HUB.fullmatch(name):
         return path
     try:
         return _download(name)
     except Exception as error:  # of the hub, of its HTTP client, and of the disk
-        rule = "it must be a file or folder on this machine, or a name on the Hugging Face hub"
-        remedy = f"Where there is a network, `hf download {name} --local-dir FOLDER`, and give that"
+        rule = (
+            "it must be a file or folder on this machine, or a name on the Hugging "
+            "Face hub"
+        )
+        remedy = (
+            f"Where there is a network, `hf download {name} --local-dir FOLDER`, "
+            "and give that"
+        )
         if isinstance(error, ImportError):
             remedy = f"Run: pip install huggingface-hub. Or {remedy}"
         cause = client_text(error).partition("\n")[0]
@@ -232,7 +282,9 @@ def _download(name: str) -> Path:
 
 
 def _from_object(source: Any) -> _Files:
-    """Return the files of a ``tokenizers.Tokenizer``, or of a transformers object around one."""
+    """Return the files of a ``tokenizers.Tokenizer``, or of a transformers object
+    around one.
+    """
     if hasattr(source, "to_str"):
         return _Files("tokenizers.Tokenizer", source.to_str().encode())
     if not hasattr(source, "backend_tokenizer"):
@@ -243,7 +295,9 @@ def _from_object(source: Any) -> _Files:
     files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())
     # Whether it adds BOS is in its post-processor.
     tokens = {role: getattr(source, role, None) for role in WELL_KNOWN}
-    files.settings = {role: str(token) for role, token in tokens.items() if token is not None}
+    files.settings = {
+        role: str(token) for role, token in tokens.items() if token is not None
+    }
     template = getattr(source, "chat_template", None)
     if isinstance(template, Mapping):
         files.templates = dict(template)
@@ -281,7 +335,9 @@ def _read(path: Path) -> bytes:
             raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
         data = path.read_bytes()
     except OSError as error:
-        where = f"tokenizer {client_text(path)}"  # it may be no path, but a URL by mistake
+        where = (
+            f"tokenizer {client_text(path)}"  # it may be no path, but a URL by mistake
+        )
         rule = "it must be a readable file or folder"
         message = sentence(where, rule, error.strerror or str(error))
         raise TokenizerError(message) from client_cause(error)
@@ -312,13 +368,18 @@ def _choose_template(choice: str | None, templates: Mapping[str, str]) -> str | 
     if choice in templates:
         return templates[choice]
     if not os.path.isfile(choice):
-        rule = f"it must be Jinja text, a file, or one of: {', '.join([*BUILTIN, *templates])}"
+        rule = (
+            "it must be Jinja text, a file, or one of: "
+            f"{', '.join([*BUILTIN, *templates])}"
+        )
         raise TokenizerError(sentence("chat template", rule, quote(choice)))
     return _decoded(_read(Path(choice)), f"chat template {choice}")
 
 
 def _find_tokens(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return BOS, EOS, ...: by the settings, by the tokenizer file, by well-known names."""
+    """Return BOS, EOS, ...: by the settings, by the tokenizer file, by well-known
+    names.
+    """
     before, after = engine.wrapping()
     tokens = {role: _parse_token(settings.get(role)) for role in WELL_KNOWN}
     if before:
@@ -345,7 +406,8 @@ def _find_tokens(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _first_control(engine: Engine, names: Sequence[str]) -> str | None:
     """Return the first of some names that is a control token, or None.
 
-    Some vocabularies hold "</s>" as a piece of markup; as a control token it is declared.
+    Some vocabularies hold "</s>" as a piece of markup; as a control token it is
+    declared.
     """
     for name in names:
         if name in engine.specials:
@@ -356,7 +418,9 @@ def _first_control(engine: Engine, names: Sequence[str]) -> str | None:
 
 
 def _parse_token(value: object) -> str | None:
-    """Return a token in the settings: text, or an object with its text under ``content``."""
+    """Return a token in the settings: text, or an object with its text under
+    ``content``.
+    """
     if isinstance(value, dict):
         value = value.get("content")
     return value if isinstance(value, str) and value else None

@@ -43,7 +43,9 @@ class Tokenizer:
     adds_bos: bool = False  # True: to plain text
     chat_template: str | None = field(default=None, repr=False)
     tool_template: str | None = field(default=None, repr=False)  # of records with tools
-    files: Mapping[str, str] = field(default_factory=dict)  # sha256 of each other file, by name
+    files: Mapping[str, str] = field(
+        default_factory=dict
+    )  # sha256 of each other file, by name
 
     @cached_property
     def engine(self) -> Engine:
@@ -55,10 +57,14 @@ class Tokenizer:
     @property
     def marks(self) -> list[str]:
         """The known strings of BOS, EOS and padding."""
-        return [token for token in (self.bos_token, self.eos_token, self.pad_token) if token]
+        return [
+            token for token in (self.bos_token, self.eos_token, self.pad_token) if token
+        ]
 
     def with_engine(self, name: str, engine: Engine | None = None) -> Self:
-        """Return the tokenizer with another engine: `engine`, or a new one by `name`."""
+        """Return the tokenizer with another engine: `engine`, or a new one by
+        `name`.
+        """
         tokenizer = replace(self, engine_name=name)
         if engine is None:
             engine = ENGINES.load(name).from_reference(self.engine)  # type: ignore[attr-defined]
@@ -108,11 +114,19 @@ class Tokenizer:
     def _compile(self, text: str | None) -> ChatTemplate | None:
         if text is None:
             return None
-        tokens = {name: token for name, token in self._token_strings().items() if token is not None}
+        tokens = {
+            name: token
+            for name, token in self._token_strings().items()
+            if token is not None
+        }
         return ChatTemplate(text, tokens)
 
-    def template_for(self, tools: Tools, variables: Mapping[str, Any]) -> ChatTemplate | None:
-        """Return the chat template of a record with these tools and variables, as transformers."""
+    def template_for(
+        self, tools: Tools, variables: Mapping[str, Any]
+    ) -> ChatTemplate | None:
+        """Return the chat template of a record with these tools and variables, as
+        transformers.
+        """
         template = self.tool_use_template if tools else None
         template = template or self.template
         if template is None or not variables:
@@ -121,7 +135,9 @@ class Tokenizer:
         if key not in self._varied:
             if len(self._varied) >= VARIED_TEMPLATES:
                 self._varied.clear()
-            self._varied[key] = replace(template, variables={**template.variables, **variables})
+            self._varied[key] = replace(
+                template, variables={**template.variables, **variables}
+            )
         return self._varied[key]
 
     @cached_property
@@ -131,10 +147,11 @@ class Tokenizer:
 
     @cached_property
     def separable(self) -> frozenset[str]:
-        """Control strings at which text can be split and encoded piecewise, with equal ids.
+        """Control strings at which text can be split and encoded piecewise, with equal
+        ids.
 
-        Excludes tokens that strip adjacent white space, and tokenizers that add a leading space to
-        the first piece of a text only.
+        Excludes tokens that strip adjacent white space, and tokenizers that add a
+        leading space to the first piece of a text only.
         """
         ids, offsets = self.engine.encode_batch([" a", "\na"], control=False)
         first = ids[: offsets[1]]
@@ -144,7 +161,9 @@ class Tokenizer:
         full_texts = np.split(ids, offsets[1:-1])
 
         names = []
-        for (name, control_id), full_ids in zip(self.specials.items(), full_texts, strict=False):
+        for (name, control_id), full_ids in zip(
+            self.specials.items(), full_texts, strict=False
+        ):
             piecewise = np.concatenate([[control_id], first, [control_id], second])
             if np.array_equal(full_ids, piecewise):
                 names.append(name)
@@ -162,9 +181,11 @@ class Tokenizer:
 
     @cached_property
     def foreign_controls(self) -> tuple[re.Pattern[str], ...]:
-        """Patterns of control strings of well-known templates that are letters to this tokenizer.
+        """Patterns of control strings of well-known templates that are letters to this
+        tokenizer.
 
-        Not those that are tokens here, or that a chat template of this tokenizer writes.
+        Not those that are tokens here, or that a chat template of this tokenizer
+        writes.
         """
         templates = (self.chat_template or "") + (self.tool_template or "")
 
@@ -175,7 +196,9 @@ class Tokenizer:
 
     @cached_property
     def control_hint(self) -> str:
-        """Common prefix of all control strings, possibly empty: a text without it holds none."""
+        """Common prefix of all control strings, possibly empty: a text without it holds
+        none.
+        """
         hint = os.path.commonprefix(list(self.specials))  # noqa: RUF071  (of characters)
         return "" if "\n" in hint else hint
 
@@ -184,7 +207,9 @@ class Tokenizer:
         return self.engine.decode([int(i) for i in ids])
 
     def provenance(self) -> dict[str, Any]:
-        """Return the manifest's record of the tokenizer and its chat template, as JSON values."""
+        """Return the manifest's record of the tokenizer and its chat template, as JSON
+        values.
+        """
         ids, offsets = self.engine.encode_batch(PROBES, control=True)
         probes = [row.tolist() for row in np.split(ids, offsets[1:-1])]
         return {

@@ -1,8 +1,9 @@
-"""Training on packs: batches, attention inside segments, log-probs, losses, and the loader.
+"""Training on packs: batches, attention inside segments, log-probs, losses, and the
+loader.
 
-The functions of the commands ``train``, ``evaluate`` and ``ref-logps`` are ``train``, ``evaluate``
-and ``write_ref_logps``; they are loaded when they are first used. The steps are in ``README.md``
-beside this file.
+The functions of the commands ``train``, ``evaluate`` and ``ref-logps`` are ``train``,
+``evaluate`` and ``write_ref_logps``; they are loaded when they are first used. The
+steps are in ``README.md`` beside this file.
 """
 
 from __future__ import annotations

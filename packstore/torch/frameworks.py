@@ -1,8 +1,9 @@
-"""Frameworks that run the training: found on the call stack, refused where they interfere.
+"""Frameworks that run the training: found on the call stack, refused where they
+interfere.
 
-A framework that divides each loss by its own number of batches, or deals the packs of a dataset to
-the ranks again, would train on something else without a word. None of them says so to the code
-that it calls, so the functions that call are looked up.
+A framework that divides each loss by its own number of batches, or deals the packs of a
+dataset to the ranks again, would train on something else without a word. None of them
+says so to the code that it calls, so the functions that call are looked up.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ DIVIDERS: dict[Running, Callable[[Any], int]] = {
         for package in ("lightning.pytorch", "pytorch_lightning")
     },
 }
-"""What divides each loss and steps by itself -> batches of its steps; 0: its user does both."""
+"""What divides each loss and steps by itself -> batches of its steps; 0: its user does
+both.
+"""
 
 DEALERS = (
     Running("Accelerate", "accelerate.data_loader", "IterableDatasetShard.__iter__"),
@@ -63,18 +66,23 @@ DEALERS = (
 
 
 def check_steps(batches: int, last: bool, *, divided: bool) -> None:
-    """Refuses steps of `batches` that a framework, which is running, takes and divides otherwise.
+    """Refuses steps of `batches` that a framework, which is running, takes and divides
+    otherwise.
 
-    `last`: the step ends with this batch. `divided`: the caller gave a divisor, which may allow for
-    what the framework does.
+    `last`: the step ends with this batch. `divided`: the caller gave a divisor, which
+    may allow for what the framework does.
     """
     rule = "optimizer steps and the division of losses must be those of the loader"
     for running, instance in _found(DIVIDERS):
         number = DIVIDERS[running](instance)
         if not number or (number == batches and (batches == 1 or divided)):
             continue
-        found = f"steps of {number} batches, by which it divides each loss, for {batches}"
-        remedy = "Let the loader make steps of one batch, or step by hand (page Loaders)"
+        found = (
+            f"steps of {number} batches, by which it divides each loss, for {batches}"
+        )
+        remedy = (
+            "Let the loader make steps of one batch, or step by hand (page Loaders)"
+        )
         raise ConfigError(sentence(running.framework, rule, found, remedy))
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.GradientState._shared_state:
@@ -82,27 +90,40 @@ def check_steps(batches: int, last: bool, *, divided: bool) -> None:
     state = accelerate.GradientState()
     if state.num_steps != 1 and not (divided and state.sync_gradients == last):
         found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
-        remedy = "Make the Accelerator without it; until batch.step.last use no_sync, then step"
+        remedy = (
+            "Make the Accelerator without it; until batch.step.last use no_sync, "
+            "then step"
+        )
         raise ConfigError(sentence("Accelerate", rule, found, remedy))
 
 
 def check_dealt_once(world_size: int) -> None:
     """Refuses a framework that deals packs of one of several ranks to the ranks again.
 
-    Accelerate's dispatcher is refused on one rank, too: it cuts each tensor of a batch to the
-    length of the first.
+    Accelerate's dispatcher is refused on one rank, too: it cuts each tensor of a batch
+    to the length of the first.
     """
     for running, _ in _found(DEALERS):
         if world_size > 1 or "Dispatcher" in running.method:
             rule = "packs must be dealt to the ranks once; PackedDataset does so"
-            remedy = "Pass PackedDataLoader(data) to prepare, which leaves it as it is; or make "
-            remedy += "the dataset with rank=0, world_size=1, its DataLoader with a batch_size, "
+            remedy = (
+                "Pass PackedDataLoader(data) to prepare, which leaves it as it "
+                "is; or make "
+            )
+            remedy += (
+                "the dataset with rank=0, world_size=1, its DataLoader with a "
+                "batch_size, "
+            )
             remedy += "and the Accelerator with dispatch_batches=False"
-            raise ConfigError(sentence(running.framework, rule, "that it deals, too", remedy))
+            raise ConfigError(
+                sentence(running.framework, rule, "that it deals, too", remedy)
+            )
 
 
 def _found(methods: Iterable[Running]) -> list[tuple[Running, Any]]:
-    """Returns the methods that are on the call stack, with the instances that they run for."""
+    """Returns the methods that are on the call stack, with the instances that they run
+    for.
+    """
     codes = {method.code: method for method in methods}
     codes.pop(None, None)
     frame, found = sys._getframe(1) if codes else None, []

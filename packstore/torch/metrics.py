@@ -24,8 +24,9 @@ class Metrics:
             metrics.add(out.metrics)        # does not synchronise the device
         logged = metrics.means()            # one all-reduce; resets the sums
 
-    Every mean is the sum over all pairs (for `sft_loss`: over its own count) divided by their
-    number. So `loss` is the loss of the optimizer step, or of several, weighted by their pairs.
+    Every mean is the sum over all pairs (for `sft_loss`: over its own count) divided by
+    their number. So `loss` is the loss of the optimizer step, or of several, weighted
+    by their pairs.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,8 @@ class Metrics:
         add_sums(self._sums, metrics)
 
     def means(self, group: Any = None) -> dict[str, float]:
-        """Returns the mean of each metric over all batches added on all ranks since the last call.
+        """Returns the mean of each metric over all batches added on all ranks since the
+        last call.
 
         A collective call if torch.distributed runs: every rank must have added batches.
 
@@ -48,7 +50,8 @@ class Metrics:
         return {name: s / n if n else math.nan for name, (s, n) in totals.items()}
 
     def totals(self, group: Any = None) -> dict[str, tuple[float, float]]:
-        """Returns sum and count of each metric over all ranks, and keeps them; a collective call.
+        """Returns sum and count of each metric over all ranks, and keeps them; a
+        collective call.
 
         Args:
             group: process group; default: all ranks.
@@ -67,9 +70,13 @@ def add_sums(sums: dict[Key, Tensor], terms: Mapping[Key, SumAndCount]) -> None:
 
 
 def all_reduce_sums(
-    values: Sequence[Tensor | float], group: Any = None, device: torch.device | None = None
+    values: Sequence[Tensor | float],
+    group: Any = None,
+    device: torch.device | None = None,
 ) -> list[float]:
-    """Sums scalars over the ranks in float64, from `device`, by default that of a tensor or CPU."""
+    """Sums scalars over the ranks in float64, from `device`, by default that of a
+    tensor or CPU.
+    """
     if not values:
         return []
     tensors = [x for x in values if isinstance(x, Tensor)]

@@ -20,7 +20,9 @@ NESTED = ("list<float32>", lists(pa.float32()))
 GROUPS = [[1, 1], [1]]
 
 
-def rows_of(kind: str = "sft", layout: str = "concat", carry: bool = False) -> list[Row]:
+def rows_of(
+    kind: str = "sft", layout: str = "concat", carry: bool = False
+) -> list[Row]:
     """Three packs of some examples, with carried columns if asked for."""
     made = []
     for numbers in ([0, 1], [2], [3, 4, 8]):
@@ -31,21 +33,33 @@ def rows_of(kind: str = "sft", layout: str = "concat", carry: bool = False) -> l
 
 
 def good(name: str, about: str, rows: list[Row] | None = None, **how: Any) -> Case:
-    """A dataset that decodes to its rows, with their bases and without columns to be skipped."""
+    """A dataset that decodes to its rows, with their bases and without columns to be
+    skipped.
+    """
     rows = rows_of() if rows is None else rows
-    kind, layout, carry = how.get("kind", "sft"), how.get("layout", "concat"), how.get("carry", {})
-    skipped = {n for n, t in carry.items() if not isinstance(t, str) or n.startswith("_")}
+    kind, layout, carry = (
+        how.get("kind", "sft"),
+        how.get("layout", "concat"),
+        how.get("carry", {}),
+    )
+    skipped = {
+        n for n, t in carry.items() if not isinstance(t, str) or n.startswith("_")
+    }
     shards = [sum(groups) for groups in how.get("shards", [[len(rows)]])]
     bases = [
         b
         for n, b in zip(shards, how.get("bases", [0] * len(shards)), strict=True)
         for _ in range(n)
     ]
-    expect = [{n: v for n, v in r.items() if n not in (*skipped, "label_spans")} for r in rows]
+    expect = [
+        {n: v for n, v in r.items() if n not in (*skipped, "label_spans")} for r in rows
+    ]
     for r, base in zip(expect, bases, strict=True):
         r["example_ids"] = [base + i for i in r["example_ids"]]
     refuse = ("unsupported",) if how.get("form") == "arrow" else ()
-    return Case(name, about, kind, layout, dataset(rows, **how), expect=expect, refuse=refuse)
+    return Case(
+        name, about, kind, layout, dataset(rows, **how), expect=expect, refuse=refuse
+    )
 
 
 def accepted() -> Iterator[Case]:
@@ -65,10 +79,14 @@ def from_table() -> Iterator[Case]:
         spans = "label_spans" in case.get("features", [])
         for r, derived in zip(rows, case["derived"], strict=True):
             r.setdefault("labels", derived.get("labels"))
-        how = {n: case[n] for n in ("kind", "layout", "carry", "vocab_size") if n in case}
+        how = {
+            n: case[n] for n in ("kind", "layout", "carry", "vocab_size") if n in case
+        }
         size = case.get("pack_size", 96)
         about = case.get("about", "a pack of cases/valid.json")
-        yield good(f"pack-{case['name']}", about, rows, spans=spans, pack_size=size, **how)
+        yield good(
+            f"pack-{case['name']}", about, rows, spans=spans, pack_size=size, **how
+        )
 
 
 def files() -> Iterator[Case]:
@@ -76,38 +94,67 @@ def files() -> Iterator[Case]:
     names = [*rows_of(carry=True)[0]]
     integers = [n for n in names if n not in ("reward", "source", "weight", "checked")]
     delta = {f"{n}.list.element": "DELTA_BINARY_PACKED" for n in integers}
-    split = {f"{n}.list.element": "BYTE_STREAM_SPLIT" for n in (*integers, "reward", "weight")}
+    split = {
+        f"{n}.list.element": "BYTE_STREAM_SPLIT"
+        for n in (*integers, "reward", "weight")
+    }
     options: dict[str, tuple[str, Row]] = {
         "lz4": ("compressed with LZ4_RAW", {"compression": "lz4"}),
         "uncompressed": ("not compressed", {"compression": "none"}),
         "delta": ("integers as DELTA_BINARY_PACKED", {"column_encoding": delta}),
-        "byte-stream-split": ("numbers as BYTE_STREAM_SPLIT", {"column_encoding": split}),
+        "byte-stream-split": (
+            "numbers as BYTE_STREAM_SPLIT",
+            {"column_encoding": split},
+        ),
         "rle": (
             "booleans as RLE",
-            {"column_encoding": {"checked.list.element": "RLE"}, "data_page_version": "2.0"},
+            {
+                "column_encoding": {"checked.list.element": "RLE"},
+                "data_page_version": "2.0",
+            },
         ),
         "pages-v2": ("pages of version 2", {"data_page_version": "2.0"}),
-        "many-pages": ("pages of some bytes", {"data_page_size": 16, "write_batch_size": 4}),
+        "many-pages": (
+            "pages of some bytes",
+            {"data_page_size": 16, "write_batch_size": 4},
+        ),
         "statistics": (
             "statistics, page index, no checksums of pages",
-            {"write_statistics": True, "write_page_index": True, "write_page_checksum": False},
+            {
+                "write_statistics": True,
+                "write_page_index": True,
+                "write_page_checksum": False,
+            },
         ),
         "arrow-schema": ("with ARROW:schema", {"store_schema": True}),
     }
     for name, (about, how) in options.items():
-        yield good(f"file-{name}", about, rows_of(carry=True), carry=CARRY, shards=GROUPS, how=how)
+        yield good(
+            f"file-{name}",
+            about,
+            rows_of(carry=True),
+            carry=CARRY,
+            shards=GROUPS,
+            how=how,
+        )
     how = {"carry": CARRY, "shards": [[3]], "form": "arrow"}
     yield good("arrow-carried", "carried columns in Arrow", rows_of(carry=True), **how)
     how = {
         "form": "arrow",
-        "how": {"options": pa.ipc.IpcWriteOptions(metadata_version=pa.ipc.MetadataVersion.V4)},
+        "how": {
+            "options": pa.ipc.IpcWriteOptions(
+                metadata_version=pa.ipc.MetadataVersion.V4
+            )
+        },
     }
     yield good("arrow-v4", "Arrow metadata of version V4", **how)
     yield good("arrow-bitmaps", "Arrow with a validity bitmap", form="arrow", **BITMAPS)
 
 
 def null_reward(table: pa.Table) -> pa.Table:
-    """The same table, whose first reward is null, though its schema says that none is."""
+    """The same table, whose first reward is null, though its schema says that
+    none is.
+    """
     i = table.schema.get_field_index("reward")
     (chunk,) = table.column(i).chunks
     _, offsets, _, values = chunk.buffers()
@@ -119,10 +166,15 @@ def null_reward(table: pa.Table) -> pa.Table:
 
 
 def without_null(data: bytes) -> bytes:
-    """The same file, whose one null is none: its count is 0, and its bit in the bitmap 1."""
+    """The same file, whose one null is none: its count is 0, and its bit in the bitmap
+    1.
+    """
     file = pa.py_buffer(data)
     column = pa.ipc.open_file(file).get_batch(0).column("reward")
-    node, at = struct.pack("<qq", len(column.values), 1), column.values.buffers()[0].address
+    node, at = (
+        struct.pack("<qq", len(column.values), 1),
+        column.values.buffers()[0].address,
+    )
     at -= file.address
     assert data.count(node) == 1
     data = data[:at] + bytes([data[at] | 1]) + data[at + 1 :]
@@ -140,15 +192,22 @@ def columns() -> Iterator[Case]:
     how = {"kind": "scored", "layout": "shared_prefix", "spans": True}
     mixed = rows_of("scored", "shared_prefix")
     mixed[1] = {**rows_of()[1], "num_responses": [1]}
-    yield good("scored-mixed", "kind scored, 1 to 4 responses", mixed, shards=GROUPS, **how)
+    yield good(
+        "scored-mixed", "kind scored, 1 to 4 responses", mixed, shards=GROUPS, **how
+    )
     cut = rows_of()
     for r in cut:  # a span for each token
         ends = [t for t, i in enumerate(r["labels"]) if i != -100]
         r["label_spans"] = [x for t in ends for x in (t, t + 1)]
     yield good("spans-of-one", "spans that begin where others end", cut, spans=True)
-    far = [{**r, "example_ids": [2**53 + 2 * i + 1 for i in r["example_ids"]]} for r in rows_of()]
+    far = [
+        {**r, "example_ids": [2**53 + 2 * i + 1 for i in r["example_ids"]]}
+        for r in rows_of()
+    ]
     bases = (5, 2**62 + 3)
-    yield good("bases", "bases, and ids that no double holds", far, shards=GROUPS, bases=bases)
+    yield good(
+        "bases", "bases, and ids that no double holds", far, shards=GROUPS, bases=bases
+    )
     high = [{**r, "input_ids": list(r["input_ids"])} for r in rows_of()]
     for r in high:
         r["input_ids"][0] = 2**31 - 2
@@ -167,7 +226,9 @@ def columns() -> Iterator[Case]:
     carry = {"when": LATER, **CARRY, "scores": NESTED, "_weight": "float64"}
     yield good("carried-later", "columns of a later release", later, carry=carry)
     how = {"form": "arrow", "carry": carry}
-    yield good("carried-later-arrow", "columns of a later release, in Arrow", later, **how)
+    yield good(
+        "carried-later-arrow", "columns of a later release, in Arrow", later, **how
+    )
 
 
 def later_fields(manifest: Row) -> None:
@@ -181,7 +242,11 @@ def later_fields(manifest: Row) -> None:
     manifest["writer_features"] = ["later"]
     data = b"anything"
     sha256 = hashlib.sha256(data).hexdigest()
-    info = {"path": f"data/later-{sha256[:16]}.bin", "bytes": len(data), "sha256": sha256}
+    info = {
+        "path": f"data/later-{sha256[:16]}.bin",
+        "bytes": len(data),
+        "sha256": sha256,
+    }
     manifest["further_files"] = [info | {"later": 1}]
 
 
@@ -194,9 +259,18 @@ def manifests() -> Iterator[Case]:
     yield two
 
     def stray(out: Files) -> None:
-        for name in ("-0000002.json", "-000000.json", "-2.json", "-000002.json~", ".json"):
+        for name in (
+            "-0000002.json",
+            "-000000.json",
+            "-2.json",
+            "-000002.json~",
+            ".json",
+        ):
             out[f"_packstore/manifest{name}"] = b"{}"
-        out |= {"_packstore/side-000003.json": b"{}", "_packstore/.manifest-000004.json": b"{"}
+        out |= {
+            "_packstore/side-000003.json": b"{}",
+            "_packstore/.manifest-000004.json": b"{",
+        }
         out["data/0123456789ab-00000-0000000000000000.parquet"] = b"PAR1"
 
     yield good("stray-names", "files that are none of the dataset", files=stray)
@@ -208,9 +282,15 @@ def manifests() -> Iterator[Case]:
         out[name] = b"anything"
 
     yield good(
-        "later-fields", "fields and files of a later release", manifest=later_fields, files=further
+        "later-fields",
+        "fields and files of a later release",
+        manifest=later_fields,
+        files=further,
     )
-    rounded = lambda m: m["statistics"].update(fill_rate=m["statistics"]["fill_rate"] + 9e-7)  # noqa: E731
+
+    def rounded(manifest):
+        manifest["statistics"]["fill_rate"] += 9e-7
+
     yield good("rounded", "a fraction that was rounded", manifest=rounded)
 
 
@@ -221,7 +301,9 @@ def indexes() -> Iterator[Case]:
     """Pack indexes that packstore does not write."""
     yield good("index-sizes", "a pack index without counts", index=True, shards=GROUPS)
 
-    def indexed(name: str, about: str, more: Mapping[str, pa.Array], **how: Any) -> Case:
+    def indexed(
+        name: str, about: str, more: Mapping[str, pa.Array], **how: Any
+    ) -> Case:
         table, out = index_table(rows_of()), {}
         for column, values in more.items():
             table = table.append_column(column, values)
@@ -229,7 +311,9 @@ def indexes() -> Iterator[Case]:
         def put(manifest: Row) -> None:
             put_index(manifest, out, table, [2, 1], **how)
 
-        return good(name, about, shards=GROUPS, manifest=put, files=lambda f: f.update(out))
+        return good(
+            name, about, shards=GROUPS, manifest=put, files=lambda f: f.update(out)
+        )
 
     names = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
     nulls = {name: pa.nulls(3, pa.int64()) for name in names}
@@ -243,13 +327,18 @@ REF = {"ref_logps": "list<float32>"}
 
 
 def ref(rows: list[Row], base: int = 0) -> list[Row]:
-    """Rows of a side dataset for these packs, with the ids that readers see less `base`."""
+    """Rows of a side dataset for these packs, with the ids that readers see less
+    `base`.
+    """
     made = []
     for r in rows:
         n = len(r["lengths"]) // len(r["example_ids"])
         for i in r["example_ids"]:
             made.append(
-                {"example_ids": i - base, "ref_logps": [-(i % 64) - k / 4 for k in range(n)]}
+                {
+                    "example_ids": i - base,
+                    "ref_logps": [-(i % 64) - k / 4 for k in range(n)],
+                }
             )
     return made
 
@@ -279,7 +368,13 @@ def combined(manifest: Row) -> None:
         "sources": [{"path": f"{p}.jsonl", "records": 9} for p in range(3)],
         "lineage": whole(0, 3),
         "combined_from": [
-            {"path": p, "fingerprint": "d" * 64, "lineage": p[0] * 64, "sources": 1, "shards": 1}
+            {
+                "path": p,
+                "fingerprint": "d" * 64,
+                "lineage": p[0] * 64,
+                "sources": 1,
+                "shards": 1,
+            }
             for p in "abc"
         ],
     }
@@ -290,12 +385,19 @@ def parts_case(name: str, about: str, runs: list[tuple[int, int]], **more: Any) 
     rows = combined_rows()
     bases = [p << 40 for p in range(3)]
     stored = [{**r, "example_ids": list(range(len(r["example_ids"])))} for r in rows]
-    how = {"kind": "preference", "shards": [[1]] * 3, "bases": bases, "manifest": combined}
+    how = {
+        "kind": "preference",
+        "shards": [[1]] * 3,
+        "bases": bases,
+        "manifest": combined,
+    }
     case = good(name, about, stored, **how)
     for first, end in runs:
         values = ref(rows[first:end], first << 40)
         side_name = f"{name}-{'abc'[first:end]}"
-        case.beside(side_name, side(values, REF, "preference", whole(first, end), **more))
+        case.beside(
+            side_name, side(values, REF, "preference", whole(first, end), **more)
+        )
     for r in case.expect or []:
         r["side"] = {"ref_logps": [x for v in ref([r]) for x in v["ref_logps"]]}
     return case
@@ -304,7 +406,9 @@ def parts_case(name: str, about: str, runs: list[tuple[int, int]], **more: Any) 
 def with_side(
     name: str, about: str, values: list[Row], columns: Row, expect: Any, **how: Any
 ) -> Case:
-    """A dataset of pairs and its side data; `expect` gives the columns of a pack, joined."""
+    """A dataset of pairs and its side data; `expect` gives the columns of a pack,
+    joined.
+    """
     lineage = lambda m: m["provenance"].update(lineage=LINEAGES[0])  # noqa: E731
     case = good(name, about, rows_of("preference"), kind="preference", manifest=lineage)
     for r in case.expect or []:
@@ -319,12 +423,17 @@ def sides() -> Iterator[Case]:
     more = [{"example_ids": 2**62, "ref_logps": [0.0]}, *reversed(values)]
     about = "side data of more examples, in another order"
     yield with_side("side-more", about, more, REF, joined)
-    wide = [v | {"_x": 1.5, "later": v["ref_logps"], "advantage": [1.0, -1.0]} for v in values]
+    wide = [
+        v | {"_x": 1.5, "later": v["ref_logps"], "advantage": [1.0, -1.0]}
+        for v in values
+    ]
     columns = {"_x": "float64", **REF, "later": ("later", lists(pa.float64()))}
     columns |= {"advantage": "list<float32>"}
     both = lambda r: joined(r) | {"advantage": [1.0, -1.0] * len(r["example_ids"])}  # noqa: E731
     about = "side data with columns of a later release"
-    yield with_side("side-later", about, wide, columns, both, manifest=lambda m: m.update(later=1))
+    yield with_side(
+        "side-later", about, wide, columns, both, manifest=lambda m: m.update(later=1)
+    )
     about = "side data of each part"
     yield parts_case("side-parts", about, [(0, 1), (1, 2), (2, 3)])
     yield parts_case("side-runs", "side data of a part, and of two", [(0, 1), (1, 3)])

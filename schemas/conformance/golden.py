@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 
 from packstore.config import PackConfig
-from packstore.format.arrays import IGNORE_INDEX, Examples, Tally, example_id, to_offsets
+from packstore.format.arrays import (
+    IGNORE_INDEX,
+    Examples,
+    Tally,
+    example_id,
+    to_offsets,
+)
 from packstore.format.schema import KINDS, LAYOUTS
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -59,7 +65,9 @@ class Golden:
 
     @property
     def name(self) -> str:
-        """Kind, layout, how labels are stored, and the file format if it is not Parquet."""
+        """Kind, layout, how labels are stored, and the file format if it is not
+        Parquet.
+        """
         suffix = "" if self.file_format == "parquet" else f"-{self.file_format}"
         return f"{self.kind}-{self.layout}-{self.labels}{suffix}"
 
@@ -72,20 +80,25 @@ class Golden:
 def goldens() -> Iterator[Golden]:
     """Every kind, layout and storage of labels as Parquet, and two of them as Arrow."""
     yield from map(
-        Golden, *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True)
+        Golden,
+        *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True),
     )
     yield Golden("preference", "concat", "plain", "arrow")
     yield Golden("scored", "shared_prefix", "spans", "arrow")
 
 
 def example(kind: str, number: int) -> list[Sequence]:
-    """An example whose sequences mostly share their prompt, and sometimes part inside it."""
+    """An example whose sequences mostly share their prompt, and sometimes part inside
+    it.
+    """
     sequences = []
     for k in range(KINDS[kind] or 2 + number % 3):
         prompt = [(5 * number + 3 * j) % VOCAB_SIZE for j in range(1 + number % 6)]
         if k and number % 5 == 4:
             prompt[k % len(prompt)] = 99
-        ids = prompt + [(11 * number + 7 * k + j) % VOCAB_SIZE for j in range(1 + (number + k) % 4)]
+        ids = prompt + [
+            (11 * number + 7 * k + j) % VOCAB_SIZE for j in range(1 + (number + k) % 4)
+        ]
         supervised = [j >= len(prompt) for j in range(len(ids))]
         if number % 4 == 3:  # two more turns, of which only the second is supervised
             ids += [number, 0, k]
@@ -111,8 +124,13 @@ def row(golden: Golden, numbers: list[int]) -> Row:
     for number in numbers:
         sequences = example(golden.kind, number)
         for k, s in enumerate(sequences):
-            start = offset(sequences[0], s) if k and golden.layout == "shared_prefix" else 0
-            labels = [i if on else IGNORE_INDEX for i, on in zip(s.ids, s.supervised, strict=True)]
+            start = (
+                offset(sequences[0], s) if k and golden.layout == "shared_prefix" else 0
+            )
+            labels = [
+                i if on else IGNORE_INDEX
+                for i, on in zip(s.ids, s.supervised, strict=True)
+            ]
             out["input_ids"] += s.ids[start:]
             out["labels"] += labels[start:]
             out["reward"].append(s.reward)
@@ -142,7 +160,12 @@ def examples(golden: Golden, numbers: list[int]) -> Examples:
     groups = [example(golden.kind, n) for n in numbers]
     flat = list(itertools.chain(*groups))
     columns = carried(numbers) if golden.carry else {}
-    kinds = {"string": np.object_, "int64": np.int64, "float64": np.float64, "bool": np.bool_}
+    kinds = {
+        "string": np.object_,
+        "int64": np.int64,
+        "float64": np.float64,
+        "bool": np.bool_,
+    }
     return Examples(
         input_ids=np.array([i for s in flat for i in s.ids], np.int32),
         supervised=np.array([on for s in flat for on in s.supervised], np.bool_),
@@ -240,7 +263,9 @@ def packs() -> list[list[int]]:
 
 
 def make(root: Path) -> None:
-    """All golden datasets below ``root/datasets``, and side datasets below ``root/sides``."""
+    """All golden datasets below ``root/datasets``, and side datasets below
+    ``root/sides``.
+    """
     for golden in goldens():
         write(golden, root / "datasets" / golden.name, packs())
     for name in SIDES:

@@ -1,11 +1,12 @@
 """Writes the conformance kit of format version 1 beside this file.
 
-    PYTHONPATH=tests/support python schemas/conformance/make.py [FOLDER]    # writes FOLDER/v1
+    PYTHONPATH=tests/support python schemas/conformance/make.py [FOLDER]    # writes
+    FOLDER/v1
 
-``kit.json`` lists the cases: the dataset and the side datasets that a reader gets, and either the
-file with what it must decode or the names under which it may refuse. packstore writes the golden
-datasets (``golden.py``), and ``writer.py`` all others, by format.md alone. A file of a released
-version is never written anew: cases are added.
+``kit.json`` lists the cases: the dataset and the side datasets that a reader gets, and
+either the file with what it must decode or the names under which it may refuse.
+packstore writes the golden datasets (``golden.py``), and ``writer.py`` all others, by
+format.md alone. A file of a released version is never written anew: cases are added.
 """
 
 from __future__ import annotations
@@ -31,19 +32,29 @@ HERE = Path(__file__).parent
 
 
 def goldens(root: Path) -> list[Case]:
-    """Writes the golden datasets; returns a case for each, and for each of its side datasets."""
+    """Writes the golden datasets; returns a case for each, and for each of its side
+    datasets.
+    """
     golden.make(root)
     cases = []
     for one in golden.goldens():
         packs = [golden.row(one, numbers) for numbers in golden.packs()]
         refuse = ("unsupported",) if one.file_format == "arrow" else ()
-        case = Case(one.name, "written by packstore", one.kind, one.layout, refuse=refuse)
+        case = Case(
+            one.name, "written by packstore", one.kind, one.layout, refuse=refuse
+        )
         cases.append(dataclasses.replace(case, expect=packs))
         if one.name in golden.SIDES:
-            sides = [golden.side_columns(one.kind, numbers) for numbers in golden.packs()]
-            packs = [{**pack, "side": own} for pack, own in zip(packs, sides, strict=True)]
+            sides = [
+                golden.side_columns(one.kind, numbers) for numbers in golden.packs()
+            ]
+            packs = [
+                {**pack, "side": own} for pack, own in zip(packs, sides, strict=True)
+            ]
             about, name = "with side data, written by packstore", f"{one.name}-side"
-            case = Case(name, about, one.kind, one.layout, expect=packs, dataset=one.name)
+            case = Case(
+                name, about, one.kind, one.layout, expect=packs, dataset=one.name
+            )
             cases.append(case.beside(one.name))
     return cases
 
@@ -68,7 +79,10 @@ def plain(value: Any) -> Any:
 
 def expected(case: Case) -> str:
     """The text of the file with what a dataset decodes to, a line for each pack."""
-    packs = [{**pack, **READER["derive"](pack, KINDS[case.kind])} for pack in case.expect or []]
+    packs = [
+        {**pack, **READER["derive"](pack, KINDS[case.kind])}
+        for pack in case.expect or []
+    ]
     rows = ",\n".join(f"  {json.dumps(plain(pack))}" for pack in packs)
     about = f'"kind": "{case.kind}", "layout": "{case.layout}"'
     return f'{{\n {about},\n "packs": [\n{rows}\n ]\n}}\n'
@@ -79,7 +93,11 @@ def entry(root: Path, case: Case) -> Row:
     put(case.files, root / "datasets" / case.dataset)
     for name, files in case.sides.items():
         put(files, root / "sides" / name)
-    out: Row = {"name": case.name, "about": case.about, "dataset": f"datasets/{case.dataset}"}
+    out: Row = {
+        "name": case.name,
+        "about": case.about,
+        "dataset": f"datasets/{case.dataset}",
+    }
     out["sides"] = [f"sides/{name}" for name in case.sides]
     if case.expect is not None:
         out["expected"] = f"expected/{case.name}.json"
@@ -92,7 +110,9 @@ def make(root: Path) -> None:
     cases = [*goldens(root), *accepted(), *refused_files(), *refused_values()]
     assert len({case.name for case in cases}) == len(cases)
     lines = ",\n".join(f"  {json.dumps(entry(root, case))}" for case in cases)
-    (root / "kit.json").write_text(f'{{\n "cases": [\n{lines}\n ]\n}}\n', encoding="utf-8")
+    (root / "kit.json").write_text(
+        f'{{\n "cases": [\n{lines}\n ]\n}}\n', encoding="utf-8"
+    )
 
 
 if __name__ == "__main__":

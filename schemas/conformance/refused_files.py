@@ -26,7 +26,9 @@ from writer import dataset, lists
 Change = Callable[[Any], Any]
 
 
-def bad(name: str, about: str, *refuse: str, rows: list[Row] | None = None, **how: Any) -> Case:
+def bad(
+    name: str, about: str, *refuse: str, rows: list[Row] | None = None, **how: Any
+) -> Case:
     """A dataset that may be refused under these names."""
     if how.get("form") == "arrow":
         refuse = (*refuse, "unsupported")
@@ -48,21 +50,34 @@ OTHER_NAMES = {
     "pair-of-three": ("manifest",),
     "sft-of-two": ("manifest",),
 }
-"""What a case breaks as well: K times the examples are the sequences of a manifest, too."""
+"""What a case breaks as well: K times the examples are the sequences of a manifest,
+too.
+"""
 
 
 def from_table() -> Iterator[Case]:
     """The packs of ``cases/invalid.json``, each before one that is valid."""
-    for case in json.loads((CASES / "invalid.json").read_text(encoding="utf-8"))["cases"]:
+    for case in json.loads((CASES / "invalid.json").read_text(encoding="utf-8"))[
+        "cases"
+    ]:
         how = {
-            n: case[n] for n in ("kind", "layout", "carry", "pack_size", "vocab_size") if n in case
+            n: case[n]
+            for n in ("kind", "layout", "carry", "pack_size", "vocab_size")
+            if n in case
         }
         k, n = {"preference": 2, "sft": 1, "scored": 1}[case["kind"]], 1
         if not case["rows"][0]["example_ids"]:
             n = 2  # so that there are as many examples as packs
         spans = "label_spans" in case.get("features", [])
-        filler = {"input_ids": [1, 2] * k * n, "labels": [-100, 2] * k * n, "lengths": [2] * k * n}
-        filler |= {"seq_boundaries": [*range(0, 2 * k * n + 1, 2)], "reward": [1.0] * k * n}
+        filler = {
+            "input_ids": [1, 2] * k * n,
+            "labels": [-100, 2] * k * n,
+            "lengths": [2] * k * n,
+        }
+        filler |= {
+            "seq_boundaries": [*range(0, 2 * k * n + 1, 2)],
+            "reward": [1.0] * k * n,
+        }
         filler |= {
             "example_ids": [*range(20, 20 + n)],
             "num_responses": [1] * n,
@@ -97,13 +112,21 @@ def manifests() -> Iterator[Case]:
         ("file_format", "lance"),
     ):
         yield bad(
-            f"later-{path}", f"{path} of a later release", "unsupported", manifest=at(path, value)
+            f"later-{path}",
+            f"{path} of a later release",
+            "unsupported",
+            manifest=at(path, value),
         )
     for name, about, path, value in (
         ("responses", "num_responses of another kind", "num_responses", 2),
         ("total", "a total that is not the sum over shards", "totals/tokens", 1),
         ("records", "records that are neither packed nor dropped", "records/read", 99),
-        ("carry-name", "a carried column with a dot in its name", "carry", {"a.b": "string"}),
+        (
+            "carry-name",
+            "a carried column with a dot in its name",
+            "carry",
+            {"a.b": "string"},
+        ),
         (
             "carry-reserved",
             "a carried column named like one of the format",
@@ -123,10 +146,18 @@ def manifests() -> Iterator[Case]:
         for counts in (document["totals"], document["records"]):
             counts |= {n: 2 * v for n, v in counts.items() if isinstance(v, int)}
 
-    yield bad("manifest-shard-twice", "a shard that is there twice", "manifest", manifest=twice)
+    yield bad(
+        "manifest-shard-twice",
+        "a shard that is there twice",
+        "manifest",
+        manifest=twice,
+    )
     texts: dict[str, tuple[str, Change]] = {
         "torn": ("half a manifest, beside an older version", lambda m: sealed(m)[:900]),
-        "hash": ("a manifest that was changed", lambda m: sealed(m).replace(b"plain", b"plane")),
+        "hash": (
+            "a manifest that was changed",
+            lambda m: sealed(m).replace(b"plain", b"plane"),
+        ),
         "hash-name": (
             "a flipped bit in the name of its hash",
             lambda m: b"qha256".join(sealed(m).rsplit(b"sha256", 1)),
@@ -139,7 +170,10 @@ def manifests() -> Iterator[Case]:
             "two members of one name",
             lambda m: sealed(m).replace(b'"seed"', b'"seed": 1, "s\\u0065ed"'),
         ),
-        "utf-8": ("a text that is no UTF-8", lambda m: raw(m).replace(b"part-0", b"part-\xff")),
+        "utf-8": (
+            "a text that is no UTF-8",
+            lambda m: raw(m).replace(b"part-0", b"part-\xff"),
+        ),
         "surrogate": (
             "a text with half a surrogate pair",
             lambda m: raw(m).replace(b"part-0", b"\\ud800"),
@@ -150,7 +184,13 @@ def manifests() -> Iterator[Case]:
         ),
     }
     for name, (about, seal) in texts.items():
-        case = bad(f"manifest-{name}", about, "manifest", seal=seal, number=1 + (name == "torn"))
+        case = bad(
+            f"manifest-{name}",
+            about,
+            "manifest",
+            seal=seal,
+            number=1 + (name == "torn"),
+        )
         case.files |= dataset(rows_of()) if name == "torn" else {}
         yield case
 
@@ -172,7 +212,10 @@ def files() -> Iterator[Case]:
         return lambda out: out.update({shard_of(out): change(out[shard_of(out)])})
 
     yield bad(
-        "shard-missing", "a shard is missing", "bytes", files=lambda out: out.pop(shard_of(out))
+        "shard-missing",
+        "a shard is missing",
+        "bytes",
+        files=lambda out: out.pop(shard_of(out)),
     )
     longer = edit(lambda data: data[:4] + b"\0" + data[4:])
     yield bad("shard-longer", "a shard with a byte too many", "bytes", files=longer)
@@ -197,7 +240,12 @@ def files() -> Iterator[Case]:
         form="arrow",
         manifest=at("shards/0/row_groups/crc32", "0" * 8),
     )
-    yield bad("further-file-missing", "a further file is missing", "bytes", manifest=later_fields)
+    yield bad(
+        "further-file-missing",
+        "a further file is missing",
+        "bytes",
+        manifest=later_fields,
+    )
 
     def changed(out: Files) -> None:
         (info,) = json.loads(out[MANIFEST])["further_files"]
@@ -238,13 +286,19 @@ def nulls(name: str) -> Change:
 
 def renamed(**metadata: str) -> Change:
     """Returns the change of a table that gives its schema other metadata."""
-    texts = {f"packstore.{name}".encode(): text.encode() for name, text in metadata.items()}
+    texts = {
+        f"packstore.{name}".encode(): text.encode() for name, text in metadata.items()
+    }
     return lambda t: t.replace_schema_metadata({**t.schema.metadata, **texts})
 
 
 def schemas() -> Iterator[Case]:
     """Shards whose schema is not that of the manifest."""
-    i32, item, plain = pa.int32(), lists(pa.int32(), "item"), {"use_compliant_nested_type": False}
+    i32, item, plain = (
+        pa.int32(),
+        lists(pa.int32(), "item"),
+        {"use_compliant_nested_type": False},
+    )
     counts = pa.array([[1, 1], [1], [1, 1, 1]], lists(i32))
     columns: dict[str, tuple[str, Change]] = {
         "missing": ("no column reward", lambda t: t.drop_columns(["reward"])),
@@ -259,7 +313,9 @@ def schemas() -> Iterator[Case]:
         ),
         "counts": (
             "num_responses in kind sft",
-            lambda t: t.append_column(pa.field("num_responses", lists(i32), False), counts),
+            lambda t: t.append_column(
+                pa.field("num_responses", lists(i32), False), counts
+            ),
         ),
         "ids": ("token ids of 64 bits", cast("input_ids", lists(pa.int64()))),
         "unsigned": ("lengths without a sign", cast("lengths", lists(pa.uint32()))),
@@ -274,13 +330,18 @@ def schemas() -> Iterator[Case]:
         "features": ("metadata with a feature", renamed(features="label_spans")),
         "version": ("metadata of another version", renamed(format_version="2")),
         "key": ("metadata with a further key", renamed(later="1")),
-        "keys": ("no metadata", lambda t: t.replace_schema_metadata({"packstore.kind": "sft"})),
+        "keys": (
+            "no metadata",
+            lambda t: t.replace_schema_metadata({"packstore.kind": "sft"}),
+        ),
     }
     for name, (about, table) in columns.items():
         yield bad(f"schema-{name}", about, "schema", table=table)
     cases = {"schema-item": plain, "schema-item-both": {**plain, "store_schema": True}}
     for name, how in cases.items():
-        yield bad(name, "elements named item", "schema", how=how, table=cast("lengths", item))
+        yield bad(
+            name, "elements named item", "schema", how=how, table=cast("lengths", item)
+        )
     yield bad(
         "schema-item-arrow",
         "elements named item, in Arrow",
@@ -300,7 +361,10 @@ def schemas() -> Iterator[Case]:
     )
     spans = at("features", ["label_spans"])
     yield bad(
-        "schema-spans", "labels, where the manifest tells label_spans", "schema", manifest=spans
+        "schema-spans",
+        "labels, where the manifest tells label_spans",
+        "schema",
+        manifest=spans,
     )
 
 
@@ -318,7 +382,10 @@ def encodings() -> Iterator[Case]:
             {"compression": {"reward.list.element": "gzip"}},
         ),
         "dictionary": ("encoded by a dictionary", {"use_dictionary": True}),
-        "delta-length": ("texts as DELTA_LENGTH_BYTE_ARRAY", {"column_encoding": delta}),
+        "delta-length": (
+            "texts as DELTA_LENGTH_BYTE_ARRAY",
+            {"column_encoding": delta},
+        ),
         "delta-strings": ("texts as DELTA_BYTE_ARRAY", {"column_encoding": strings}),
     }
     for name, (about, how) in options.items():
@@ -339,7 +406,13 @@ def encodings() -> Iterator[Case]:
         **carry,
     )
     packed = {"options": pa.ipc.IpcWriteOptions(compression="zstd")}
-    yield bad("arrow-compressed", "a compressed record batch", "encoding", form="arrow", how=packed)
+    yield bad(
+        "arrow-compressed",
+        "a compressed record batch",
+        "encoding",
+        form="arrow",
+        how=packed,
+    )
     dictionary = cast("source", lists(pa.dictionary(pa.int32(), pa.string())))
     yield bad(
         "arrow-dictionary",
@@ -360,7 +433,9 @@ def gap(data: bytes) -> bytes:
     group = pq.read_metadata(pa.BufferReader(data)).row_group(0)
     at = group.column(group.num_columns - 1).data_page_offset
     end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    old, new = (b"\x26" + varint(2 * offset) for offset in (at, at + 1))  # an i64 of Thrift
+    old, new = (
+        b"\x26" + varint(2 * offset) for offset in (at, at + 1)
+    )  # an i64 of Thrift
     assert data[end:].count(old) == 1
     return data[:at] + b"\0" + data[at:end] + data[end:].replace(old, new)
 

@@ -1,4 +1,6 @@
-"""Datasets of good packs whose counts, ids, pack index or side data a reader must refuse."""
+"""Datasets of good packs whose counts, ids, pack index or side data a reader must
+refuse.
+"""
 
 from __future__ import annotations
 
@@ -52,22 +54,36 @@ def counts() -> Iterator[Case]:
         "longest": ("the longest segment", "shards/0/row_groups/longest", [5]),
         "logical": ("the sum of all lengths", "totals/logical_tokens", 1),
         "fill-rate": ("the fill rate", "statistics/fill_rate", 0.5),
-        "mean": ("the mean of examples of a pack", "statistics/examples_per_pack/mean", 2.001),
+        "mean": (
+            "the mean of examples of a pack",
+            "statistics/examples_per_pack/mean",
+            2.001,
+        ),
         "longest-sequence": ("the longest sequence", "statistics/longest_sequence", 95),
         "segments": ("the most segments", "statistics/most_segments", 4),
-        "histogram": ("the histogram of lengths", "statistics/length_histogram", {"2": 6}),
+        "histogram": (
+            "the histogram of lengths",
+            "statistics/length_histogram",
+            {"2": 6},
+        ),
     }
     for name, (about, path, value) in paths.items():
         yield bad(f"counts-{name}", about, "counts", manifest=at(path, value))
     yield bad(
-        "counts-supervised", "the supervised tokens", "counts", manifest=sums("supervised_tokens")
+        "counts-supervised",
+        "the supervised tokens",
+        "counts",
+        manifest=sums("supervised_tokens"),
     )
 
     def one_group(manifest: Row) -> None:
         groups = manifest["shards"][0]["row_groups"]
         for n in ("rows", "examples", "tokens"):
             groups[n] = [sum(groups[n])]
-        groups["longest"], groups["crc32"] = [max(groups["longest"])], groups["crc32"][:8]
+        groups["longest"], groups["crc32"] = (
+            [max(groups["longest"])],
+            groups["crc32"][:8],
+        )
 
     yield bad(
         "counts-groups",
@@ -78,7 +94,13 @@ def counts() -> Iterator[Case]:
         manifest=one_group,
     )
     scored = {"rows": rows_of("scored"), "kind": "scored"}
-    yield bad("counts-sequences", "the sequences", "counts", manifest=sums("sequences"), **scored)
+    yield bad(
+        "counts-sequences",
+        "the sequences",
+        "counts",
+        manifest=sums("sequences"),
+        **scored,
+    )
 
 
 def ids() -> Iterator[Case]:
@@ -91,7 +113,10 @@ def ids() -> Iterator[Case]:
     large = rows_of()
     large[0]["input_ids"][0] = 2**31 - 1
     yield bad(
-        "id-too-large", "a token id of 2^31 - 1, without a vocabulary", "ids-range", rows=large
+        "id-too-large",
+        "a token id of 2^31 - 1, without a vocabulary",
+        "ids-range",
+        rows=large,
     )
     name = "example-ids"
     yield bad("ids-negative", "an example id that is negative", name, rows=first(-5))
@@ -101,7 +126,9 @@ def ids() -> Iterator[Case]:
     yield bad("ids-overflow", "an example id of 64 bits with its base", name, **high)
     yield bad("ids-repeated", "an example id that is there twice", name, rows=first(4))
     about = "example ids of two shards that agree with their bases"
-    yield bad("ids-bases", about, name, rows=first(4), shards=[[1], [2]], bases=[2**41, 2**41])
+    yield bad(
+        "ids-bases", about, name, rows=first(4), shards=[[1], [2]], bases=[2**41, 2**41]
+    )
 
 
 def indexes() -> Iterator[Case]:
@@ -111,7 +138,9 @@ def indexes() -> Iterator[Case]:
     def indexed(made: pa.Table, change: Change = lambda out: None, **how: Any) -> Row:
         out: Files = {}
         return {
-            "manifest": lambda m: put_index(m, out, made, how.pop("groups", [3]), **how),
+            "manifest": lambda m: put_index(
+                m, out, made, how.pop("groups", [3]), **how
+            ),
             "files": lambda f: (f.update(out), change(f)),
         }
 
@@ -119,7 +148,9 @@ def indexes() -> Iterator[Case]:
         i = table.schema.get_field_index(column)
         values = table[column].to_pylist()
         values[0], values[1] = values[0] + change, values[1] - change
-        return table.set_column(i, table.field(i), pa.array(values, table.field(i).type))
+        return table.set_column(
+            i, table.field(i), pa.array(values, table.field(i).type)
+        )
 
     def damaged(out: Files) -> None:
         (path,) = (p for p in out if p.endswith(".index"))
@@ -131,24 +162,48 @@ def indexes() -> Iterator[Case]:
 
     lost = table.drop_columns(["squares"])
     yield bad(
-        "index-missing", "a pack index that is missing", name, "bytes", **indexed(table, missing)
+        "index-missing",
+        "a pack index that is missing",
+        name,
+        "bytes",
+        **indexed(table, missing),
     )
     yield bad(
-        "index-hash", "a pack index with another byte", name, "bytes", **indexed(table, damaged)
+        "index-hash",
+        "a pack index with another byte",
+        name,
+        "bytes",
+        **indexed(table, damaged),
     )
     yield bad("index-column", "a pack index without squares", name, **indexed(lost))
-    yield bad("index-rows", "a row group for each pack", name, **indexed(table, groups=[1, 1, 1]))
     yield bad(
-        "index-dictionary", "a dictionary in the index", name, **indexed(table, use_dictionary=True)
+        "index-rows",
+        "a row group for each pack",
+        name,
+        **indexed(table, groups=[1, 1, 1]),
     )
     yield bad(
-        "index-gzip", "an index compressed with gzip", name, **indexed(table, compression="gzip")
+        "index-dictionary",
+        "a dictionary in the index",
+        name,
+        **indexed(table, use_dictionary=True),
+    )
+    yield bad(
+        "index-gzip",
+        "an index compressed with gzip",
+        name,
+        **indexed(table, compression="gzip"),
     )
     for column, change in (("tokens", 1), ("examples", -1), ("squares", 1)):
         about = f"{column} that are those of no pack"
         yield bad(f"index-{column}", about, name, **indexed(other(column, change)))
     few = table.append_column("best_tokens", pa.array([2, 1, 3], pa.int64()))
-    yield bad("index-some-counts", "a column of counts without the others", name, **indexed(few))
+    yield bad(
+        "index-some-counts",
+        "a column of counts without the others",
+        name,
+        **indexed(few),
+    )
     names = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
     counts: dict[str, tuple[str, list[int | None]]] = {
         "counts": ("counts that no pack can have", [99, 99, 99]),
@@ -168,7 +223,9 @@ def sides() -> Iterator[Case]:
     """Side datasets that cannot be joined to a dataset of another case."""
     refusal: Row = {"expect": None, "refuse": ("side",), "files": {}}
 
-    def no(name: str, about: str, rows: list[Row], columns: Row = REF, **how: Any) -> Case:
+    def no(
+        name: str, about: str, rows: list[Row], columns: Row = REF, **how: Any
+    ) -> Case:
         case = with_side(f"side-{name}", about, rows, columns, lambda r: {}, **how)
         return dataclasses.replace(case, **refusal, dataset="side-more")
 
@@ -183,9 +240,13 @@ def sides() -> Iterator[Case]:
     yield no("values", "too few values for an example", one(ref_logps=[-1.0]))
     yield no("nan", "a value that is NaN", one(ref_logps=[-1.0, float("nan")]))
     yield no("rows", "another number of rows", good, manifest=first({"rows": 7}))
-    yield no("hash", "another hash of a shard", good, manifest=first({"sha256": "0" * 64}))
+    yield no(
+        "hash", "another hash of a shard", good, manifest=first({"sha256": "0" * 64})
+    )
     yield no("gzip", "compressed with gzip", good, how={"compression": "gzip"})
-    yield no("dictionary", "encoded by a dictionary", good, how={"use_dictionary": True})
+    yield no(
+        "dictionary", "encoded by a dictionary", good, how={"use_dictionary": True}
+    )
     yield no(
         "type",
         "ref_logps of one value for each example",
@@ -195,7 +256,12 @@ def sides() -> Iterator[Case]:
     double = cast("ref_logps", lists(pa.float64()))
     yield no("schema", "values of 64 bits", good, table=double)
     later = dataclasses.replace(
-        no("version", "a later version of side data", good, manifest=at("side_version", 2)),
+        no(
+            "version",
+            "a later version of side data",
+            good,
+            manifest=at("side_version", 2),
+        ),
         refuse=("unsupported",),
     )
     yield later

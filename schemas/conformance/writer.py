@@ -1,6 +1,7 @@
 """Writes datasets and side datasets from rows of JSON values, by format.md alone.
 
-It checks nothing, so that what it writes may be wrong in any way; sizes, hashes and counts fit.
+It checks nothing, so that what it writes may be wrong in any way; sizes, hashes and
+counts fit.
 packstore writes the golden datasets, so this is another writer as well.
 """
 
@@ -36,24 +37,38 @@ def lists(value: pa.DataType, name: str = "element") -> pa.DataType:
 SIDE_TYPES["list<float32>"] = lists(pa.float32())
 
 
-def schema_of(kind: str, layout: str, spans: bool, carry: Mapping[str, Any]) -> pa.Schema:
-    """Returns the schema of a shard; a carried type that is no text is an Arrow type."""
+def schema_of(
+    kind: str, layout: str, spans: bool, carry: Mapping[str, Any]
+) -> pa.Schema:
+    """Returns the schema of a shard; a carried type that is no text is an Arrow
+    type.
+    """
     i32, i64 = pa.int32(), pa.int64()
-    columns = {"input_ids": i32, "label_spans" if spans else "labels": i32, "reward": pa.float32()}
+    columns = {
+        "input_ids": i32,
+        "label_spans" if spans else "labels": i32,
+        "reward": pa.float32(),
+    }
     columns |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
     columns |= {"num_responses": i32} if KINDS[kind] is None else {}
     columns |= {n: TYPES[t] if isinstance(t, str) else t for n, t in carry.items()}
     metadata = {"format_version": "1", "kind": kind, "layout": layout}
     metadata["features"] = "label_spans" if spans else ""
-    fields = [pa.field(name, lists(type_), nullable=False) for name, type_ in columns.items()]
-    return pa.schema(fields, {f"packstore.{name}": text for name, text in metadata.items()})
+    fields = [
+        pa.field(name, lists(type_), nullable=False) for name, type_ in columns.items()
+    ]
+    return pa.schema(
+        fields, {f"packstore.{name}": text for name, text in metadata.items()}
+    )
 
 
 def to_table(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
     """Returns rows as a table; a reward may be too large for float32."""
     columns = []
     for field in schema:
-        values: list[Any] = [row[n] if (n := field.name) in row else spans_of(row) for row in rows]
+        values: list[Any] = [
+            row[n] if (n := field.name) in row else spans_of(row) for row in rows
+        ]
         if field.name == "reward":
             with np.errstate(over="ignore"):
                 values = [np.array(v, np.float64).astype(np.float32) for v in values]
@@ -92,7 +107,9 @@ def counts_of(rows: Sequence[Row], kind: str) -> Row:
         "tokens": sum(tokens),
         "supervised_tokens": len(labels),
         "longest": min(max(1, *steps, 1), sum(tokens)),
-        "squares": [sum((y - x) ** 2 for x, y in itertools.pairwise(bounds)) for bounds in b],
+        "squares": [
+            sum((y - x) ** 2 for x, y in itertools.pairwise(bounds)) for bounds in b
+        ],
     }
 
 
@@ -102,7 +119,9 @@ SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
 def statistics_of(rows: Sequence[Row], pack_size: int) -> Row:
     """Returns the statistics of packs."""
     lengths = [n for row in rows for n in row["lengths"]]
-    examples, tokens = ([len(row[n]) for row in rows] for n in ("example_ids", "input_ids"))
+    examples, tokens = (
+        [len(row[n]) for row in rows] for n in ("example_ids", "input_ids")
+    )
     histogram: dict[str, int] = {}
     for n in sorted(lengths):
         bucket = str(1 << max(n.bit_length() - 1, 0))
@@ -152,8 +171,9 @@ def dataset(
     """Returns the files of a dataset.
 
     Args:
-        rows: packs; the plain labels also with `spans`, which then have ``label_spans``.
-        kind, layout, spans, carry, pack_size, vocab_size: as in the manifest; `carry` may name a
+        rows: packs; the plain labels also with `spans`, which then have
+        ``label_spans``. kind, layout, spans, carry, pack_size, vocab_size: as in the
+        manifest; `carry` may name a
             type ``later:...`` through a pair of its name and its Arrow type.
         shards: packs of each row group of each shard; by default one row group.
         bases: ``example_id_base`` of each shard.
@@ -161,19 +181,32 @@ def dataset(
         index: with a pack index of sizes.
         number: of the manifest.
         how: options of pyarrow.
-        table, data, manifest, files, seal: change the table of a shard, its bytes, the manifest, or
-            all files, before their hashes are taken (`files`: after); the text of the manifest.
+        table, data, manifest, files, seal: change the table of a shard, its bytes, the
+            manifest, or all files, before their hashes are taken (`files`: after); the
+            text of the manifest.
     """
     types = {n: t if isinstance(t, str) else t[0] for n, t in (carry or {}).items()}
     arrow = {n: t if isinstance(t, str) else t[1] for n, t in (carry or {}).items()}
-    schema, out, infos, at = schema_of(kind, layout, spans, arrow), dict[str, bytes](), [], 0
+    schema, out, infos, at = (
+        schema_of(kind, layout, spans, arrow),
+        dict[str, bytes](),
+        [],
+        0,
+    )
     for s, groups in enumerate(shards or [[len(rows)]] * bool(rows)):
-        parts = [rows[a:b] for a, b in itertools.pairwise(itertools.accumulate(groups, initial=at))]
+        parts = [
+            rows[a:b]
+            for a, b in itertools.pairwise(itertools.accumulate(groups, initial=at))
+        ]
         part, at = rows[at : at + sum(groups)], at + sum(groups)
         options = {**HOW, **(how or {})} if form == "parquet" else dict(how or {})
-        made = data(shard_bytes(table(to_table(part, schema)), list(groups), form, **options))
+        made = data(
+            shard_bytes(table(to_table(part, schema)), list(groups), form, **options)
+        )
         counts = list(map(counts_of, parts, itertools.repeat(kind)))
-        name = f"data/0123456789ab-{s:05d}-{hashlib.sha256(made).hexdigest()[:16]}.{form}"
+        name = (
+            f"data/0123456789ab-{s:05d}-{hashlib.sha256(made).hexdigest()[:16]}.{form}"
+        )
         info = {"path": name, **{n: sum(c[n] for c in counts) for n in SUMS}}
         info |= {"bytes": 0, "sha256": "", "footer_bytes": 0, "footer_sha256": ""}
         fit(info, made)
@@ -215,7 +248,9 @@ def dataset(
         },
     }
     if index:
-        put_index(document, out, index_table(rows), [sum(g) for g in shards or [[len(rows)]]])
+        put_index(
+            document, out, index_table(rows), [sum(g) for g in shards or [[len(rows)]]]
+        )
     document["shards"] = infos
     manifest(document)
     out[f"_packstore/manifest-{number:06d}.json"] = seal(document)
@@ -233,10 +268,17 @@ def index_table(rows: Sequence[Row]) -> pa.Table:
     return pa.table(sizes, schema=pa.schema(fields))
 
 
-def put_index(document: Row, out: Files, table: pa.Table, rows: Sequence[int], **how: Any) -> None:
+def put_index(
+    document: Row, out: Files, table: pa.Table, rows: Sequence[int], **how: Any
+) -> None:
     """Puts an index with a row group for each shard, and names it in the manifest."""
     sink = io.BytesIO()
-    options = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, **HOW}
+    options = {
+        "compression": "zstd",
+        "use_dictionary": False,
+        "write_statistics": False,
+        **HOW,
+    }
     with pq.ParquetWriter(sink, table.schema, **{**options, **how}) as writer:
         for at, n in zip(itertools.accumulate(rows, initial=0), rows, strict=False):
             writer.write_table(table.slice(at, n))
@@ -266,9 +308,13 @@ def side(
     manifest: Callable[[Row], object] = same,
     files: Callable[[Files], object] = same,
 ) -> Files:
-    """Returns the files of a side dataset of one shard; arguments as of :func:`dataset`."""
+    """Returns the files of a side dataset of one shard; arguments as of
+    :func:`dataset`.
+    """
     types = {n: t if isinstance(t, str) else t[0] for n, t in columns.items()}
-    schema = side_schema({n: t if isinstance(t, str) else t[1] for n, t in columns.items()})
+    schema = side_schema(
+        {n: t if isinstance(t, str) else t[1] for n, t in columns.items()}
+    )
     made = table(pa.Table.from_pylist(list(rows), schema))
     data = shard_bytes(made, [len(made)], "parquet", **{**HOW, **(how or {})})
     info: Row = {"path": "", "bytes": 0, "sha256": "", "rows": len(made)}

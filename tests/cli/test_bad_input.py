@@ -1,4 +1,6 @@
-"""A page of bad inputs: each a one-line error that names the place, exit code 1, and no dataset."""
+"""A page of bad inputs: each a one-line error that names the place, exit code 1, and no
+dataset.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,21 @@ from small_jobs import trained_tokenizer
 import packstore
 from packstore.cli import main
 
-GOOD = {"prompt": "What is two and two?", "chosen": "It is four.", "rejected": "It is five."}
-LINES = [json.dumps({**GOOD, "prompt": f"{GOOD['prompt']} ({i})"}) + "\n" for i in range(40)]
+GOOD = {
+    "prompt": "What is two and two?",
+    "chosen": "It is four.",
+    "rejected": "It is five.",
+}
+LINES = [
+    json.dumps({**GOOD, "prompt": f"{GOOD['prompt']} ({i})"}) + "\n" for i in range(40)
+]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with a good input, a tokenizer, and a dataset that is already there."""
+    """A working folder with a good input, a tokenizer, and a dataset that is already
+    there.
+    """
     monkeypatch.chdir(tmp_path)
     trained_tokenizer(LINES).save("tokenizer.json")
     Path("good.jsonl").write_text("".join(LINES), encoding="utf-8")
@@ -34,15 +44,24 @@ def one(**fields: object) -> bytes:
 FIRST = LINES[0].encode()
 
 CASES: dict[str, tuple[bytes | None, list[str], list[str]]] = {
-    # Content of the file, arguments, parts of the message; files that cannot be read: io/inputs.
+    # Content of the file, arguments, parts of the message; files that cannot be read:
+    # io/inputs.
     "missing file": (None, ["nowhere.jsonl"], ["nowhere.jsonl"]),
     "missing field": (
         FIRST + b'{"prompt": "p", "chosen": "c"}\n',
         ["bad.jsonl"],
         ["bad.jsonl, line 2", "rejected"],
     ),
-    "wrong type everywhere": (one(prompt=7), ["bad.jsonl"], ["bad.jsonl, line 1", "wrong_type"]),
-    "invalid UTF-8": (FIRST + b'{"prompt": "\xff"}\n', ["bad.jsonl"], ["bad.jsonl, line 2"]),
+    "wrong type everywhere": (
+        one(prompt=7),
+        ["bad.jsonl"],
+        ["bad.jsonl, line 1", "wrong_type"],
+    ),
+    "invalid UTF-8": (
+        FIRST + b'{"prompt": "\xff"}\n',
+        ["bad.jsonl"],
+        ["bad.jsonl, line 2"],
+    ),
     "unknown strategy": (
         None,
         ["good.jsonl", "--strategy", "pol"],
@@ -67,7 +86,9 @@ def test_bad_input(case: str, folder: Path, capsys: pytest.CaptureFixture[str]) 
     content, arguments, texts = CASES[case]
     if content is not None:
         Path(arguments[0]).write_bytes(content)
-    code = main(["pack", arguments[0], "out", *arguments[1:], "--tokenizer", "tokenizer.json"])
+    code = main(
+        ["pack", arguments[0], "out", *arguments[1:], "--tokenizer", "tokenizer.json"]
+    )
     check(code, capsys.readouterr().err, texts)
     assert not Path("out").exists()
 
@@ -83,7 +104,10 @@ def check(code: int, err: str, texts: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("out", "said"),
-    [(".", "a dataset needs a folder without its inputs; found good.jsonl"), ("mine", "raw.csv")],
+    [
+        (".", "a dataset needs a folder without its inputs; found good.jsonl"),
+        ("mine", "raw.csv"),
+    ],
 )
 def test_a_folder_that_holds_other_files(
     out: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -98,7 +122,9 @@ def test_a_folder_that_holds_other_files(
 
 
 @pytest.mark.parametrize("command", ["inspect", "show", "verify", "stats"])
-def test_no_dataset(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_dataset(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = main([command, "nowhere"])
     check(code, capsys.readouterr().err, ["nowhere", "must be a dataset"])
 
@@ -116,7 +142,9 @@ print([main(command.split()) for command in sys.argv[1:]])
 def test_a_command_names_the_extra_that_it_needs(tmp_path: Path) -> None:
     commands = ["train --model m --train-dataset d --output-dir o", "run job.yaml"]
     commands += ["evaluate d --model m", "ref-logps d r --model m", "publish d me/d"]
-    packstore.pack([{"prompt": [1], "chosen": [2], "rejected": [3]}], str(tmp_path / "d"))
+    packstore.pack(
+        [{"prompt": [1], "chosen": [2], "rejected": [3]}], str(tmp_path / "d")
+    )
     job = "train: {model: m, train_dataset: d, output_dir: o}"
     (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
     done = subprocess.run(

@@ -15,7 +15,8 @@ import packstore
 from packstore.cli import main
 
 RECORDS = [
-    {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
+    {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."}
+    for i in range(20)
 ]
 
 
@@ -31,7 +32,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(folder: Path, text: str) -> list[str]:
     """Words of a command; names of files are in `folder`."""
-    files = ("pairs.jsonl", "packed", "t.json", "out", "more", "out.npy", "none", "new.jsonl")
+    files = (
+        "pairs.jsonl",
+        "packed",
+        "t.json",
+        "out",
+        "more",
+        "out.npy",
+        "none",
+        "new.jsonl",
+    )
     return [str(folder / word) if word in files else word for word in text.split()]
 
 
@@ -57,7 +67,10 @@ def command(folder: Path, text: str) -> list[str]:
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )
 def test_results_are_json(
-    folder: Path, text: str, expected: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    text: str,
+    expected: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     main([*command(folder, text), "--json"])
     found = json.loads(capsys.readouterr().out)
@@ -69,11 +82,15 @@ def run(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_log_lines_are_json(folder: Path) -> None:
-    done = run(folder, "pack pairs.jsonl out --tokenizer t.json --overwrite --log-format json")
+    done = run(
+        folder, "pack pairs.jsonl out --tokenizer t.json --overwrite --log-format json"
+    )
     lines = [json.loads(line) for line in done.stderr.splitlines()]
     assert {"level", "message", "time"} <= lines[0].keys()
     assert any(line["message"].startswith("pack: read 21") for line in lines)
-    assert any(line["level"] == "warning" and "empty_side" in line["message"] for line in lines)
+    assert any(
+        line["level"] == "warning" and "empty_side" in line["message"] for line in lines
+    )
     failed = run(folder, "pack none out --tokenizer t.json --log-format json")
     (line,) = map(json.loads, failed.stderr.splitlines())
     assert (line["level"], failed.returncode) == ("error", 1)
@@ -89,7 +106,9 @@ def test_packs_as_json_have_what_a_loader_reads(
     ids = [i for own in shown["sequences"] for i in own["input_ids"]]
     labels = [i for own in shown["sequences"] for i in own["labels"]]
     assert ids == pack.input_ids.tolist()
-    assert labels == [i if on else -100 for i, on in zip(ids, pack.supervised, strict=True)]
+    assert labels == [
+        i if on else -100 for i, on in zip(ids, pack.supervised, strict=True)
+    ]
     assert "?" in shown["sequences"][0]["text"]
 
 

@@ -1,4 +1,6 @@
-"""The front page, help, usage errors, completion: what is read before a command does anything."""
+"""The front page, help, usage errors, completion: what is read before a command does
+anything.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,30 @@ from packstore.config import PackConfig
     [
         ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
         ("pack", "packstore pack: error: SOURCE and OUT must be given"),
-        ("pack a b --pack-sise 3", "--pack-sise. Did you mean --pack-size? See `packstore pack "),
-        ("pack a b --layout shared", "Did you mean shared_prefix? See `packstore pack --help`."),
+        (
+            "pack a b --pack-sise 3",
+            "--pack-sise. Did you mean --pack-size? See `packstore pack ",
+        ),
+        (
+            "pack a b --layout shared",
+            "Did you mean shared_prefix? See `packstore pack --help`.",
+        ),
         ("train --lr 1", "--lr. Did you mean --learning-rate? See `packstore train "),
-        ("train --batch-size 4", "Did you mean --examples-per-step or --packs-per-batch? See "),
+        (
+            "train --batch-size 4",
+            "Did you mean --examples-per-step or --packs-per-batch? See ",
+        ),
         ("train --beta=1", "Did you mean --loss-parameter? See "),
-        ("pack a b --batch-size 4", "--batch-size. Batches are cut while training: examples_per_"),
+        (
+            "pack a b --batch-size 4",
+            "--batch-size. Batches are cut while training: examples_per_",
+        ),
         ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
         ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
-        ("verify a --jobs 2x", "error: --jobs must be a whole number; found '2x'. See "),
+        (
+            "verify a --jobs 2x",
+            "error: --jobs must be a whole number; found '2x'. See ",
+        ),
         ("pack a b --field foo", "must have the form ROLE=NAME; found 'foo'. See "),
     ],
 )
@@ -61,7 +78,9 @@ def test_the_front_page_has_an_example_of_every_command(
         assert f"examples:\n  packstore {name} " in text
         flags = text.partition("options:\n")[2].partition("examples:")[0]
         # The help of a flag is one line, beside it or below it.
-        assert not re.search(r"^  -.*\S {2,}\S.*\n {24}|^ {24}.*\n {24}", flags, re.M), name
+        assert not re.search(
+            r"^  -.*\S {2,}\S.*\n {24}|^ {24}.*\n {24}", flags, re.M
+        ), name
 
 
 def test_the_defaults_of_append_are_those_of_the_dataset(
@@ -108,8 +127,12 @@ def test_flags_reach_the_settings(
 def test_storage_options_are_texts_but_for_words_of_json() -> None:
     """A secret of digits stays as it is."""
     options = {"key": "0123", "anon": False, "token": ""}
-    flags = [f"--storage-option={text}" for text in ("key=0123", "anon=false", "token=")]
-    assert parser(["verify"]).parse_args(["verify", "a", *flags]).storage_option == options
+    flags = [
+        f"--storage-option={text}" for text in ("key=0123", "anon=false", "token=")
+    ]
+    assert (
+        parser(["verify"]).parse_args(["verify", "a", *flags]).storage_option == options
+    )
     assert parser(["train"]).parse_args(["train", *flags]).storage_options == options
 
 
@@ -121,7 +144,9 @@ echo "${{COMPREPLY[@]}}"
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_gets_every_command(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_shell_gets_every_command(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("shtab", reason="writes the scripts")
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
@@ -132,15 +157,22 @@ def test_each_shell_gets_every_command(shell: str, capsys: pytest.CaptureFixture
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash")
 @pytest.mark.parametrize(
-    ("words", "found"), [("packstore pub", "publish"), ("packstore pack --pack-s", "--pack-size")]
+    ("words", "found"),
+    [("packstore pub", "publish"), ("packstore pack --pack-s", "--pack-size")],
 )
-def test_bash_completes(words: str, found: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(
+    words: str, found: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("shtab", reason="writes the scripts")
     assert main(["completion", "bash"]) == 0
     ask = ASK.format(words=words, place=len(words.split()) - 1)
     script = capsys.readouterr().out + ask
     done = subprocess.run(
-        ["bash", "-c", script], capture_output=True, encoding="utf-8", check=False, timeout=60
+        ["bash", "-c", script],
+        capture_output=True,
+        encoding="utf-8",
+        check=False,
+        timeout=60,
     )
     assert found in done.stdout.split(), done.stderr
 

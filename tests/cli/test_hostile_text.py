@@ -1,4 +1,6 @@
-"""No text of a dataset commands the terminal: control characters are shown, newlines stay."""
+"""No text of a dataset commands the terminal: control characters are shown, newlines
+stay.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from children import run_python
 from packstore.cli import main
 from packstore.errors import CONTROL, visible
 
-TITLE, CLIPBOARD, LINK = "\x1b]0;owned\x07", "\x1b]52;c;b3duZWQ=\x07", "\x1b]8;;http://x\x1b\\"
+TITLE, CLIPBOARD, LINK = (
+    "\x1b]0;owned\x07",
+    "\x1b]52;c;b3duZWQ=\x07",
+    "\x1b]8;;http://x\x1b\\",
+)
 ATTACK = f"{TITLE}{CLIPBOARD}{LINK}\x1b[2J\x9b2J\x9d0;x\x9c\x00\x08\x0b\x0c\r\x7f\u202e\u2066[link=http://x]y"
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 """Colours, which rich puts around text where it writes to a terminal."""
@@ -35,7 +41,8 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     tokenizer = folder / "tokenizer.json"
     tokenizer.write_text(
-        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split}), encoding="utf-8"
+        json.dumps({"version": "1.0", "model": model, "pre_tokenizer": split}),
+        encoding="utf-8",
     )
     record = {
         "prompt": f"?|{ATTACK}|",
@@ -44,17 +51,29 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     source = folder / "pairs.jsonl"
     source.write_text(
-        "".join(json.dumps({**record, "n": i}) + "\n" for i in range(3)), encoding="utf-8"
+        "".join(json.dumps({**record, "n": i}) + "\n" for i in range(3)),
+        encoding="utf-8",
     )
     made = folder / "made"
-    command = ["pack", str(source), str(made), "--tokenizer", str(tokenizer), "--carry", "prompt"]
+    command = [
+        "pack",
+        str(source),
+        str(made),
+        "--tokenizer",
+        str(tokenizer),
+        "--carry",
+        "prompt",
+    ]
     assert main([*command, "--pack-size", "64", "--dedup", "none"]) == 0
     (made / "data" / "x\nFAKE:well").touch()
     path = made / "_packstore" / "manifest-000001.json"
     manifest = json.loads(path.read_text(encoding="utf-8"))
     manifest.pop("sha256", None)  # whoever writes a manifest can also write its hash
     manifest |= {"strategy": ATTACK, "pack_order": ATTACK}
-    manifest["statistics"]["planning"] = {ATTACK: ATTACK, "n": [ATTACK, {ATTACK: ATTACK}]}
+    manifest["statistics"]["planning"] = {
+        ATTACK: ATTACK,
+        "n": [ATTACK, {ATTACK: ATTACK}],
+    }
     manifest["records"]["noted"] = {ATTACK: 1}
     provenance = manifest["provenance"]
     provenance["settings"] |= {ATTACK: ATTACK}
@@ -92,7 +111,11 @@ def test_no_control_characters_are_printed(
         monkeypatch.setenv("TERM", "xterm-256color")
     places = [str(hostile / "made")]
     if command == "doctor":
-        places = [str(hostile / "pairs.jsonl"), "--tokenizer", str(hostile / "tokenizer.json")]
+        places = [
+            str(hostile / "pairs.jsonl"),
+            "--tokenizer",
+            str(hostile / "tokenizer.json"),
+        ]
     main([*command.split(), *places])
     told = capsys.readouterr()
     assert told.out
@@ -120,13 +143,27 @@ def test_a_log_line_is_one_line_without_control_characters(
     source = tmp_path / f"{spoken}.jsonl"
     lines = [json.dumps({**record, name: 1}) for _ in range(3)]
     source.write_text(
-        "\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]), encoding="utf-8"
+        "\n".join([*lines, json.dumps({**record, "chosen": "a|" * 99})]),
+        encoding="utf-8",
     )
     tokenizer = str(hostile / "tokenizer.json")
     flags = ["--tokenizer", tokenizer, "--pack-size", "64", "--dedup", "none"]
-    command = ["pack", str(source), str(tmp_path / "ds"), *flags, "--max-drop-rate", "0.5"]
-    told = [run_python("-m", "packstore", *command).stderr]  # its log is not the one of pytest
-    for more in ([f"--{spoken}"], ["--config", spoken], ["--debug", "--tokenizer", spoken]):
+    command = [
+        "pack",
+        str(source),
+        str(tmp_path / "ds"),
+        *flags,
+        "--max-drop-rate",
+        "0.5",
+    ]
+    told = [
+        run_python("-m", "packstore", *command).stderr
+    ]  # its log is not the one of pytest
+    for more in (
+        [f"--{spoken}"],
+        ["--config", spoken],
+        ["--debug", "--tokenizer", spoken],
+    ):
         with suppress(SystemExit):
             main(["pack", str(source), "x", *more])
         told.append(capsys.readouterr().err)

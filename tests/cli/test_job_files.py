@@ -1,4 +1,6 @@
-"""Packing jobs: files of settings, dry runs, standard input, and stores of input and output."""
+"""Packing jobs: files of settings, dry runs, standard input, and stores of input and
+output.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from packstore.cli import main
 from packstore.config.job import read_yaml, to_yaml
 
 RECORDS = [
-    {"question": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
+    {"question": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."}
+    for i in range(20)
 ]
 
 
@@ -47,7 +50,9 @@ def job(**changes: Any) -> str:
         "pack_size": 64,
         "max_drop_rate": 1e-1,
     }
-    Path("job.yaml").write_text(yaml.safe_dump({**settings, **changes}), encoding="utf-8")
+    Path("job.yaml").write_text(
+        yaml.safe_dump({**settings, **changes}), encoding="utf-8"
+    )
     return "job.yaml"
 
 
@@ -60,7 +65,10 @@ def test_a_job_file_is_the_same_job_as_flags(folder: Path) -> None:
 
 
 def test_flags_override_the_file(folder: Path) -> None:
-    assert main(["pack", "--config", job(), "pairs.jsonl", "mine", "--pack-size", "128"]) == 0
+    assert (
+        main(["pack", "--config", job(), "pairs.jsonl", "mine", "--pack-size", "128"])
+        == 0
+    )
     assert packstore.open("mine").manifest.pack_size == 128
     assert not Path("packed").exists()
 
@@ -77,19 +85,28 @@ def test_the_same_job_goes_to_another_place(folder: Path, capsys: Any) -> None:
 def test_the_config_of_a_dataset_makes_it_again(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["pack", "--config", job(), "--layout", "shared_prefix", "--seed", "7"]) == 0
+    assert (
+        main(["pack", "--config", job(), "--layout", "shared_prefix", "--seed", "7"])
+        == 0
+    )
     capsys.readouterr()
     assert main(["inspect", "packed", "--as-config"]) == 0
     settings = yaml.safe_load(capsys.readouterr().out)
-    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8")
+    Path("again.yaml").write_text(
+        yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8"
+    )
     assert main(["pack", "--config", "again.yaml"]) == 0
     one, again = packstore.open("packed"), packstore.open("again")
     assert one.manifest.fingerprint == again.manifest.fingerprint
-    assert [s.sha256 for s in one.manifest.shards] == [s.sha256 for s in again.manifest.shards]
+    assert [s.sha256 for s in one.manifest.shards] == [
+        s.sha256 for s in again.manifest.shards
+    ]
 
 
 @pytest.mark.parametrize("part", ["train", "validation"])
-@pytest.mark.parametrize("shown", ["both/{}", "{}", "."])  # from the folder around both, and so on
+@pytest.mark.parametrize(
+    "shown", ["both/{}", "{}", "."]
+)  # from the folder around both, and so on
 def test_the_config_of_a_part_makes_both_parts_again(
     part: str,
     shown: str,
@@ -98,7 +115,10 @@ def test_the_config_of_a_part_makes_both_parts_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A job in the folder of one part would put two more parts inside that dataset."""
-    places = {"source": [str(folder / "pairs.jsonl")], "tokenizer": str(folder / "t.json")}
+    places = {
+        "source": [str(folder / "pairs.jsonl")],
+        "tokenizer": str(folder / "t.json"),
+    }
     config = job(**places, out="both", validation_fraction=0.3)
     assert main(["pack", "--config", config]) == 0
     before = packstore.open(f"both/{part}").manifest.fingerprint
@@ -111,7 +131,10 @@ def test_the_config_of_a_part_makes_both_parts_again(
 
     assert main(["pack", "--config", str(printed)]) == 0
     assert sorted((folder / "both").rglob("*")) == [folder / path for path in files]
-    elsewhere = {**yaml.safe_load(printed.read_text(encoding="utf-8")), "out": str(folder / "new")}
+    elsewhere = {
+        **yaml.safe_load(printed.read_text(encoding="utf-8")),
+        "out": str(folder / "new"),
+    }
     printed.write_text(yaml.safe_dump(elsewhere), encoding="utf-8")
     assert main(["pack", "--config", str(printed)]) == 0
     assert packstore.open(str(folder / "new" / part)).manifest.fingerprint == before
@@ -135,7 +158,9 @@ def test_the_config_of_a_repacked_dataset_packs_that_dataset(
     capsys.readouterr()
     assert main(["inspect", "smaller", "--as-config"]) == 0
     settings = yaml.safe_load(capsys.readouterr().out)
-    Path("again.yaml").write_text(yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8")
+    Path("again.yaml").write_text(
+        yaml.safe_dump({**settings, "out": "again"}), encoding="utf-8"
+    )
     assert main(["pack", "--config", "again.yaml"]) == 0
     one, again = packstore.open("smaller"), packstore.open("again")
     assert one.manifest.fingerprint == again.manifest.fingerprint
@@ -145,7 +170,9 @@ def test_a_dataset_that_several_jobs_made_has_no_config(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["pack", "--config", job()]) == 0
-    write_jsonl(folder / "more.jsonl", [{**r, "question": "More? "} for r in RECORDS[:5]])
+    write_jsonl(
+        folder / "more.jsonl", [{**r, "question": "More? "} for r in RECORDS[:5]]
+    )
     assert main(["append", "packed", "more.jsonl", "--tokenizer", "t.json"]) == 0
     capsys.readouterr()
     assert main(["inspect", "packed", "--as-config"]) == 1
@@ -173,25 +200,34 @@ def test_a_file_of_settings_without_end_is_refused(
     assert "internal error" not in told
 
 
-BOMB = "".join(f"{n}: &{n} [{', '.join(9 * ['*' + m])}]\n" for m, n in pairwise("abcdefghij"))
+BOMB = "".join(
+    f"{n}: &{n} [{', '.join(9 * ['*' + m])}]\n" for m, n in pairwise("abcdefghij")
+)
 YAML_MISTAKES = {  # a file -> its error, which shows nothing of it but the place
-    "a: b\nstorage_options: {secret: SECRET, key: }: x": "line 2, column 41: it must be YAML",
-    "storage_options:\n  secret: *SECRET": "line 2, column 11: it must be YAML without aliases",
+    "a: b\nstorage_options: {secret: SECRET, key: }: x": "line 2, column 41: it must "
+    "be YAML",
+    "storage_options:\n  secret: *SECRET": "line 2, column 11: it must be YAML without "
+    "aliases",
     "a: &SECRET 1\nb: *SECRET": "line 2, column 4",
     "storage_options: {secret: !SECRET x}": "line 1, column 27",
-    "storage_options: {secret: %SECRET}": "found character … that cannot start any token",
+    "storage_options: {secret: %SECRET}": "found character … that cannot start any "
+    "token",
     'storage_options: {secret: "SECRET': "found unexpected end of stream",
     "\tstorage_options: SECRET": r"found character '\t' that cannot start any token",
-    "seed: 1\nseed: 2": "line 2, column 1: it must be YAML without aliases, and name each",
+    "seed: 1\nseed: 2": "line 2, column 1: it must be YAML without aliases, and name "
+    "each",
     "storage_options: {a: SECRET, a: SECRET}": "line 1, column 30",
     "storage_options:SECRET": "it must hold settings, name: value; found a text",
-    "storage_options: [SECRET]": "storage_options: it must be name: value; found a list",
-    "source: {a: 'http://u:SECRET@h'}": "source: it must be a path, glob or URL, or a list of",
+    "storage_options: [SECRET]": "storage_options: it must be name: value; found a "
+    "list",
+    "source: {a: 'http://u:SECRET@h'}": "source: it must be a path, glob or URL, or a "
+    "list of",
     "out: [SECRET]": "out: it must be a path or URL; found a list",
     "seed: " + "9" * 5000: "it must be YAML without aliases",
     "[" * 1_000: "it must be YAML without aliases",
     "source: a\nout: b\npack_sise: 64": "unknown setting 'pack_sise'",
-    'source: a\nout: b\npack_size: "64"': "setting pack_size must be a whole number; found '64'",
+    'source: a\nout: b\npack_size: "64"': "setting pack_size must be a whole number; "
+    "found '64'",
     "storage_options: {1: 2}": "job.yaml, storage_options: it must be name: value",
     "a: &a [1, 1]\n" + BOMB: "line 2, column 8: it must be YAML without aliases",
 }
@@ -252,7 +288,8 @@ def test_a_mistake_on_the_command_line_shows_no_secret(
     arguments: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("numbers.yaml").write_text(
-        "storage_options: {secret: [SECRET]}\nmodel: m\ntrain_dataset: d\noutput_dir: o",
+        "storage_options: {secret: [SECRET]}\nmodel: m\ntrain_dataset: d\noutput_dir: "
+        "o",
         encoding="utf-8",
     )
     try:
@@ -265,7 +302,9 @@ def test_a_mistake_on_the_command_line_shows_no_secret(
     assert "SECRET" not in told
 
 
-def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_nothing(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {p.name for p in folder.iterdir()} | {"job.yaml"}
     assert main(["pack", "--config", job(), "--dry-run", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -280,25 +319,40 @@ def test_a_dry_run_writes_nothing(folder: Path, capsys: pytest.CaptureFixture[st
 def test_a_dry_run_finds_what_would_stop_the_job(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write_jsonl(folder / "pairs.jsonl", RECORDS[:3] + 2 * [{**RECORDS[0], "rejected": ""}])
+    write_jsonl(
+        folder / "pairs.jsonl", RECORDS[:3] + 2 * [{**RECORDS[0], "rejected": ""}]
+    )
     assert main(["pack", "--config", job(), "--dry-run"]) == 1
     assert "40% are dropped; max_drop_rate allows 10%" in capsys.readouterr().out
     assert main(["pack", "--config", job(max_drop_rate=0.5)]) == 0
     capsys.readouterr()
     assert main(["pack", "--config", job(max_drop_rate=0.5), "--dry-run"]) == 0
-    assert "version 1 is there; another job needs --overwrite" in capsys.readouterr().out
+    assert (
+        "version 1 is there; another job needs --overwrite" in capsys.readouterr().out
+    )
 
 
 def test_a_dry_run_looks_at_the_records_of_the_job(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Texts, what is too long, and token ids, which need no tokenizer; what stops it counts."""
-    odd: list[dict[str, Any]] = [{"question": ""}, {"chosen": "word " * 90}, {"chosen": None}]
-    write_jsonl(folder / "pairs.jsonl", [*RECORDS, *(RECORDS[0] | more for more in odd)])
+    """Texts, what is too long, and token ids, which need no tokenizer; what stops it
+    counts.
+    """
+    odd: list[dict[str, Any]] = [
+        {"question": ""},
+        {"chosen": "word " * 90},
+        {"chosen": None},
+    ]
+    write_jsonl(
+        folder / "pairs.jsonl", [*RECORDS, *(RECORDS[0] | more for more in odd)]
+    )
     assert main(["pack", "--config", job(), "--dry-run", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     records = {f["check"]: f["records"] for f in found["diagnosis"]["findings"]}
-    assert records.items() >= {"empty_prompt": 1, "overlong": 1, "missing_field": 1}.items()
+    assert (
+        records.items()
+        >= {"empty_prompt": 1, "overlong": 1, "missing_field": 1}.items()
+    )
     assert (found["estimate"]["examples"], found["estimate"]["overlong"]) == (21, 1)
     assert "the job stops at the first missing_field" in found["findings"][-1]["text"]
     write_jsonl(folder / "ids.jsonl", [{"prompt": [1], "chosen": [2], "rejected": [3]}])
@@ -322,15 +376,23 @@ def test_standard_input(
         feed(data)
         assert main(["pack", "-", out, "--config", job()]) == 0
         piped = packstore.open(out)
-        assert piped.read_packs(0).input_ids.tolist() == packed.read_packs(0).input_ids.tolist()
+        assert (
+            piped.read_packs(0).input_ids.tolist()
+            == packed.read_packs(0).input_ids.tolist()
+        )
     feed(lines)
-    assert main(["estimate", "-", "--tokenizer", "t.json", "--field", "prompt=question"]) == 0
+    assert (
+        main(["estimate", "-", "--tokenizer", "t.json", "--field", "prompt=question"])
+        == 0
+    )
     feed(b'{"question": "a", "chosen": "b", "rejected": "c"}\n{"question": \n')
     assert main(["pack", "-", "broken", "--config", job()]) == 1
     assert "<standard input>, line 2" in capsys.readouterr().err
     for data, said in {
         b"": "<standard input>: must hold at least one record",
-        lzma.compress(lines)[:-9]: "<standard input>: must be a complete xz file; found",
+        lzma.compress(lines)[
+            :-9
+        ]: "<standard input>: must be a complete xz file; found",
     }.items():
         feed(data)
         assert main(["pack", "-", "broken", "--config", job()]) == 1
@@ -354,5 +416,7 @@ def test_source_and_destination_have_options_of_their_own(folder: Path) -> None:
     assert dataset.manifest.records.packed == 20
     write_jsonl(folder / "more.jsonl", RECORDS[:3])
     memory.pipe("/jobs/more.jsonl", Path("more.jsonl").read_bytes())
-    grown = packstore.append("packed", "dir://more.jsonl", "t.json", source_storage_options=source)
+    grown = packstore.append(
+        "packed", "dir://more.jsonl", "t.json", source_storage_options=source
+    )
     assert grown.manifest.records.packed == 23

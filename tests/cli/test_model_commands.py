@@ -1,4 +1,6 @@
-"""``packstore ref-logps`` and ``packstore evaluate``, from a saved model to printed figures."""
+"""``packstore ref-logps`` and ``packstore evaluate``, from a saved model to printed
+figures.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,17 @@ pytestmark = [  # PEFT's, with transformers 5.23
 
 
 def save_model(folder: Path, seed: int) -> str:
-    size = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
+    size = {
+        "vocab_size": 50,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+    }
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.3,
+    }
     ids = {"bos_token_id": None, "eos_token_id": None}
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(**size, **heads, **ids)
@@ -46,12 +57,19 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """Two models, and datasets of pairs and of single sequences."""
     folder = tmp_path_factory.mktemp("made")
     rows: list[dict[str, Any]] = [
-        {"prompt": [1, i % 9], "chosen": [3, 4, i % 40], "rejected": [i], "source": "ab"[i % 2]}
+        {
+            "prompt": [1, i % 9],
+            "chosen": [3, 4, i % 40],
+            "rejected": [i],
+            "source": "ab"[i % 2],
+        }
         for i in range(20)
     ]
     lines = folder / "rows.jsonl"
     write_jsonl(lines, rows)
-    pairs = packstore.pack(str(lines), str(folder / "p"), pack_size=40, carry=("source:string",))
+    pairs = packstore.pack(
+        str(lines), str(folder / "p"), pack_size=40, carry=("source:string",)
+    )
     return SimpleNamespace(
         policy=save_model(folder / "policy", 0),
         reference=save_model(folder / "reference", 1),
@@ -68,7 +86,11 @@ def test_one_file_packs_and_trains(
     )
     job = {
         "pack": {"source": rows, "out": str(tmp_path / "packs"), "pack_size": 40},
-        "train": {"model": made.policy, "output_dir": str(tmp_path / "run"), "use_cpu": True},
+        "train": {
+            "model": made.policy,
+            "output_dir": str(tmp_path / "run"),
+            "use_cpu": True,
+        },
     }
     file = tmp_path / "job.yaml"
 
@@ -113,7 +135,9 @@ def test_from_end_to_end(
     stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
-    twice = figures(capsys, made.pairs, *policy[:-1], "beta=0.4", "--ref-logps", side)["metrics"]
+    twice = figures(capsys, made.pairs, *policy[:-1], "beta=0.4", "--ref-logps", side)[
+        "metrics"
+    ]
     margins = [each["rewards/margins"] for each in (online["metrics"], twice)]
     assert margins[1] == pytest.approx(2 * margins[0])
     assert margins[0] != 0
@@ -133,7 +157,10 @@ def test_from_end_to_end(
     assert len(joined) == 20
     text = page.read_text(encoding="utf-8")
     accuracy = online["metrics"]["rewards/accuracies"]
-    assert f"{round(20 * (1 - accuracy))} of 20 examples have a margin of 0 or less" in text
+    assert (
+        f"{round(20 * (1 - accuracy))} of 20 examples have a margin of 0 or less"
+        in text
+    )
     assert "<script" not in text
     assert_closed(text)
     tables = tables_of(text)
@@ -141,7 +168,9 @@ def test_from_end_to_end(
     for name, value in online["metrics"].items():
         assert_shows(tables["All metrics"][name][0], value)
     unwritable = ["--examples", str(tmp_path / ("long" * 80))]
-    assert main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
+    assert (
+        main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
+    )
     assert "it must be usable; found File name too long" in capsys.readouterr().err
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
@@ -151,8 +180,13 @@ def test_log_probs_of_what_was_appended(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the old version stay valid, beside those of the new part."""
-    rows = [{"prompt": [2, i], "chosen": [3], "rejected": [i, 4], "source": "c"} for i in range(9)]
-    more = packstore.pack(rows, str(tmp_path / "m"), pack_size=40, carry=("source:string",))
+    rows = [
+        {"prompt": [2, i], "chosen": [3], "rejected": [i, 4], "source": "c"}
+        for i in range(9)
+    ]
+    more = packstore.pack(
+        rows, str(tmp_path / "m"), pack_size=40, carry=("source:string",)
+    )
     grown = packstore.append(packstore.concat([made.pairs], str(tmp_path / "ds")), rows)
     sides = [str(tmp_path / name) for name in ("ref-pairs", "ref-more")]
     for dataset, side in zip((made.pairs, more.url), sides, strict=True):
@@ -174,7 +208,14 @@ def test_a_run_and_its_page(
 ) -> None:
     """Also of a run that diverged: its curves are the first to look at."""
     page, out = tmp_path / "run.html", str(tmp_path / "run")
-    job = ["train", "--model", made.policy, "--train-dataset", made.pairs, "--eval-dataset"]
+    job = [
+        "train",
+        "--model",
+        made.policy,
+        "--train-dataset",
+        made.pairs,
+        "--eval-dataset",
+    ]
     job += [made.pairs, "--html", str(page)]
     job += ["--max-steps", "4", "--logging-steps", "1", "--examples-per-step", "6"]
     job += ["--output-dir"]
@@ -205,7 +246,9 @@ def test_weights_are_told_in_a_sentence(made: SimpleNamespace, tmp_path: Path) -
     command = ["evaluate", made.pairs, "--model", tmp_path / "model", "--loss", "simpo"]
     done = run_python("-m", "packstore", *command, "--use-cpu")
     assert done.returncode == 0, done.stderr
-    assert "its config.json has no place for 9 of the weights in its files" in done.stderr
+    assert (
+        "its config.json has no place for 9 of the weights in its files" in done.stderr
+    )
     assert "LOAD REPORT" not in done.stderr
 
 
@@ -219,11 +262,21 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     side = str(tmp_path / "side")
     command = [sys.executable, "-m", "packstore", "ref-logps", made.pairs, side]
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {
+        **os.environ,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     ranks = [
         subprocess.Popen(
             [*command, "--model", made.reference],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            env={
+                **env,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "OMP_NUM_THREADS": "1",
+            },
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             encoding="utf-8",
@@ -241,12 +294,32 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
     ("arguments", "text"),
     [
         (("ref-logps", "{pairs}", "{out}", "--model", "./nowhere"), "no such folder"),
-        (("ref-logps", "./nowhere", "{out}", "--model", "{policy}"), "must be a dataset"),
-        (("evaluate", "{pairs}", "--model", "{policy}"), "--reference-model or --ref-logps"),
-        (("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"), "unknown loss"),
-        (("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"), "a side dataset"),
         (
-            ("train", "--model", "./no", "--train-dataset", "{pairs}", "--output-dir", "{out}"),
+            ("ref-logps", "./nowhere", "{out}", "--model", "{policy}"),
+            "must be a dataset",
+        ),
+        (
+            ("evaluate", "{pairs}", "--model", "{policy}"),
+            "--reference-model or --ref-logps",
+        ),
+        (
+            ("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"),
+            "unknown loss",
+        ),
+        (
+            ("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"),
+            "a side dataset",
+        ),
+        (
+            (
+                "train",
+                "--model",
+                "./no",
+                "--train-dataset",
+                "{pairs}",
+                "--output-dir",
+                "{out}",
+            ),
             "model ./no: ",
         ),
     ],
@@ -262,7 +335,9 @@ def test_wrong_input_is_one_line(
     places = {**vars(made), "out": str(tmp_path / "out")}
     assert main([argument.format(**places) for argument in arguments]) == 1
     error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if line.startswith("packstore: error:")]
+    lines = [
+        line for line in error.splitlines() if line.startswith("packstore: error:")
+    ]
     assert len(lines) == 1
     assert text in lines[0]
     assert "internal" not in error

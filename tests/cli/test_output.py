@@ -1,4 +1,6 @@
-"""Output that is no terminal: the same whatever the terminal, the locale and the paths are."""
+"""Output that is no terminal: the same whatever the terminal, the locale and the paths
+are.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ LONG = "a-folder-whose-name-is-longer-than-any-cell-of-a-table-would-be-if-it-we
 """Its last part looks like markup."""
 
 RECORDS = [
-    {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."} for i in range(20)
+    {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."}
+    for i in range(20)
 ]
 PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 """A locale without Unicode."""
@@ -28,14 +31,20 @@ PLAIN = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": ""}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer, records with an empty response, and datasets of both layouts."""
+    """A folder with a tokenizer, records with an empty response, and datasets of both
+    layouts.
+    """
     folder = tmp_path_factory.mktemp("output") / LONG
     folder.mkdir(parents=True)
-    source = write_jsonl(folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}])
+    source = write_jsonl(
+        folder / "pairs.jsonl", [*RECORDS, {**RECORDS[0], "rejected": ""}]
+    )
     trained_tokenizer(["Question Answer No."]).save(str(folder / "t.json"))
     packed = str(folder / "packed")
     assert main(["pack", source, packed, "--tokenizer", str(folder / "t.json")]) == 0
-    assert main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
+    assert (
+        main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
+    )
     same_words = json.loads((folder / "t.json").read_text(encoding="utf-8"))
     same_words["model"]["merges"] = []
     (folder / "same_words.json").write_text(json.dumps(same_words), encoding="utf-8")
@@ -47,9 +56,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 TABLE = [
-    ("doctor {0}/pairs.jsonl --tokenizer {0}/t.json", 1, ["{0}/pairs.jsonl, line 21: resp"]),
+    (
+        "doctor {0}/pairs.jsonl --tokenizer {0}/t.json",
+        1,
+        ["{0}/pairs.jsonl, line 21: resp"],
+    ),
     ("pack {0}/packed {0}/again --overwrite", 0, ["preference dataset {0}/again\n"]),
-    ("inspect {0}/packed", 0, [" {0}/pairs.jsonl ", "preference (K = 2)", "dropped: empty_side"]),
+    (
+        "inspect {0}/packed",
+        0,
+        [" {0}/pairs.jsonl ", "preference (K = 2)", "dropped: empty_side"],
+    ),
     ("stats {0}/packed", 0, ["dataset {0}/packed\n", "sequence length", "median"]),
     ("show {0}/packed", 0, ["{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "]),
     ("show {0}/packed", 0, ["Question 3?⟦ Answer 3.</s>⟧", "Question 3?⟦ No.</s>⟧"]),
@@ -57,7 +74,11 @@ TABLE = [
     ("show {0}/shared", 0, ["shared with the first segment", "⟦ No.</s>⟧"]),
     ("show {0}/packed --pack 99", 1, ["--pack must lie in 0..0"]),
     ("show {0}/packed --tokenizer {0}/other.json", 1, ["must be the tokenizer that"]),
-    ("show {0}/packed --tokenizer {0}/same_words.json", 1, ["must be the tokenizer that"]),
+    (
+        "show {0}/packed --tokenizer {0}/same_words.json",
+        1,
+        ["must be the tokenizer that"],
+    ),
     ("estimate {0}/pairs.jsonl --tokenizer {0}/t.json", 0, ["  padded  saved  packs "]),
     ("verify {0}/packed", 0, ["ok: 1 shards, 1 packs, 20 examples"]),
     ("clean {0}/packed", 0, ["nothing to remove"]),
@@ -83,7 +104,9 @@ def test_what_commands_print_in_any_width(
         assert text.format(folder) in printed.out + printed.err
 
 
-def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+def run(
+    folder: Path, *arguments: str, **env: str
+) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(
         [sys.executable, "-m", "packstore", *arguments],
         cwd=folder,
@@ -139,11 +162,17 @@ def test_names_beyond_the_locale(folder: Path) -> None:
     records = [{"问": r["prompt"], "source": "甲", **r} for r in RECORDS]
     for record in records:
         del record["prompt"]
-    os.replace(write_jsonl(folder / "source.jsonl", records), here + "/数据.jsonl".encode())
+    os.replace(
+        write_jsonl(folder / "source.jsonl", records), here + "/数据.jsonl".encode()
+    )
     os.link(folder / "t.json", here + "/分词.json".encode())
     written = ["--tokenizer", "分词.json", "--field", "prompt=问", "--carry", "source"]
-    options = [os.fsdecode(text.encode()) for text in written]  # as this test's locale has them
-    source, out, missing = (os.fsdecode(f"{n}".encode()) for n in ("数据.jsonl", "果", "无.jsonl"))
+    options = [
+        os.fsdecode(text.encode()) for text in written
+    ]  # as this test's locale has them
+    source, out, missing = (
+        os.fsdecode(f"{n}".encode()) for n in ("数据.jsonl", "果", "无.jsonl")
+    )
     done = run(folder, "pack", source, out, *options, **PLAIN)
     assert done.returncode == 0, done.stderr.decode()
     assert "preference dataset 果" in done.stdout.decode()
@@ -152,7 +181,9 @@ def test_names_beyond_the_locale(folder: Path) -> None:
         assert text in shown
     wrong = run(folder, "pack", missing, "o", *options, **PLAIN)
     assert wrong.stderr.decode().startswith("packstore: error: 无.jsonl: must exist")
-    shown = run(folder, "show", out, "--ids", PYTHONIOENCODING="latin-1").stdout.decode("latin-1")
+    shown = run(folder, "show", out, "--ids", PYTHONIOENCODING="latin-1").stdout.decode(
+        "latin-1"
+    )
     assert r"supervised text stands in \u27e6 \u27e7" in shown
 
 
@@ -168,7 +199,9 @@ def test_a_terminated_command_says_so(number: signal.Signals) -> None:
         "from packstore.cli import main\n"
         "main(['inspect', 'nothing'])\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False
+    )
     assert done.returncode == 128 + number
     assert done.stderr.decode() == "packstore: terminated\n"
 
@@ -179,7 +212,9 @@ def test_an_interrupt_while_the_command_is_loaded() -> None:
         "cli.parser = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(cli.main(['inspect', 'nothing']))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=False
+    )
     assert (done.returncode, done.stderr) == (130, b"packstore: interrupted\n")
 
 
@@ -188,13 +223,23 @@ def test_an_interrupt_while_the_command_is_loaded() -> None:
     [
         ("show packed --ids >&-", b""),
         ("show packed --ids 2>&-", b""),
-        ("pack - out --tokenizer t.json <&-", b"<standard input>: must hold at least one record"),
-        ("inspect packed --json >/dev/full", b"error: standard output: must take what is written"),
+        (
+            "pack - out --tokenizer t.json <&-",
+            b"<standard input>: must hold at least one record",
+        ),
+        (
+            "inspect packed --json >/dev/full",
+            b"error: standard output: must take what is written",
+        ),
     ],
 )
-def test_streams_that_are_closed_or_full(folder: Path, command: str, said: bytes) -> None:
+def test_streams_that_are_closed_or_full(
+    folder: Path, command: str, said: bytes
+) -> None:
     command = f"{sys.executable} -m packstore {command}"
-    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, check=False
+    )
     assert done.returncode == (1 if said else 0)
     assert said in done.stderr
     assert b"defect" not in done.stderr
@@ -203,7 +248,9 @@ def test_streams_that_are_closed_or_full(folder: Path, command: str, said: bytes
 
 def test_into_a_closed_pipe(folder: Path) -> None:
     command = f"{sys.executable} -m packstore show packed --count 9 | head -n 1"
-    done = subprocess.run(command, shell=True, cwd=folder, capture_output=True, check=False)
+    done = subprocess.run(
+        command, shell=True, cwd=folder, capture_output=True, check=False
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -213,10 +260,14 @@ def test_an_unexpected_error_is_one_line_too(
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr("packstore.io.dataset.dataset.open", fail)  # a defect cannot be asked for
+    monkeypatch.setattr(
+        "packstore.io.dataset.dataset.open", fail
+    )  # a defect cannot be asked for
     assert main(["inspect", "any"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("packstore: internal error: 'ZeroDivisionError: division by zero'.")
+    assert line.startswith(
+        "packstore: internal error: 'ZeroDivisionError: division by zero'."
+    )
     assert main(["inspect", "any", "--debug"]) == 1
     assert capsys.readouterr().err.startswith("Traceback (most recent call last):")
 
@@ -241,6 +292,10 @@ def test_a_log_has_a_line_a_minute(
     assert len(lines) == 2 * (1 + 3 + 1)
     first, minute, *_ = lines
     assert first == "pack: compare (pass 1 of 2) 25 of about 1,100 records, 5/s"
-    assert minute.startswith("pack: compare (pass 1 of 2) 325 of about 1,100 records, 5/s, 0:02:")
+    assert minute.startswith(
+        "pack: compare (pass 1 of 2) 325 of about 1,100 records, 5/s, 0:02:"
+    )
     assert lines[4] == "pack: compare (pass 1 of 2) 1,000 records, 5/s"
-    assert lines[6] == "pack: read (pass 2 of 2) 325 of 1,000 records, 5/s, 0:02:15 left"
+    assert (
+        lines[6] == "pack: read (pass 2 of 2) 325 of 1,000 records, 5/s, 0:02:15 left"
+    )

@@ -1,4 +1,6 @@
-"""The figures of ``estimate`` and ``stats`` are those of packing; pages show what is printed."""
+"""The figures of ``estimate`` and ``stats`` are those of packing; pages show what is
+printed.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ RECORDS: list[dict[str, Any]] = [
     }
     for _ in range(300)
 ]
-RECORDS.append({**RECORDS[0], "prompt": [1] * 190, "chosen": [2] * 20, "rejected": [3] * 25})
+RECORDS.append(
+    {**RECORDS[0], "prompt": [1] * 190, "chosen": [2] * 20, "rejected": [3] * 25}
+)
 
 
 @pytest.fixture(scope="module")
@@ -54,14 +58,23 @@ def test_the_figures_of_an_estimate_are_those_of_packing(
     for i, choice in enumerate(result["choices"]):
         chosen = {name: choice[name] for name in ("pack_size", "layout", "strategy")}
         packed = packstore.pack(source, tmp_path / str(i), **chosen)
-        assert (choice["packs"], choice["examples"]) == (len(packed), packed.manifest.pairs)
+        assert (choice["packs"], choice["examples"]) == (
+            len(packed),
+            packed.manifest.pairs,
+        )
         assert choice["fill_rate"] == pytest.approx(packed.manifest.fill_rate)
     text = page.read_text(encoding="utf-8")
     assert_closed(text)
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
     _, *rows = tables_of(text)["Choices"].values()
-    names = ("fill_rate", "aligned_fill_rate", "tokens_saved", "packs", "examples_per_pack")
+    names = (
+        "fill_rate",
+        "aligned_fill_rate",
+        "tokens_saved",
+        "packs",
+        "examples_per_pack",
+    )
     names += ("overlong", "steps", "examples_per_step")
     for choice, row in zip(result["choices"], rows, strict=True):
         for name, shown in zip(names, row[2:], strict=True):
@@ -91,7 +104,9 @@ def test_a_page_that_cannot_be_written_is_told_before_the_work(
 ) -> None:
     """Else the input, which is not there, would be."""
     for page in (tmp_path, tmp_path / "none" / "page.html"):
-        assert main(["estimate", str(tmp_path / "none.jsonl"), "--html", str(page)]) == 1
+        assert (
+            main(["estimate", str(tmp_path / "none.jsonl"), "--html", str(page)]) == 1
+        )
         assert f"error: {page}: cannot be written: " in capsys.readouterr().err
 
 
@@ -113,8 +128,12 @@ def test_groups_equal_a_loop_over_the_packs(
         for i, example_id in enumerate(packs.example_ids.tolist()):
             file = ("ids.jsonl", "more.jsonl")[example_id >> 40]
             group = packs.columns["lang"][i] if by == "lang" else file
-            tokens.setdefault(group, []).append(int(packs.lengths[2 * i : 2 * i + 2].sum()))
-            gaps.setdefault(group, []).append(float(packs.reward[2 * i] - packs.reward[2 * i + 1]))
+            tokens.setdefault(group, []).append(
+                int(packs.lengths[2 * i : 2 * i + 2].sum())
+            )
+            gaps.setdefault(group, []).append(
+                float(packs.reward[2 * i] - packs.reward[2 * i + 1])
+            )
     page = tmp_path / "stats.html"
     result = figures(capsys, "stats", made.url, "--by", by, "--html", page)
     assert list(result["by"]) == sorted(tokens, key=lambda g: (-len(tokens[g]), g))
@@ -134,13 +153,16 @@ def test_groups_equal_a_loop_over_the_packs(
     tables = tables_of(text)
     for title, named in (("Percentiles", result), (f"By {by}", result["by"])):
         for name, row in tables[title].items():
-            for shown, value in zip(row, named[name].values() if name else (), strict=bool(name)):
+            for shown, value in zip(
+                row, named[name].values() if name else (), strict=bool(name)
+            ):
                 assert_shows(shown, value)
 
 
 def test_the_page_of_a_run_shows_every_metric() -> None:
     records: list[dict[str, float]] = [
-        {"step": i, "epoch": 0, "loss": 1 / i, "rewards/accuracies": 0.5} for i in range(1, 9)
+        {"step": i, "epoch": 0, "loss": 1 / i, "rewards/accuracies": 0.5}
+        for i in range(1, 9)
     ]
     records[4]["loss"] = math.nan
     records.append({"step": 8, "eval_loss": 0.4, "</svg><img src=x>\u202e": 0.25})
@@ -150,13 +172,24 @@ def test_the_page_of_a_run_shows_every_metric() -> None:
     assert "<img" not in page
     assert "\u202e" not in page
     assert page.count("training, step") == 7 + 8
-    assert tables_of(page)["All metrics"]["loss"] == ["1", "0.125", "0.125", "8", "1", "1"]
+    assert tables_of(page)["All metrics"]["loss"] == [
+        "1",
+        "0.125",
+        "0.125",
+        "8",
+        "1",
+        "1",
+    ]
 
 
 def test_the_page_of_a_run_shows_its_last_loss() -> None:
-    """Not its lowest, which a run that overfits has passed; nor a mean, of more than 400 steps."""
+    """Not its lowest, which a run that overfits has passed; nor a mean, of more than
+    400 steps.
+    """
     values = [1.0, 0.25, *[0.625] * 900, 0.75]
-    records = [{"step": step, "loss": value} for step, value in enumerate(values, start=1)]
+    records = [
+        {"step": step, "loss": value} for step, value in enumerate(values, start=1)
+    ]
     page = charts.train_page("run", "model", records)
     assert tables_of(page)["All metrics"]["loss"][:3] == ["1", "0.75", "0.25"]
     figures = re.search(r"last loss</dt><dd>(.*?)</dd>", page)

@@ -1,4 +1,6 @@
-"""Settings that cannot be followed are refused by name; what was meant is understood."""
+"""Settings that cannot be followed are refused by name; what was meant is
+understood.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,12 @@ from packstore.config import PackConfig
 from packstore.errors import ConfigError
 
 PAIRS: list[dict[str, Any]] = [
-    {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea.", "id": i}
+    {
+        "prompt": f"What is {i}? ",
+        "chosen": f"It is {i}.",
+        "rejected": "No idea.",
+        "id": i,
+    }
     for i in range(20)
 ]
 
@@ -37,7 +44,9 @@ NEED_RECORDS: dict[str, Any] = {
 }
 
 
-def test_a_dataset_is_packed_anew_without_tokenizing(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_dataset_is_packed_anew_without_tokenizing(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     packed = packstore.pack(PAIRS, str(tmp_path / "packed"), tokenizer)
     for name, value in NEED_RECORDS.items():
         with pytest.raises(ConfigError, match=rf"packed: {name} must be left out"):
@@ -45,7 +54,9 @@ def test_a_dataset_is_packed_anew_without_tokenizing(tmp_path: Path, tokenizer: 
     assert not (tmp_path / "anew").exists()
 
 
-def test_given_at_its_default_it_is_no_setting(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_given_at_its_default_it_is_no_setting(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
     packed = packstore.pack(PAIRS, str(tmp_path / "packed"), tokenizer, add_bos=False)
     usual = PackConfig()
     given = {name: getattr(usual, name) for name in NEED_RECORDS}
@@ -53,7 +64,9 @@ def test_given_at_its_default_it_is_no_setting(tmp_path: Path, tokenizer: Tokeni
     assert anew.manifest.provenance["settings"]["add_bos"] is False
     others = [{**p, "prompt": "Another. "} for p in PAIRS]
     other = packstore.pack(others, str(tmp_path / "other"), tokenizer, add_bos=False)
-    longer = packstore.append(packed, other)  # whose settings are not given but recorded
+    longer = packstore.append(
+        packed, other
+    )  # whose settings are not given but recorded
     assert longer.manifest.totals.examples == 40
 
 
@@ -96,5 +109,7 @@ def test_carried_columns_have_the_type_of_their_values(
     )
     assert dict(packed.manifest.carry) == {"n": type_}
     (group,) = packed.iter_packs()
-    told = dict(zip(group.example_ids.tolist(), group.columns["n"].tolist(), strict=True))
+    told = dict(
+        zip(group.example_ids.tolist(), group.columns["n"].tolist(), strict=True)
+    )
     assert told == {i: r["n"] for i, r in enumerate(records) if r["n"] is not None}

@@ -1,4 +1,6 @@
-"""Lines that are no JSON: an error by default, counted and listed if they are to be left out."""
+"""Lines that are no JSON: an error by default, counted and listed if they are to be
+left out.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,24 @@ def test_broken_lines_are_left_out_counted_and_listed(
     name: str, num_workers: int, write: Write, tmp_path: Path
 ) -> None:
     """By the numbers of the lines of the file, blank ones among them."""
-    lines = [pairs(1)[0], b"", *BROKEN[:3], b"  ", pairs(2)[1], *BROKEN[3:], pairs(3)[2]]
+    lines = [
+        pairs(1)[0],
+        b"",
+        *BROKEN[:3],
+        b"  ",
+        pairs(2)[1],
+        *BROKEN[3:],
+        pairs(3)[2],
+    ]
     source, rejects = write(name, *lines), tmp_path / "rejects.jsonl"
     dataset = packstore.pack(
         source, f"{tmp_path}/out", num_workers=num_workers, rejects=str(rejects), **DROP
     )
     counts = dataset.manifest.records
     assert (counts.read, counts.packed, counts.dropped) == (9, 3, {"not_json": 6})
-    listed = [json.loads(line) for line in rejects.read_text(encoding="utf-8").splitlines()]
+    listed = [
+        json.loads(line) for line in rejects.read_text(encoding="utf-8").splitlines()
+    ]
     assert [entry["reason"] for entry in listed] == ["not_json"] * 6
     numbers = [int(entry["place"].rpartition(" ")[2]) for entry in listed]
     assert numbers == [i for i, line in enumerate(lines, 1) if line in BROKEN]
@@ -119,14 +131,19 @@ def test_they_count_against_the_rate_of_drops(write: Write, tmp_path: Path) -> N
 
 
 def test_on_the_command_line(write: Write, tmp_path: Path) -> None:
-    source, rejects = write("in.jsonl", *pairs(30), BROKEN[0]), tmp_path / "rejects.jsonl"
+    source, rejects = (
+        write("in.jsonl", *pairs(30), BROKEN[0]),
+        tmp_path / "rejects.jsonl",
+    )
     command = ["pack", source, f"{tmp_path}/out"]
     assert main(command) == 1
     assert main([*command, "--on", "not_json=drop", "--rejects", str(rejects)]) == 0
     assert "line 31" in rejects.read_text(encoding="utf-8")
 
 
-def test_append_leaves_them_out_as_the_dataset_does(write: Write, tmp_path: Path) -> None:
+def test_append_leaves_them_out_as_the_dataset_does(
+    write: Write, tmp_path: Path
+) -> None:
     dataset = packstore.pack(write("in.jsonl", *pairs(9)), f"{tmp_path}/out", **DROP)
     more = write("more.jsonl", *pairs(3, 9), BROKEN[0])
     appended = packstore.append(dataset, more, max_drop_rate=1)
@@ -151,7 +168,10 @@ def test_a_cut_archive_and_a_broken_array_are_errors(
 
 @pytest.mark.parametrize("has_tokenizer", [True, False])
 def test_a_dry_run_lists_all_of_its_sample(
-    has_tokenizer: bool, write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    has_tokenizer: bool,
+    write: Write,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Doctor names a few of them, as it reads all records."""
     record: dict[str, Any] = {"prompt": "a", "chosen": "a a", "rejected": "?"}
@@ -168,7 +188,10 @@ def test_a_dry_run_lists_all_of_its_sample(
     (broken,) = [finding for finding in report.findings if finding.check == "not_json"]
     assert broken.records == 20
     expected = [i for i, line in enumerate(lines, 1) if line in BROKEN]
-    numbers = [int(place.partition(", line ")[2].partition(":")[0]) for place in broken.examples]
+    numbers = [
+        int(place.partition(", line ")[2].partition(":")[0])
+        for place in broken.examples
+    ]
     assert numbers == expected
     assert not all(finding.ok for finding in findings)  # the job would stop
     flags = ["--tokenizer", tokenizer] if tokenizer else []
@@ -176,5 +199,7 @@ def test_a_dry_run_lists_all_of_its_sample(
     printed = capsys.readouterr().out
     assert all(f"in.jsonl, line {number}:" in printed for number in expected)
     if tokenizer:
-        (few,) = [f for f in doctor(source, tokenizer).findings if f.check == "not_json"]
+        (few,) = [
+            f for f in doctor(source, tokenizer).findings if f.check == "not_json"
+        ]
         assert (few.records, len(few.examples)) == (20, 3)

@@ -1,4 +1,6 @@
-"""A call that is made again after it has ended well, as schedulers do, finds its work done."""
+"""A call that is made again after it has ended well, as schedulers do, finds its work
+done.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from packstore.errors import DatasetExistsError
 
 THERE = "already there, same input and settings"
 PAIRS = [
-    {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea."} for i in range(60)
+    {"prompt": f"What is {i}? ", "chosen": f"It is {i}.", "rejected": "No idea."}
+    for i in range(60)
 ]
 
 
@@ -40,7 +43,11 @@ def files(dataset: Dataset) -> dict[str, bytes]:
 def test_pack(
     kind: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings: dict[str, Any] = {"tokenizer": tokenizer, "dedup": "pair", "carry": ["prompt"]}
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "dedup": "pair",
+        "carry": ["prompt"],
+    }
     sources: dict[str, Callable[[], Any]] = {
         "file": lambda: write_jsonl(tmp_path / "more.jsonl", PAIRS),
         "list": lambda: PAIRS,
@@ -53,9 +60,14 @@ def test_pack(
     first = packstore.pack(sources[kind](), tmp_path / "ds", pack_size=256, **settings)
     before = files(first)
     with caplog.at_level(logging.INFO, "packstore"):
-        again = packstore.pack(sources[kind](), tmp_path / "ds", pack_size=256, **settings)
+        again = packstore.pack(
+            sources[kind](), tmp_path / "ds", pack_size=256, **settings
+        )
     assert THERE in caplog.text
-    assert (again.version, again.manifest.fingerprint) == (1, first.manifest.fingerprint)
+    assert (again.version, again.manifest.fingerprint) == (
+        1,
+        first.manifest.fingerprint,
+    )
     assert files(again) == before
 
 
@@ -70,14 +82,24 @@ def test_another_job_is_refused(
     assert again.version == 1
     with pytest.raises(DatasetExistsError, match=r"settings.seed 0 then, 1 now\)"):
         packstore.pack(source, out, tokenizer, seed=1, **settings)
-    with pytest.raises(DatasetExistsError, match=r"version 1 of one \(tokenizer\..* then"):
-        packstore.pack(source, out, trained_tokenizer(["quite other words"]), **settings)
+    with pytest.raises(
+        DatasetExistsError, match=r"version 1 of one \(tokenizer\..* then"
+    ):
+        packstore.pack(
+            source, out, trained_tokenizer(["quite other words"]), **settings
+        )
     write_jsonl(Path(source), PAIRS[1:])
-    with pytest.raises(DatasetExistsError, match=r"version 1 of one \(sources\..* then"):
+    with pytest.raises(
+        DatasetExistsError, match=r"version 1 of one \(sources\..* then"
+    ):
         packstore.pack(source, out, tokenizer, **settings)
     assert files(first) == before
-    assert packstore.pack(source, out, tokenizer, overwrite=True, **settings).version == 2
-    again = packstore.pack(source, out, tokenizer, **settings)  # overwriting decides no byte
+    assert (
+        packstore.pack(source, out, tokenizer, overwrite=True, **settings).version == 2
+    )
+    again = packstore.pack(
+        source, out, tokenizer, **settings
+    )  # overwriting decides no byte
     assert again.version == 2
 
 
@@ -90,7 +112,9 @@ def test_both_parts(
     out = tmp_path / "ds"
     settings = {"pack_size": 256, "validation_fraction": 0.3, "partitions": partitions}
     packstore.pack(source, str(out), tokenizer, **settings)
-    prints = [packstore.open(out / p).manifest.fingerprint for p in ("train", "validation")]
+    prints = [
+        packstore.open(out / p).manifest.fingerprint for p in ("train", "validation")
+    ]
     if lost:
         for manifest in (out / lost / "_packstore").iterdir():
             manifest.unlink()
@@ -111,13 +135,18 @@ def test_append(
 ) -> None:
     out = str(tmp_path / "ds")
     packstore.pack(source, out, tokenizer, pack_size=256, partitions=partitions)
-    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "prompt": "Why? "} for r in PAIRS])
+    more = write_jsonl(
+        tmp_path / "more.jsonl", [{**r, "prompt": "Why? "} for r in PAIRS]
+    )
     grown = packstore.append(out, more, tokenizer)
     before = files(grown)
     with caplog.at_level(logging.INFO, "packstore"):
         again = packstore.append(out, more, tokenizer)
     assert THERE in caplog.text
-    assert (again.version, again.manifest.fingerprint) == (2, grown.manifest.fingerprint)
+    assert (again.version, again.manifest.fingerprint) == (
+        2,
+        grown.manifest.fingerprint,
+    )
     assert files(again) == before
     since = "version 2 of one, to which records were appended since. Append what is new"
     with pytest.raises(DatasetExistsError, match=since):
@@ -129,12 +158,20 @@ def test_append(
 
 @pytest.mark.parametrize("bad", [0, 5])
 def test_append_without_duplicates(
-    bad: int, source: str, tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+    bad: int,
+    source: str,
+    tmp_path: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """All of it that is kept is there; the report of what was not is still that of the first."""
+    """All of it that is kept is there; the report of what was not is still that of the
+    first.
+    """
     out, rejects = str(tmp_path / "ds"), tmp_path / "rejects.jsonl"
     packstore.pack(source, out, tokenizer, pack_size=256, dedup="pair")
-    records = [{**r, "prompt": "Why? "} for r in PAIRS] + [{**PAIRS[0], "chosen": ""}] * bad
+    records = [{**r, "prompt": "Why? "} for r in PAIRS] + [
+        {**PAIRS[0], "chosen": ""}
+    ] * bad
     more = write_jsonl(tmp_path / "more.jsonl", records + PAIRS[:9])
     grown = packstore.append(out, more, tokenizer, rejects=str(rejects))
     before, report = files(grown), rejects.read_bytes()
@@ -145,7 +182,9 @@ def test_append_without_duplicates(
     assert again.version == 2
     assert files(again) == before
     assert rejects.read_bytes() == report
-    other = write_jsonl(tmp_path / "other.jsonl", PAIRS[::-1])  # of which no report is there yet
+    other = write_jsonl(
+        tmp_path / "other.jsonl", PAIRS[::-1]
+    )  # of which no report is there yet
     assert packstore.append(out, other, tokenizer, rejects=str(rejects)).version == 2
     assert rejects.read_bytes().count(b"duplicate_pair") == len(PAIRS)
 
@@ -159,8 +198,13 @@ def test_concat(
     with caplog.at_level(logging.INFO, "packstore"):
         again = packstore.concat([a, b], str(tmp_path / "whole"))
     assert "already there, of the same datasets" in caplog.text
-    assert (again.version, again.manifest.fingerprint) == (1, whole.manifest.fingerprint)
+    assert (again.version, again.manifest.fingerprint) == (
+        1,
+        whole.manifest.fingerprint,
+    )
     with pytest.raises(DatasetExistsError):
         packstore.concat([b, a], str(tmp_path / "whole"))
-    with pytest.raises(DatasetExistsError, match="version 1 of one that was joined from 2"):
+    with pytest.raises(
+        DatasetExistsError, match="version 1 of one that was joined from 2"
+    ):
         packstore.pack(source, whole.url, tokenizer, pack_size=256)

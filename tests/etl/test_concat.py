@@ -27,7 +27,9 @@ pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 def examples(dataset: Dataset) -> list[tuple[int, str]]:
     """Id and tokens of every example, in the order of the dataset."""
     frame = packstore.scan(dataset, tokens=True).collect()
-    return [(i, str(sides)) for i, sides in frame["example_id", "input_ids"].iter_rows()]
+    return [
+        (i, str(sides)) for i, sides in frame["example_id", "input_ids"].iter_rows()
+    ]
 
 
 def texts(dataset: Dataset) -> list[list[int]]:
@@ -46,12 +48,16 @@ def test_append_adds_a_version(tmp_path: Path) -> None:
         assert third.manifest.shards[i].path == shard.path
     for dataset in (first, second, third):
         assert dataset.verify().ok
-    assert packstore.open(place, version=1).manifest.to_json() == first.manifest.to_json()
+    assert (
+        packstore.open(place, version=1).manifest.to_json() == first.manifest.to_json()
+    )
     assert examples(third)[: len(examples(first))] == examples(first)
     tokens = {text for _, text in examples(pack(tmp_path / "all", pairs(125)))}
     assert {text for _, text in examples(third)} == tokens
     ids = sorted(example for example, _ in examples(third))
-    assert ids == [(part << 40) + i for part, n in enumerate((60, 40, 25)) for i in range(n)]
+    assert ids == [
+        (part << 40) + i for part, n in enumerate((60, 40, 25)) for i in range(n)
+    ]
     assert [s["records"] for s in third.manifest.provenance["sources"]] == [60, 40, 25]
     assert third.manifest.records.packed == third.manifest.records.read == 125
     assert packstore.clean(str(place)).leftovers == []
@@ -68,7 +74,9 @@ def test_concat_copies_shards_as_they_are(tmp_path: Path, where: str) -> None:
     shards = len(whole.manifest.shards)
     assert sorted(told) == [("copy", i + 1, shards, "files") for i in range(shards)]
     assert whole.verify().ok
-    assert [t for _, t in examples(whole)] == [t for d in (a, b) for _, t in examples(d)]
+    assert [t for _, t in examples(whole)] == [
+        t for d in (a, b) for _, t in examples(d)
+    ]
     assert [s.sha256 for s in whole.manifest.shards] == [
         s.sha256 for d in (a, b) for s in d.manifest.shards
     ]
@@ -126,7 +134,9 @@ def test_append_checks_what_it_extends(tmp_path: Path) -> None:
     place = tmp_path / "ds"
     first = pack(place, pairs(60))
     packstore.append(first, pairs(40, 60))
-    with pytest.raises(errors.ConfigError, match="only its newest version, 2, can be extended"):
+    with pytest.raises(
+        errors.ConfigError, match="only its newest version, 2, can be extended"
+    ):
         packstore.append(first, pairs(10, 200))
     assert packstore.open(place).version == 2
     assert packstore.clean(str(place)).leftovers == []
@@ -145,7 +155,9 @@ def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
     records = [{"prompt": "a", "chosen": "a b c", "rejected": "b c"}] * 9
     more = [{"prompt": "b", "chosen": "a b c", "rejected": "b c"}] * 9
     a, b = (
-        packstore.pack(records, str(tmp_path / f"ds{i}"), path, pack_size=64, append_eos=False)
+        packstore.pack(
+            records, str(tmp_path / f"ds{i}"), path, pack_size=64, append_eos=False
+        )
         for i, path in enumerate(paths)
     )
     for change in (
@@ -164,14 +176,22 @@ def test_the_tokenizer_must_be_the_same(tmp_path: Path) -> None:
 
 
 def test_the_chat_template_must_be_the_same(tmp_path: Path) -> None:
-    """That of the tokenizer is compared; that of a setting is the one that the dataset records."""
+    """That of the tokenizer is compared; that of a setting is the one that the dataset
+    records.
+    """
     folder, setting = tmp_path / "tokenizer", tmp_path / "own.jinja"
     folder.mkdir()
     trained_tokenizer(["a b"]).save(str(folder / "tokenizer.json"))
     text = "{% for m in messages %}{{ m.role }}: {{ m.content }}</s>{% endfor %}"
     other = text.replace(": ", "; ")
     chats = [
-        [{"messages": [{"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")]}]
+        [
+            {
+                "messages": [
+                    {"role": r, "content": f"{r} {i}"} for r in ("user", "assistant")
+                ]
+            }
+        ]
         for i in range(3)
     ]
     settings: dict[str, Any] = {"tokenizer": str(folder), "pack_size": 64}
@@ -182,7 +202,9 @@ def test_the_chat_template_must_be_the_same(tmp_path: Path) -> None:
     with pytest.raises(errors.CompatibilityError, match="chat_template_sha256"):
         packstore.append(second, chats[2])
     setting.write_text(text, encoding="utf-8")
-    first = packstore.pack(chats[0], tmp_path / "set", chat_template=str(setting), **settings)
+    first = packstore.pack(
+        chats[0], tmp_path / "set", chat_template=str(setting), **settings
+    )
     setting.write_text(other, encoding="utf-8")
     third = packstore.append(first, chats[1])
     assert texts(third) == texts(second)
@@ -193,7 +215,9 @@ def test_a_dataset_is_packed_anew_to_be_appended(tmp_path: Path) -> None:
     b = pack(tmp_path / "b", pairs(40, 60), pack_size=256)
     grown = packstore.append(a, str(tmp_path / "b"))
     assert grown.verify().ok
-    assert {t for _, t in examples(grown)} == {t for d in (a, b) for _, t in examples(d)}
+    assert {t for _, t in examples(grown)} == {
+        t for d in (a, b) for _, t in examples(d)
+    }
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
@@ -222,7 +246,9 @@ def test_append_leaves_out_duplicates_of_what_is_there(
 
 
 def test_the_keys_of_a_dataset_are_those_of_its_pairs_alone(tmp_path: Path) -> None:
-    """A key more, of uninitialised memory, would drop a record that has it by chance."""
+    """A key more, of uninitialised memory, would drop a record that has it by
+    chance.
+    """
     dataset = pack(tmp_path / "ds", pairs(60))
     parts = [pair_keys(unpack(packs)) for packs in dataset.iter_packs()]
     assert stored_keys(dataset).tolist() == np.concatenate(parts).tolist()
@@ -231,7 +257,10 @@ def test_the_keys_of_a_dataset_are_those_of_its_pairs_alone(tmp_path: Path) -> N
 def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> None:
     """What is stored gives the keys of what is tokenized, whatever the record was."""
     tokenizer = trained_tokenizer(["Say yes or no."])
-    turns = [{"role": "user", "content": "Say."}, {"role": "assistant", "content": "Yes."}]
+    turns = [
+        {"role": "user", "content": "Say."},
+        {"role": "assistant", "content": "Yes."},
+    ]
     kinds: list[list[Any]] = [
         [{"prompt": f"Say {i}.", "chosen": f"Yes {i}", "rejected": ""} for i in range(9)],
         [{"messages": [*turns, *turns, *turns[:i]]} for i in range(2)],
@@ -240,7 +269,11 @@ def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> No
          for i in range(9)],
     ]  # fmt: skip
     for number, records in enumerate(kinds):
-        settings = {"chat_template": "chatml", "on": {"empty_side": "keep"}, "dedup": "pair"}
+        settings = {
+            "chat_template": "chatml",
+            "on": {"empty_side": "keep"},
+            "dedup": "pair",
+        }
         for layout in ("concat", "shared_prefix"):
             place = tmp_path / f"{layout}-{number}"
             base = packstore.pack(records, place, tokenizer, layout=layout, **settings)
@@ -253,12 +286,16 @@ def test_arguments_in_the_wrong_order_are_named(tmp_path: Path) -> None:
     first = "must be the dataset, which comes before the records; found"
     for dataset in (file, str(tmp_path / "*.jsonl")):
         for records in (base, base.url, [file, base.url]):
-            with pytest.raises(errors.ConfigError, match=f"jsonl: {first} one in .*ds. Swap"):
+            with pytest.raises(
+                errors.ConfigError, match=f"jsonl: {first} one in .*ds. Swap"
+            ):
                 packstore.append(dataset, records)
     with pytest.raises(errors.ConfigError, match=f"dataset: {first} list"):
         packstore.append(pairs(9), base)  # type: ignore[arg-type]
     for out in (base, pairs(9)):
-        with pytest.raises(errors.ConfigError, match=r"out: must be .* after the records; found"):
+        with pytest.raises(
+            errors.ConfigError, match=r"out: must be .* after the records; found"
+        ):
             packstore.pack("elsewhere", out)  # type: ignore[arg-type]
 
 
@@ -267,37 +304,53 @@ def test_what_is_dropped_beside_duplicates_is_told_apart(tmp_path: Path) -> None
     base = pack(tmp_path / "ds", pairs(60), dedup="pair", max_length=16)
     bad = [{**record, "chosen": [1] * 16} for record in pairs(4)]
     for more in (pairs(3), pairs(4, 58)):  # with and without a new one
-        with pytest.raises(errors.DropRateError, match=r"at most 10% .*, or allow more") as caught:
+        with pytest.raises(
+            errors.DropRateError, match=r"at most 10% .*, or allow more"
+        ) as caught:
             packstore.append(base, more + bad)
         text = str(caught.value)
-        assert re.search(r"found 4 of \d dropped: 4 overlong \(first: [^)]*\), beside ", text)
+        assert re.search(
+            r"found 4 of \d dropped: 4 overlong \(first: [^)]*\), beside ", text
+        )
         assert re.search(r", beside [23] duplicate_pair, which do not count\. ", text)
         assert "Raise" not in text
         assert "--on" not in text
-    with pytest.raises(errors.DropRateError, match=r"at least one .* 4 of 4 .* elsewhere\.$"):
+    with pytest.raises(
+        errors.DropRateError, match=r"at least one .* 4 of 4 .* elsewhere\.$"
+    ):
         packstore.append(base, bad, max_drop_rate=1.0)
 
 
 def test_what_is_appended_is_cut_as_the_dataset_is(tmp_path: Path) -> None:
-    base = pack(tmp_path / "ds", pairs(60), max_length=8, on={"overlong": "truncate_response"})
+    base = pack(
+        tmp_path / "ds", pairs(60), max_length=8, on={"overlong": "truncate_response"}
+    )
     grown = packstore.append(base, pairs(60, 60))
     assert grown.manifest.records.noted["truncated_response"] == 34
-    dropped = packstore.append(grown, pairs(14, 120), on={"overlong": "drop"}, max_drop_rate=1.0)
+    dropped = packstore.append(
+        grown, pairs(14, 120), on={"overlong": "drop"}, max_drop_rate=1.0
+    )
     assert dropped.manifest.records.dropped == {"overlong": 4}
-    packed = packstore.append(dropped, pack(tmp_path / "other", pairs(14, 140)), max_drop_rate=1.0)
+    packed = packstore.append(
+        dropped, pack(tmp_path / "other", pairs(14, 140)), max_drop_rate=1.0
+    )
     assert packed.manifest.records.dropped == {"overlong": 8}
 
 
 def test_append_refuses_settings_that_it_does_not_know(tmp_path: Path) -> None:
     """A later version may have one that changes the tokens."""
     base = pack(tmp_path / "ds", pairs(9))
-    edit_manifest(base.url, lambda m: m["provenance"]["settings"].update(spelling="old"))
+    edit_manifest(
+        base.url, lambda m: m["provenance"]["settings"].update(spelling="old")
+    )
     with pytest.raises(errors.ConfigError, match="all must be known; found 'spelling'"):
         packstore.append(base.url, pairs(3, 9))
 
 
 def later_release(dataset: Dataset, **features: Any) -> tuple[str, bytes]:
-    """Adds what a later release may: a further file and members that are not known yet."""
+    """Adds what a later release may: a further file and members that are not
+    known yet.
+    """
     content = f"of {dataset.url}".encode()
     sha256 = hashlib.sha256(content).hexdigest()
     path = f"data/0123456789ab-00000-{sha256[:16]}.parquet"
@@ -316,7 +369,9 @@ def later_release(dataset: Dataset, **features: Any) -> tuple[str, bytes]:
 
 @pytest.mark.parametrize("how", ["append", "concat", "elsewhere"])
 def test_what_of_a_later_release_survives(tmp_path: Path, how: str) -> None:
-    """Members of shards and further files do, which writer features may ask for; others do not."""
+    """Members of shards and further files do, which writer features may ask for; others
+    do not.
+    """
     a, b = pack(tmp_path / "a", pairs(30)), pack(tmp_path / "b", pairs(20, 30))
     added = dict([later_release(a), later_release(b)])
     if how == "append":
@@ -327,7 +382,9 @@ def test_what_of_a_later_release_survives(tmp_path: Path, how: str) -> None:
         whole = packstore.concat([a.url, b.url, b.url], out, overwrite=how == "concat")
     assert whole.verify().ok
     written = json.loads(Files(whole.url).read(manifest_path(whole.version)))
-    assert {f["path"]: Files(whole.url).read(f["path"]) for f in written["further_files"]} == added
+    assert {
+        f["path"]: Files(whole.url).read(f["path"]) for f in written["further_files"]
+    } == added
     assert "deletes" not in written
     assert written["provenance"]["licence"] == "CC0"
     old = [json.loads(Files(d.url).read(manifest_path(1)))["shards"] for d in (a, b)]
@@ -345,16 +402,22 @@ def test_writer_features_stop_only_writers(tmp_path: Path) -> None:
     old = packstore.open(place)
     assert old.verify().ok
     assert len(examples(old)) == 30
-    (place / "data" / f"0123456789ab-00000-{'0' * 16}.parquet").write_bytes(b"left over")
+    (place / "data" / f"0123456789ab-00000-{'0' * 16}.parquet").write_bytes(
+        b"left over"
+    )
     files = Files(str(place)).names()
     for change in (
         lambda: packstore.append(old, pairs(9, 30)),
         lambda: packstore.concat([old], str(tmp_path / "out")),
-        lambda: packstore.concat([pack(tmp_path / "b", pairs(9)), old], str(tmp_path / "out")),
+        lambda: packstore.concat(
+            [pack(tmp_path / "b", pairs(9)), old], str(tmp_path / "out")
+        ),
         lambda: packstore.clean(str(place)),
         lambda: packstore.clean(str(place), delete=True, older_than=0, no_writers=True),
     ):
-        with pytest.raises(errors.UnsupportedFormatError, match=r"'deletes'\. Upgrade packstore"):
+        with pytest.raises(
+            errors.UnsupportedFormatError, match=r"'deletes'\. Upgrade packstore"
+        ):
             change()
     assert Files(str(place)).names() == files
     assert not (tmp_path / "out").exists()
@@ -375,16 +438,24 @@ def test_append_runs_no_function_that_only_a_manifest_names(tmp_path: Path) -> N
     records = [{"good": [8, n], "bad": [9, n]} for n in range(40)]
     first = pack(tmp_path / "ds", records[:20], adapter=name)
     function.with_suffix(".ran").unlink()
-    code = f"import packstore; packstore.append({first.url!r}, [{{'good': [1], 'bad': [2]}}])"
+    code = (
+        f"import packstore; packstore.append({first.url!r}, [{{'good': [1], 'bad': "
+        f"[2]}}])"
+    )
     done = run_python("-c", code)
     assert "ConfigError" in done.stderr
     assert f"{function.name}:read" in done.stderr
     assert not function.with_suffix(".ran").exists()
-    assert packstore.append(first, records[20:], adapter=name).manifest.totals.examples == 40
+    assert (
+        packstore.append(first, records[20:], adapter=name).manifest.totals.examples
+        == 40
+    )
 
 
 def test_append_refuses_to_compare_prompts(tmp_path: Path) -> None:
     base = pack(tmp_path / "ds", pairs(9), dedup="prompt")
-    with pytest.raises(errors.ConfigError, match=r"must be pair or none on append.*prompts"):
+    with pytest.raises(
+        errors.ConfigError, match=r"must be pair or none on append.*prompts"
+    ):
         packstore.append(base, pairs(3, 9))
     assert packstore.append(base, pairs(3, 9), dedup="none").manifest.pairs == 4

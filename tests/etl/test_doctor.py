@@ -1,4 +1,6 @@
-"""Doctor sees what training would suffer from, and counts duplicates as packing leaves them out."""
+"""Doctor sees what training would suffer from, and counts duplicates as packing leaves
+them out.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PAIR = {"prompt": "Say yes.\n", "chosen": "Yes.", "rejected": "No."}
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that merges across the end of a prompt, and knows no marker of ChatML."""
+    """A tokenizer that merges across the end of a prompt, and knows no marker of
+    ChatML.
+    """
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     trained_tokenizer(["abab abcabc bcbc"] * 9, vocab_size=280).save(str(path))
     return path
@@ -43,13 +47,21 @@ def test_duplicates_are_those_that_dedup_leaves_out(
     records.append({"prompt": "a", "chosen": "bab", "rejected": "bax"})
     records.append({"prompt": "ab", "chosen": "ab", "rejected": "ax"})
     packed = packstore.pack(
-        records, tmp_path / "out", tokenizer, pack_size=64, dedup=dedup, max_drop_rate=1.0
+        records,
+        tmp_path / "out",
+        tokenizer,
+        pack_size=64,
+        dedup=dedup,
+        max_drop_rate=1.0,
     )
     check, reason = {
         "prompt": ("duplicate_prompts", "duplicate_prompt"),
         "pair": ("duplicate_records", "duplicate_pair"),
     }[dedup]
-    assert findings(records, tokenizer)[check].records == packed.manifest.records.dropped[reason]
+    assert (
+        findings(records, tokenizer)[check].records
+        == packed.manifest.records.dropped[reason]
+    )
 
 
 DIALOGUE = {
@@ -60,7 +72,10 @@ DIALOGUE = {
 BLANK = DIALOGUE | {"prompt": [{"role": "user", "content": " "}]}
 CUT_OFF = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes, b"}]}
 GOES_ON = DIALOGUE | {"chosen": [{"role": "assistant", "content": "Yes!"}]}
-ENDING = "{% for m in messages %}{{ m.content }}{% if m.content[-1] != 'b' %}</s>\n{% endif %}"
+ENDING = (
+    "{% for m in messages %}{{ m.content }}{% if m.content[-1] != 'b' %}</s>\n{% "
+    "endif %}"
+)
 ENDING += "{% if m.content[-1] == '!' %}-{% endif %}"
 ENDING += "{% endfor %}"
 IDS = {"prompt": [1], "chosen": [2, 4], "rejected": [3, 4]}
@@ -76,7 +91,12 @@ def answer(prompt: str, response: str) -> dict[str, str]:
     ("check", "good", "bad", "template"),
     [
         ("reward_reversed", RATED, REVERSED, None),
-        ("reward_rounded", RATED, PAIR | {"chosen_reward": 1e9 + 1, "rejected_reward": 1e9}, None),
+        (
+            "reward_rounded",
+            RATED,
+            PAIR | {"chosen_reward": 1e9 + 1, "rejected_reward": 1e9},
+            None,
+        ),
         ("empty_prompt", PAIR, PAIR | {"prompt": ""}, None),
         ("empty_prompt", PAIR, PAIR | {"prompt": " \n"}, None),
         ("empty_prompt", answer("Say. ", "Yes."), answer("", "Yes."), None),
@@ -104,12 +124,16 @@ def test_records_that_read_wrongly(
     """The second of two is named, and the first is well."""
     finding = findings([good, bad], tokenizer, chat_template=template)[check]
     assert finding.records == 1
-    assert finding.level == ("remark" if check in ("empty_prompt", "glued_prompt") else "problem")
+    assert finding.level == (
+        "remark" if check in ("empty_prompt", "glued_prompt") else "problem"
+    )
     assert "item 2" in finding.examples[0]
     assert check not in findings([good], tokenizer, chat_template=template)
 
 
-def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: Path) -> None:
+def test_every_place_is_told_as_the_reader_tells_it(
+    tokenizer: Path, tmp_path: Path
+) -> None:
     """Lines of a file are lines in every row of the table."""
     source = tmp_path / "pairs.jsonl"
     empty = {**PAIR, "chosen": ""}
@@ -123,6 +147,10 @@ def test_every_place_is_told_as_the_reader_tells_it(tokenizer: Path, tmp_path: P
 
 def test_the_forms_of_the_records_are_named(tokenizer: Path) -> None:
     alike = {"instruction": "Say yes.", "input": "Now.", "output": "Yes."}
-    records = [{"prompt": "Say yes.", "response": "Yes."}, alike, alike | {"output": "Sure."}]
+    records = [
+        {"prompt": "Say yes.", "response": "Yes."},
+        alike,
+        alike | {"output": "Sure."},
+    ]
     found = doctor(records, tokenizer, chat_template="plain")
     assert found.forms == {"alpaca": 2, "none": 1}

@@ -1,4 +1,6 @@
-"""An estimate takes its sample from all over the input, and gives the error of its counts."""
+"""An estimate takes its sample from all over the input, and gives the error of its
+counts.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,17 @@ LONG = 400
 
 def record(length: int) -> dict[str, list[int]]:
     """A pair of 3 x `length` tokens: the prompt is stored twice."""
-    return {"prompt": [7] * length, "chosen": [8] * (length // 2), "rejected": [9] * (length // 2)}
+    return {
+        "prompt": [7] * length,
+        "chosen": [8] * (length // 2),
+        "rejected": [9] * (length // 2),
+    }
 
 
 def write(path: Path, lengths: list[int]) -> Path:
-    path.write_text("".join(json.dumps(record(n)) + "\n" for n in lengths), encoding="utf-8")
+    path.write_text(
+        "".join(json.dumps(record(n)) + "\n" for n in lengths), encoding="utf-8"
+    )
     return path
 
 
@@ -39,12 +47,16 @@ def ordered(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The input is small: it has as many places as a large one, if they are small too."""
+    """The input is small: it has as many places as a large one, if they are
+    small too.
+    """
     monkeypatch.setattr("packstore.etl.reports.records.SAMPLE_BLOCK_BYTES", 1 << 13)
 
 
 def sampled(source: Any, records: int = 900, **settings: Any) -> Any:
-    return estimate(source, pack_sizes=(LONG,), sample=records, layouts=["concat"], **settings)
+    return estimate(
+        source, pack_sizes=(LONG,), sample=records, layouts=["concat"], **settings
+    )
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +74,9 @@ def test_a_small_input_is_read_in_full_and_is_exact(
     how: dict[str, Any], ordered: Path, tmp_path: Path
 ) -> None:
     (choice,) = sampled(ordered, len(LENGTHS), **how).choices
-    packed = packstore.pack(ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how)
+    packed = packstore.pack(
+        ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how
+    )
     overlong = packed.manifest.records.dropped["overlong"]
     assert (choice.packs, choice.overlong) == (len(packed), overlong)
     assert (choice.packs_error, choice.overlong_error) == (0, 0)
@@ -114,10 +128,22 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
 def test_pack_size_layout_and_strategy_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = ["--pack-size", "1024", "--layout", "concat", "--strategy", "pool", "--json"]
+    asked = [
+        "--pack-size",
+        "1024",
+        "--layout",
+        "concat",
+        "--strategy",
+        "pool",
+        "--json",
+    ]
     assert main(["estimate", str(ordered), *asked]) == 0
     (choice,) = json.loads(capsys.readouterr().out)["choices"]
-    assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (1024, "concat", "pool")
+    assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (
+        1024,
+        "concat",
+        "pool",
+    )
     settings = {"pack_size": 1024, "layout": "concat", "strategy": "pool"}
     (alike,) = estimate(ordered, None, **settings).choices
     assert alike.packs == choice["packs"]

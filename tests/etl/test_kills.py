@@ -1,4 +1,6 @@
-"""A job that is really killed: the dataset before stays whole, and a rerun ends as undisturbed."""
+"""A job that is really killed: the dataset before stays whole, and a rerun ends as
+undisturbed.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,14 @@ def begin(folder: Path) -> bytes:
 
 
 def replace(folder: Path, moment: int = 0) -> int:
-    """Replaces it by one of 800 pairs; returns the acts, 0 if killed in that of the moment."""
+    """Replaces it by one of 800 pairs; returns the acts, 0 if killed in that of the
+    moment.
+    """
     source = write_jsonl(folder.parent / "new.jsonl", pairs(800))
     command = [sys.executable, "-c", JOB, json.dumps([source, str(folder), moment])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, encoding="utf-8", check=False)
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, encoding="utf-8", check=False
+    )
     assert done.returncode == (-9 if moment else 0)
     return int(done.stdout or 0)
 
@@ -90,7 +96,9 @@ def test_on_a_local_disk(fractions: tuple[float, ...], tmp_path: Path) -> None:
 def test_no_file_is_closed_under_its_writer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ctrl-C while the thread that writes is started: native code crashed on the closed file."""
+    """Ctrl-C while the thread that writes is started: native code crashed on the closed
+    file.
+    """
     start, write = threading.Thread.start, pq.ParquetWriter.write_table
     begun: list[int] = []
     ended: list[int] = []
@@ -110,6 +118,8 @@ def test_no_file_is_closed_under_its_writer(
     monkeypatch.setattr(threading.Thread, "start", interrupted)
     monkeypatch.setattr(pq.ParquetWriter, "write_table", slowly)
     with pytest.raises(KeyboardInterrupt):
-        packstore.pack(write_jsonl(tmp_path / "a.jsonl", pairs(20)), tmp_path / "ds", pack_size=64)
+        packstore.pack(
+            write_jsonl(tmp_path / "a.jsonl", pairs(20)), tmp_path / "ds", pack_size=64
+        )
     assert begun == ended
     assert not [*tmp_path.glob("ds/**/*.parquet")]

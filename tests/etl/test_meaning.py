@@ -20,7 +20,11 @@ Record = dict[str, Any]
 Pack = Callable[..., packstore.Dataset]
 
 PAIRS: list[Record] = [
-    {"prompt": f"What is {i} and {i}? ", "chosen": f"It is {2 * i}.", "rejected": "No idea."}
+    {
+        "prompt": f"What is {i} and {i}? ",
+        "chosen": f"It is {2 * i}.",
+        "rejected": "No idea.",
+    }
     for i in range(20)
 ]
 SCORED = [{**pair, "score_chosen": 4.5, "score_rejected": 2} for pair in PAIRS]
@@ -45,16 +49,22 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_a_mapped_field_that_no_record_has_is_an_error(do_pack: Pack, partitions: int) -> None:
+def test_a_mapped_field_that_no_record_has_is_an_error(
+    do_pack: Pack, partitions: int
+) -> None:
     fields = {"chosen_reward": "chosen_scor", "rejected_reward": "rejected_scor"}
-    with pytest.raises(ConfigError, match=r"chosen_reward=chosen_scor: a record must have"):
+    with pytest.raises(
+        ConfigError, match=r"chosen_reward=chosen_scor: a record must have"
+    ):
         do_pack(PAIRS, fields=fields, partitions=partitions)
     fields = {"chosen_reward": "score_chosen", "rejected_reward": "score_rejected"}
     assert do_pack(SCORED, fields=fields, partitions=partitions).manifest.pairs == 20
 
 
 def test_what_is_left_out_by_its_label_does_not_count_as_dropped(do_pack: Pack) -> None:
-    records = [{"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)]
+    records = [
+        {"prompt": "p", "completion": f" {i}", "label": i % 2 == 0} for i in range(8)
+    ]
     with pytest.raises(RecordError, match="label"):
         do_pack(records, kind="sft")
     found = do_pack(records, kind="sft", on={"unpaired_feedback": "drop"}).manifest
@@ -71,13 +81,25 @@ CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     [
         ([LABELED | {"label": x} for x in (True, False)], [1, 0], {}),
         ([LABELED | {"desirable": x} for x in ("true", "False", "0")], [1, 0, 0], {}),
-        ([{"messages": CHAT, "kto_tag": x} for x in (0, 1)], [0, 1], {"chat_template": "plain"}),
+        (
+            [{"messages": CHAT, "kto_tag": x} for x in (0, 1)],
+            [0, 1],
+            {"chat_template": "plain"},
+        ),
         ([LABELED | {"label": x} for x in (-1.0, 1.0)], [-1, 1], {}),
         ([LABELED | {"score": x} for x in (0.25, 3)], [0.25, 3], {"kind": "scored"}),
-        ([LABELED | {"stars": x} for x in (5, 1)], [5, 1], {"fields": {"score": "stars"}}),
+        (
+            [LABELED | {"stars": x} for x in (5, 1)],
+            [5, 1],
+            {"fields": {"score": "stars"}},
+        ),
         ([LABELED | {"reward": x} for x in (-1.0, 0, 0.5)], [-1, 0, 0.5], {}),
         ([LABELED | {"score": x} for x in (False, True)], [0, 1], {}),
-        ([{"messages": CHAT, "reward": x} for x in (0.5, 0)], [0.5, 0], {"chat_template": "plain"}),
+        (
+            [{"messages": CHAT, "reward": x} for x in (0.5, 0)],
+            [0.5, 0],
+            {"chat_template": "plain"},
+        ),
         (
             [LABELED | {"thumbs": x} for x in ("up", "down")],
             [1, 0],
@@ -119,8 +141,16 @@ def test_a_column_that_changes_the_meaning_is_read_or_refused(
     do_pack: Pack, record: Record, column: str, num_workers: int
 ) -> None:
     """Wherever it stands among others; its place is named, and it can be ignored."""
-    kind = "scored" if "scores" in record else "preference" if "chosen" in record else "sft"
-    others = [{"scored": SCORED_ANSWERS, "preference": PAIRS[1], "sft": LABELED}[kind]] * 5
+    kind = (
+        "scored"
+        if "scores" in record
+        else "preference"
+        if "chosen" in record
+        else "sft"
+    )
+    others = [
+        {"scored": SCORED_ANSWERS, "preference": PAIRS[1], "sft": LABELED}[kind]
+    ] * 5
     for records, line in (([record, *others], 1), ([*others, record], 6)):
         with pytest.raises(RecordError, match=rf"line {line}: .*{re.escape(column)}"):
             do_pack(records, kind=kind, num_workers=num_workers)
@@ -128,14 +158,23 @@ def test_a_column_that_changes_the_meaning_is_read_or_refused(
         assert do_pack(records, kind=kind, ignore=[column]).manifest.records.packed == 6
 
 
-ORDINARY = {"channel": "web", "type": "qa", "worker_id": "w3", "style": "brief", "level": 3}
+ORDINARY = {
+    "channel": "web",
+    "type": "qa",
+    "worker_id": "w3",
+    "style": "brief",
+    "level": 3,
+}
 
 
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_ordinary_columns_stop_nothing(do_pack: Pack, kind: str) -> None:
     """However many values they have, over however many records."""
     record = {"preference": PAIRS[0], "sft": LABELED, "scored": SCORED_ANSWERS}[kind]
-    records = [{**record, **ORDINARY, "unique_id": f"u{i}", "opinion": i % 2} for i in range(10)]
+    records = [
+        {**record, **ORDINARY, "unique_id": f"u{i}", "opinion": i % 2}
+        for i in range(10)
+    ]
     for number in (1, 2, 10):
         manifest = do_pack(records[:number]).manifest
         assert manifest.records.packed == number
@@ -162,7 +201,9 @@ def test_fields_are_in_the_manifest(do_pack: Pack, partitions: int) -> None:
     assert packstore.open(dataset.url).manifest.records == found
 
 
-def test_the_log_names_them_once(do_pack: Pack, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_them_once(
+    do_pack: Pack, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "packstore"):
         do_pack([{**r, "note": "be kind", "lang": "en"} for r in SCORED])
     assert sum("note = be kind" in text for text in caplog.messages) == 1
@@ -181,9 +222,13 @@ HARMFUL = {
     "reward_default": [SCORED[0], PAIRS[0]],
     "raw_text": PAIRS[:1],
     "foreign_template": [{**PAIRS[0], "prompt": "[INST] Why? [/INST]"}],
-    "mixed_forms": [PAIRS[0], {**PAIRS[0], "prompt": [{"role": "user", "content": "Why?"}]}],
+    "mixed_forms": [
+        PAIRS[0],
+        {**PAIRS[0], "prompt": [{"role": "user", "content": "Why?"}]},
+    ],
 }
-"""Note -> records that have it, with a chat template and a tokenizer that names no EOS."""
+"""Note -> records that have it, with a chat template and a tokenizer that names no EOS.
+"""
 
 
 @pytest.mark.parametrize("note", HARMFUL)
@@ -191,13 +236,29 @@ def test_a_problem_of_doctor_is_a_warning_of_the_job(
     note: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """In Python, with --quiet, and of appended records; with what it means."""
-    source, out = write_jsonl(tmp_path / "in.jsonl", HARMFUL[note]), str(tmp_path / "out")
+    source, out = (
+        write_jsonl(tmp_path / "in.jsonl", HARMFUL[note]),
+        str(tmp_path / "out"),
+    )
     path = str(write_tokenizer(tmp_path / "tokenizer.json"))
     chat = {"chat_template": "plain"}
-    [found] = [f for f in packstore.doctor(source, path, **chat).findings if f.check == note]
+    [found] = [
+        f for f in packstore.doctor(source, path, **chat).findings if f.check == note
+    ]
     assert found.level == "problem"
-    more = write_jsonl(tmp_path / "more.jsonl", [{**r, "chosen": "Ask."} for r in HARMFUL[note]])
-    quiet = ["pack", source, f"{out}-2", "--tokenizer", path, "--quiet", "--chat-template", "plain"]
+    more = write_jsonl(
+        tmp_path / "more.jsonl", [{**r, "chosen": "Ask."} for r in HARMFUL[note]]
+    )
+    quiet = [
+        "pack",
+        source,
+        f"{out}-2",
+        "--tokenizer",
+        path,
+        "--quiet",
+        "--chat-template",
+        "plain",
+    ]
     jobs = (
         lambda: packstore.pack(source, out, path, **chat),
         lambda: packstore.append(out, more),
@@ -206,11 +267,17 @@ def test_a_problem_of_doctor_is_a_warning_of_the_job(
     for job in jobs:
         caplog.clear()
         job()
-        warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-        assert any(re.fullmatch(rf"noted in 1 records: {note} \(.+\)", text) for text in warned)
+        warned = [
+            r.getMessage() for r in caplog.records if r.levelno == logging.WARNING
+        ]
+        assert any(
+            re.fullmatch(rf"noted in 1 records: {note} \(.+\)", text) for text in warned
+        )
 
 
-def test_a_group_that_no_pack_holds_is_told_to_be_packed_one_by_one(do_pack: Pack) -> None:
+def test_a_group_that_no_pack_holds_is_told_to_be_packed_one_by_one(
+    do_pack: Pack,
+) -> None:
     group = {"prompt": "p", "responses": [" a" * 200, " b" * 200], "scores": [1, 0]}
     with pytest.raises(DropRateError, match="pack the answers of a group one by one"):
         do_pack([group])

@@ -1,4 +1,6 @@
-"""Room for the padding of sequences: what is padded while loading still fits the pack."""
+"""Room for the padding of sequences: what is padded while loading still fits
+the pack.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,11 @@ def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
 
     settings: dict[str, Any] = {"pack_size": pack_size, "layout": layout}
     dataset = packstore.pack(
-        RECORDS, tmp_path / "out", pad_to_multiple=M, on={"identical_sides": "keep"}, **settings
+        RECORDS,
+        tmp_path / "out",
+        pad_to_multiple=M,
+        on={"identical_sides": "keep"},
+        **settings,
     )
     padded = [
         pad_segments(collate([sample], "preference"), M)
@@ -44,7 +50,9 @@ def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
     assert planning["aligned_tokens"] == sum(tokens)
     assert planning["tokens"] == dataset.manifest.totals.tokens < sum(tokens)
     assert planning["fill_rate"] == pytest.approx(dataset.manifest.fill_rate)
-    assert planning["aligned_fill_rate"] == pytest.approx(sum(tokens) / (pack_size * len(dataset)))
+    assert planning["aligned_fill_rate"] == pytest.approx(
+        sum(tokens) / (pack_size * len(dataset))
+    )
     # Packed anew with other settings, and back, by the records' own sizes.
     tight = packstore.pack(dataset, tmp_path / "tight", **settings)
     again = packstore.pack(tight, tmp_path / "again", pad_to_multiple=M, **settings)
@@ -54,16 +62,30 @@ def test_padded_packs_fit(tmp_path: Path, layout: str, pack_size: int) -> None:
 
 @pytest.mark.parametrize("overlong", ["drop", "truncate_prompt", "truncate_response"])
 def test_what_fits_only_without_padding(tmp_path: Path, overlong: str) -> None:
-    """Two sequences of 9 tokens: 18 of 24, but 32 once padded to multiples of 8 (or 16)."""
-    record = {"prompt": [1, 2, 3, 4], "chosen": [5, 6, 7, 8, 9], "rejected": [9, 8, 7, 6, 5]}
+    """Two sequences of 9 tokens: 18 of 24, but 32 once padded to multiples of 8 (or
+    16).
+    """
+    record = {
+        "prompt": [1, 2, 3, 4],
+        "chosen": [5, 6, 7, 8, 9],
+        "rejected": [9, 8, 7, 6, 5],
+    }
     short = {"prompt": [1], "chosen": [2], "rejected": [3]}
     records = [record, *[short] * 9]
     made = packstore.pack(
-        records, tmp_path / "out", pack_size=24, pad_to_multiple=M, on={"overlong": overlong}
+        records,
+        tmp_path / "out",
+        pack_size=24,
+        pad_to_multiple=M,
+        on={"overlong": overlong},
     )
-    assert made.manifest.records.dropped == ({"overlong": 1} if overlong == "drop" else {})
+    assert made.manifest.records.dropped == (
+        {"overlong": 1} if overlong == "drop" else {}
+    )
     for packs in made.iter_packs():
         padded = -(-packs.segment_lengths // M) * M
         assert np.add.reduceat(padded, packs.sequence_offsets[:-1]).max() <= 24
-    whole = packstore.pack(records, tmp_path / "whole", pack_size=24, on={"overlong": "error"})
+    whole = packstore.pack(
+        records, tmp_path / "whole", pack_size=24, on={"overlong": "error"}
+    )
     assert whole.manifest.records.packed == 10

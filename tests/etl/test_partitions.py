@@ -1,4 +1,6 @@
-"""Packing in partitions: the same bytes whoever makes them, the same examples as in one."""
+"""Packing in partitions: the same bytes whoever makes them, the same examples as in
+one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ from packstore.errors import ConfigError, DatasetNotFoundError, InputError
 
 FILES, RECORDS = 5, 400
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-SETTINGS: dict[str, Any] = {"pack_size": 256, "shard_tokens": 5000, "row_group_tokens": 4096}
+SETTINGS: dict[str, Any] = {
+    "pack_size": 256,
+    "shard_tokens": 5000,
+    "row_group_tokens": 4096,
+}
 
 
 def write(path: Path, seed: int, records: int = RECORDS) -> str:
@@ -42,33 +48,51 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def whole(sources: list[str], tmp_path_factory: pytest.TempPathFactory) -> packstore.Dataset:
-    return packstore.pack(sources, str(tmp_path_factory.mktemp("one") / "out"), **SETTINGS)
+def whole(
+    sources: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> packstore.Dataset:
+    return packstore.pack(
+        sources, str(tmp_path_factory.mktemp("one") / "out"), **SETTINGS
+    )
 
 
 def examples(dataset: packstore.Dataset) -> Counter[int]:
-    return Counter(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
+    return Counter(
+        i for packs in dataset.iter_packs() for i in packs.example_ids.tolist()
+    )
 
 
 def test_partitions_hold_what_one_would(
     sources: list[str], whole: packstore.Dataset, tmp_path: Path
 ) -> None:
-    made = packstore.pack(sources, tmp_path / "a", partitions=3, num_workers=0, **SETTINGS)
+    made = packstore.pack(
+        sources, tmp_path / "a", partitions=3, num_workers=0, **SETTINGS
+    )
     assert made.verify().ok
     assert examples(made) == examples(whole)
     assert made.manifest.records == whole.manifest.records
     for name in ("sources", "lineage"):
         assert made.manifest.provenance[name] == whole.manifest.provenance[name]
     assert made.manifest.provenance["settings"]["partitions"] == 3
-    # Each partition leaves its last packs open: 0.1 % from a thousand packs a partition on.
+    # Each partition leaves its last packs open: 0.1 % from a thousand packs a partition
+    # on.
     assert len(made) - len(whole) <= 2 * 3
-    planning, other = made.manifest.statistics.planning, whole.manifest.statistics.planning
+    planning, other = (
+        made.manifest.statistics.planning,
+        whole.manifest.statistics.planning,
+    )
     for name in ("num_examples", "tokens", "strategy"):
         assert planning[name] == other[name]
     assert planning["num_packs"] == len(made)
     assert planning["fill_rate"] == pytest.approx(made.manifest.fill_rate)
-    assert {s.path.split("-")[1] for s in made.manifest.shards} == {"p00000", "p00001", "p00002"}
-    again = packstore.pack(sources, tmp_path / "b", partitions=3, num_workers=2, **SETTINGS)
+    assert {s.path.split("-")[1] for s in made.manifest.shards} == {
+        "p00000",
+        "p00001",
+        "p00002",
+    }
+    again = packstore.pack(
+        sources, tmp_path / "b", partitions=3, num_workers=2, **SETTINGS
+    )
     assert again.manifest.to_json() == made.manifest.to_json()
 
 
@@ -91,14 +115,18 @@ def test_worker_processes_that_make_whole_partitions_change_no_byte(
     )  # fmt: skip
     packstore.pack(sources, tmp_path / "b", num_workers=0, **settings)
     assert Files(tmp_path / "a").all() == Files(tmp_path / "b").all()
-    assert [stage for stage, done in seen if done].count("read") == 4 + 1  # whole ones, and the end
+    assert [stage for stage, done in seen if done].count(
+        "read"
+    ) == 4 + 1  # whole ones, and the end
 
 
 @pytest.mark.usefixtures("in_tasks")
 def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
     sources: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())  # for the processes that will start
+    monkeypatch.setenv(
+        "TMPDIR", tempfile.gettempdir()
+    )  # for the processes that will start
     broken = tmp_path / "broken.jsonl"
     broken.write_text(
         Path(sources[0]).read_text(encoding="utf-8").replace('"prompt"', "prompt", 1),
@@ -106,7 +134,11 @@ def test_a_partition_that_fails_ends_the_others_and_leaves_no_temporary_files(
     )
     with pytest.raises(InputError, match=r"broken\.jsonl, line 1: "):
         packstore.pack(
-            [*sources, str(broken)], tmp_path / "out", partitions=4, num_workers=2, **SETTINGS
+            [*sources, str(broken)],
+            tmp_path / "out",
+            partitions=4,
+            num_workers=2,
+            **SETTINGS,
         )
     assert not list(Path(tempfile.gettempdir()).glob("packstore-*"))
 
@@ -136,7 +168,11 @@ def repeating(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         write_jsonl(
             folder / f"{i}.jsonl",
             (
-                {"prompt": [prompt, 7], "chosen": [n] * n, "rejected": [9] * (prompt % 50)}
+                {
+                    "prompt": [prompt, 7],
+                    "chosen": [n] * n,
+                    "rejected": [9] * (prompt % 50),
+                }
                 for prompt, n in rng.integers(1, [400, 6], (700, 2)).tolist()
             ),
         )
@@ -190,7 +226,8 @@ def test_a_killed_run_goes_on(
     packstore.pack(repeating, whole, num_workers=0, **settings)
     packs = sum(len(packstore.open(whole / part)) for part in ("train", "validation"))
     arguments = json.dumps([repeating, str(out), 0.6 * packs, settings])
-    # It returns when all who hold its output have ended: workers do not outlive the job.
+    # It returns when all who hold its output have ended: workers do not outlive the
+    # job.
     done = run_python("-c", KILLED, arguments, timeout=120)
     assert done.returncode == -9, done.stderr
     with pytest.raises(DatasetNotFoundError):
@@ -206,11 +243,15 @@ def test_a_killed_run_goes_on(
     assert Files(out).all() == Files(whole).all()
 
 
-@pytest.mark.parametrize("lengths", [[20] * 24, [600, *[20] * 23], [300, 5, 300, 5, 300, 5]])
+@pytest.mark.parametrize(
+    "lengths", [[20] * 24, [600, *[20] * 23], [300, 5, 300, 5, 300, 5]]
+)
 def test_partitions_share_the_input_alike(lengths: list[int], tmp_path: Path) -> None:
     """Files smaller than a block, and one or several that hold most of the records."""
     sources = [write(tmp_path / f"{i:02d}.jsonl", i, n) for i, n in enumerate(lengths)]
-    made = packstore.pack(sources, tmp_path / "out", partitions=4, num_workers=0, **SETTINGS)
+    made = packstore.pack(
+        sources, tmp_path / "out", partitions=4, num_workers=0, **SETTINGS
+    )
     tokens: Counter[str] = Counter()
     for shard in made.manifest.shards:
         tokens[shard.path.split("-")[1]] += shard.tokens
@@ -218,7 +259,11 @@ def test_partitions_share_the_input_alike(lengths: list[int], tmp_path: Path) ->
     assert max(tokens.values()) < 1.5 * min(tokens.values())
 
 
-def test_what_cannot_be_cut_is_refused(whole: packstore.Dataset, tmp_path: Path) -> None:
+def test_what_cannot_be_cut_is_refused(
+    whole: packstore.Dataset, tmp_path: Path
+) -> None:
     for source in ([{"prompt": [1], "chosen": [2], "rejected": [3]}], whole):
-        with pytest.raises(ConfigError, match="partitions=2: the input must be files of records"):
+        with pytest.raises(
+            ConfigError, match="partitions=2: the input must be files of records"
+        ):
             packstore.pack(source, tmp_path / "out", partitions=2)

@@ -46,7 +46,9 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
     """packstore.pack with the small tokenizer, into a fresh folder."""
     count = iter(range(1000))
 
-    def run(source: Any, tokenizer_: Any = tokenizer, **settings: Any) -> packstore.Dataset:
+    def run(
+        source: Any, tokenizer_: Any = tokenizer, **settings: Any
+    ) -> packstore.Dataset:
         out = tmp_path / f"out-{next(count)}"
         return packstore.pack(source, out, tokenizer_, **{"pack_size": 256, **settings})
 
@@ -56,7 +58,9 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
 def test_files_with_the_same_bytes_are_named(
     do_pack: Pack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As one that two globs match, or a link beside its target; not files without records."""
+    """As one that two globs match, or a link beside its target; not files without
+    records.
+    """
     names = ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
     for name, rows in zip(names, (PAIRS[:9], PAIRS[9:], [], []), strict=True):
         write_jsonl(tmp_path / name, rows)
@@ -65,9 +69,16 @@ def test_files_with_the_same_bytes_are_named(
     do_pack(paths)
     assert "the same bytes" not in caplog.text
     do_pack([*paths, str(tmp_path / "link.jsonl"), paths[1]])
-    told = [text.partition(": once): ")[::2] for text in caplog.messages if "same bytes" in text]
+    told = [
+        text.partition(": once): ")[::2]
+        for text in caplog.messages
+        if "same bytes" in text
+    ]
     link = str(tmp_path / "link.jsonl")
-    assert [last for _, last in told] == [f"{paths[0]}, {link}", f"{paths[1]}, {paths[1]}"]
+    assert [last for _, last in told] == [
+        f"{paths[0]}, {link}",
+        f"{paths[1]}, {paths[1]}",
+    ]
 
 
 def by_id(dataset: packstore.Dataset) -> dict[int, dict[str, Any]]:
@@ -79,10 +90,17 @@ def by_id(dataset: packstore.Dataset) -> dict[int, dict[str, Any]]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 def test_what_goes_in_comes_out(
-    do_pack: Pack, tmp_path: Path, strategy: str, layout: str, monkeypatch: pytest.MonkeyPatch
+    do_pack: Pack,
+    tmp_path: Path,
+    strategy: str,
+    layout: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where the temporary files of what was read are many, else of 32 MB each."""
-    files = [write_jsonl(tmp_path / f"{n}.jsonl", PAIRS[n : n + 10]) for n in range(0, 60, 10)]
+    files = [
+        write_jsonl(tmp_path / f"{n}.jsonl", PAIRS[n : n + 10])
+        for n in range(0, 60, 10)
+    ]
     plain = by_id(do_pack(files, strategy="none", carry=("source", "measure:float64")))
     monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", 3000)
     monkeypatch.setattr("packstore.etl.spill.MAX_BUCKETS", 7)
@@ -97,7 +115,10 @@ def test_what_goes_in_comes_out(
 
 @pytest.mark.parametrize(
     ("copies", "most", "workers"),
-    [(1, 120, (0, 2)), pytest.param(50, None, (1, 1, 2, 4, None), marks=pytest.mark.slow)],
+    [
+        (1, 120, (0, 2)),
+        pytest.param(50, None, (1, 1, 2, 4, None), marks=pytest.mark.slow),
+    ],
 )
 def test_same_bytes_for_any_number_of_workers(
     do_pack: Pack,
@@ -108,7 +129,11 @@ def test_same_bytes_for_any_number_of_workers(
     workers: tuple[int | None, ...],
 ) -> None:
     """Chats, with a real tokenizer, in more than one block."""
-    chats = (shared_data / "pairs" / "chat_zh.jsonl").read_bytes().splitlines(keepends=True)[:most]
+    chats = (
+        (shared_data / "pairs" / "chat_zh.jsonl")
+        .read_bytes()
+        .splitlines(keepends=True)[:most]
+    )
     sources = [tmp_path / f"{n}.jsonl" for n in range(4)]
     for n, source in enumerate(sources):
         source.write_bytes(b"".join(chats[n::4]) * copies)
@@ -125,8 +150,14 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     second = do_pack(first, None, pack_size=512, layout="shared_prefix", seed=9)
     third = do_pack(second, None, pack_size=256, seed=4)
     assert by_id(first) == by_id(second) == by_id(third)
-    assert second.manifest.provenance["repacked_from"]["fingerprint"] == first.manifest.fingerprint
-    assert second.manifest.provenance["tokenizer"] == first.manifest.provenance["tokenizer"]
+    assert (
+        second.manifest.provenance["repacked_from"]["fingerprint"]
+        == first.manifest.fingerprint
+    )
+    assert (
+        second.manifest.provenance["tokenizer"]
+        == first.manifest.provenance["tokenizer"]
+    )
     assert second.verify().ok
     assert third.verify().ok
     small = do_pack(first, None, pack_size=40, max_drop_rate=0.9)
@@ -155,9 +186,13 @@ def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
         "invalid_unicode": 1,
     }
     assert records.read == 65 == records.packed + sum(records.dropped.values())
-    with pytest.raises(DropRateError, match=r"at most 5% of the records .* found 5 of 65 dropped"):
+    with pytest.raises(
+        DropRateError, match=r"at most 5% of the records .* found 5 of 65 dropped"
+    ):
         do_pack(PAIRS + bad, max_drop_rate=0.05)
-    with pytest.raises(DropRateError, match=r"at least one record must remain; found 5 of 5"):
+    with pytest.raises(
+        DropRateError, match=r"at least one record must remain; found 5 of 5"
+    ):
         do_pack(bad, max_drop_rate=1.0)
     with pytest.raises(DropRateError, match="Raise pack_size"):
         do_pack(PAIRS, pack_size=8)
@@ -173,7 +208,9 @@ def test_nemo_aligner_packs_the_same(shared_data: Path, do_pack: Pack) -> None:
         append_eos=False,
     )
     names = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
-    golden = np.load(shared_data / "nemo" / "dummy_dpo_packed_90.npy", allow_pickle=True)
+    golden = np.load(
+        shared_data / "nemo" / "dummy_dpo_packed_90.npy", allow_pickle=True
+    )
     expected = Counter(str([list(map(float, row[n])) for n in names]) for row in golden)
     found: Counter[str] = Counter()
     for batch in dataset.iter_batches():
@@ -193,14 +230,22 @@ def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> N
         assert records.dropped == {f"duplicate_{dedup}": 64 - left}
         assert records.read == 64 == records.packed + sum(records.dropped.values())
         assert sorted(by_id(dataset)) == list(range(left))  # the first one stays
-    many = do_pack([PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1)
+    many = do_pack(
+        [PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1
+    )
     assert many.manifest.pairs == 2
-    with pytest.raises(ConfigError, match="dedup and validation_fraction must be left out"):
+    with pytest.raises(
+        ConfigError, match="dedup and validation_fraction must be left out"
+    ):
         do_pack(many, None, dedup="pair")
 
 
-def test_a_part_for_validation(do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """By the prompt alone: no prompt is in both parts, whatever else is in the input."""
+def test_a_part_for_validation(
+    do_pack: Pack, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """By the prompt alone: no prompt is in both parts, whatever else is in the
+    input.
+    """
     twins = [{**r, "chosen": "Second: " + r["chosen"]} for r in PAIRS]
     split = {"validation_fraction": 0.25, "pack_size": 256, "carry": ("source",)}
     train = packstore.pack([*PAIRS, *twins], tmp_path / "all", tokenizer, **split)

@@ -30,7 +30,9 @@ def frame() -> pl.DataFrame:
 
 
 def text(frame: pl.DataFrame, path: Path) -> None:
-    frame.select(pl.all().list.eval(pl.element().cast(pl.String)).list.join(" ")).write_csv(path)
+    frame.select(
+        pl.all().list.eval(pl.element().cast(pl.String)).list.join(" ")
+    ).write_csv(path)
 
 
 def compressed(frame: pl.DataFrame, path: Path) -> None:
@@ -39,7 +41,10 @@ def compressed(frame: pl.DataFrame, path: Path) -> None:
 
 def stream(frame: pl.DataFrame, path: Path) -> None:
     table = frame.to_arrow()
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+    with (
+        pa.OSFile(str(path), "wb") as file,
+        pa.ipc.new_stream(file, table.schema) as writer,
+    ):
         writer.write_table(table, max_chunksize=100)
 
 
@@ -63,12 +68,16 @@ def calls(stage: str, source: Any, out: Path, **settings: Any) -> Calls:
             assert unit == "records"
             seen.append((done, total))
 
-    packstore.pack(source, out, pack_size=1024, progress=progress, num_workers=0, **settings)
+    packstore.pack(
+        source, out, pack_size=1024, progress=progress, num_workers=0, **settings
+    )
     return seen
 
 
 def check(seen: Calls) -> None:
-    """The total is about right from half of the records on, and reached at the end alone."""
+    """The total is about right from half of the records on, and reached at the end
+    alone.
+    """
     *before, end = [(done, total) for done, total in seen if done]
     assert end == (RECORDS, RECORDS)
     assert before
@@ -83,14 +92,21 @@ FAST = {"lines.jsonl", "groups.parquet"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in WRITERS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in WRITERS],
 )
 def test_the_number_of_records_is_estimated_while_a_file_is_read(
     frame: pl.DataFrame, tmp_path: Path, name: str
 ) -> None:
-    tokenizer = {"tokenizer": trained_tokenizer(["0123456789 "])} if name == "cells.csv" else {}
+    tokenizer = (
+        {"tokenizer": trained_tokenizer(["0123456789 "])} if name == "cells.csv" else {}
+    )
     WRITERS[name](frame, tmp_path / name)
-    settings = {"partitions": 3, "dedup": "pair", **tokenizer}  # blocks are small for partitions
+    settings = {
+        "partitions": 3,
+        "dedup": "pair",
+        **tokenizer,
+    }  # blocks are small for partitions
     for stage in ("read", "compare") if name == "lines.jsonl" else ("read",):
         check(calls(stage, str(tmp_path / name), tmp_path / stage, **settings))
 

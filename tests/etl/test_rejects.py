@@ -1,4 +1,6 @@
-"""``rejects``: every dropped record, whoever reads them, and whole or not there at all."""
+"""``rejects``: every dropped record, whoever reads them, and whole or not there
+at all.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,16 @@ def sources(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
-def pack(sources: list[str], tmp_path: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
+def pack(
+    sources: list[str], tmp_path: Path, tokenizer: Tokenizer
+) -> Callable[..., Any]:
     """Packs them into a folder of this name."""
     usual = {"max_drop_rate": 0.9, "on": {"missing_field": "drop"}, "pack_size": 256}
 
     def run(out: str, **settings: Any) -> packstore.Dataset:
-        return packstore.pack(sources, tmp_path / out, tokenizer, **{**usual, **settings})
+        return packstore.pack(
+            sources, tmp_path / out, tokenizer, **{**usual, **settings}
+        )
 
     return run
 
@@ -64,7 +70,11 @@ def expected(sources: list[str], duplicates: bool = False) -> list[tuple[str, st
     for n, source in enumerate(sources):
         reasons = {i: REASONS.get((300 * n + i) % 15) for i in range(300)}
         dropped += [(f"{source}, line 1", "duplicate_pair")] * (duplicates and n > 0)
-        dropped += [(f"{source}, line {i + 2}", reason) for i, reason in reasons.items() if reason]
+        dropped += [
+            (f"{source}, line {i + 2}", reason)
+            for i, reason in reasons.items()
+            if reason
+        ]
     return dropped
 
 
@@ -87,10 +97,18 @@ def test_every_dropped_record_in_order(
     place, detail = f"{sources[0]}, line 2", "response 2 of 2 empty"
     assert lines(out)[0] == {"place": place, "reason": "empty_side", "detail": detail}
     assert len(lines(out)) == sum(packed.manifest.records.dropped.values())
-    assert f"dropped 60 records: empty_side; the first: {sources[0]}, line 2: " in caplog.text
+    assert (
+        f"dropped 60 records: empty_side; the first: {sources[0]}, line 2: "
+        in caplog.text
+    )
     # It does not decide the bytes, and nothing else is left.
-    assert pack("plain", dedup="pair").manifest.fingerprint == packed.manifest.fingerprint
-    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl") == ["ds", "plain"]
+    assert (
+        pack("plain", dedup="pair").manifest.fingerprint == packed.manifest.fingerprint
+    )
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix != ".jsonl") == [
+        "ds",
+        "plain",
+    ]
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -107,7 +125,9 @@ def test_partitions_that_are_taken_over(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        pack("b", progress=stop, **settings, **({"rejects": str(out)} if before else {}))
+        pack(
+            "b", progress=stop, **settings, **({"rejects": str(out)} if before else {})
+        )
     assert (tmp_path / "b" / "_packstore" / "partitions").is_dir()
     out.unlink(missing_ok=True)
     pack("b", rejects=str(out), **settings)
@@ -123,7 +143,9 @@ def test_a_job_that_drops_too_much_tells_which(
     assert listed(out) == expected(sources)
 
 
-def test_anywhere_that_fsspec_reaches(sources: list[str], pack: Callable[..., Any]) -> None:
+def test_anywhere_that_fsspec_reaches(
+    sources: list[str], pack: Callable[..., Any]
+) -> None:
     pack("ds", rejects="memory://rejects/deep/r.jsonl")
     memory = fsspec.filesystem("memory")
     text = memory.cat_file("/rejects/deep/r.jsonl").decode()
@@ -137,6 +159,8 @@ def test_refuses_an_input_and_a_folder(
     before = Path(sources[1]).read_bytes()
     (tmp_path / "link").symlink_to(sources[1])
     for place in (sources[1], str(tmp_path / "link"), str(tmp_path)):
-        with pytest.raises(ConfigError, match="must name a file that is no input and no folder"):
+        with pytest.raises(
+            ConfigError, match="must name a file that is no input and no folder"
+        ):
             pack("ds", rejects=place)
     assert Path(sources[1]).read_bytes() == before

@@ -52,8 +52,12 @@ def test_packing_shuffles_and_packing_anew_too(
         assert "(shuffle=False): packs hold neighbours of the input" in caplog.text
     anew = packstore.pack(kept, tmp_path / "anew", pack_size=512)
     parts = enumerate(np.array_split(records(), 48))
-    files = [write_jsonl(tmp_path / f"{i:02d}.jsonl", part.tolist()) for i, part in parts]
-    cut = packstore.pack(files, tmp_path / "cut", partitions=4, num_workers=0, **settings)
+    files = [
+        write_jsonl(tmp_path / f"{i:02d}.jsonl", part.tolist()) for i, part in parts
+    ]
+    cut = packstore.pack(
+        files, tmp_path / "cut", partitions=4, num_workers=0, **settings
+    )
     assert mixture(kept) < 0.4
     for dataset in (made, anew, cut):
         assert 0.97 < mixture(dataset) < 1.03

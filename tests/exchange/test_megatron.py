@@ -1,7 +1,8 @@
 """Megatron-Bridge's packed Parquet, read back by its published rules.
 
-The reader below was written from the rules in NVIDIA-NeMo/Megatron-Bridge at 067f987 (2026-08-22),
-``src/megatron/bridge/data/packing/parquet.py``, ``gpt_sft.py`` and ``paths.py``.
+The reader below was written from the rules in NVIDIA-NeMo/Megatron-Bridge at 067f987
+(2026-08-22), ``src/megatron/bridge/data/packing/parquet.py``, ``gpt_sft.py`` and
+``paths.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ from places import Files
 import packstore
 from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import CompatibilityError, ConfigError, DatasetExistsError, StorageError
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DatasetExistsError,
+    StorageError,
+)
 
 EOS = 49
 """No token of the records; it is put at some of their ends."""
@@ -35,7 +41,9 @@ Pack = Callable[..., Dataset]
 
 @dataclass
 class Batch:
-    """One row as the reader returns it; `logical` and `physical` are its two ``cu_seqlens``."""
+    """One row as the reader returns it; `logical` and `physical` are its two
+    ``cu_seqlens``.
+    """
 
     tokens: list[int]
     labels: list[int]
@@ -51,8 +59,9 @@ class Batch:
 class Reader:
     """The packed dataset of Megatron-Bridge, one row a batch.
 
-    `spec` is a file, a pattern or a folder; `mult` is `pad_seq_to_mult`; with `static` (its
-    `pad_cu_seqlens` with `pad_to_max_length`) shapes come from the metadata in that file.
+    `spec` is a file, a pattern or a folder; `mult` is `pad_seq_to_mult`; with `static`
+    (its `pad_cu_seqlens` with `pad_to_max_length`) shapes come from the metadata in
+    that file.
     """
 
     spec: str
@@ -65,11 +74,17 @@ class Reader:
         """Ids, mask and bounds."""
         paths = sorted(glob.glob(self.spec))
         if os.path.isdir(self.spec):
-            paths = sorted(p for e in ("*.parquet", "*.pq") for p in glob.glob(f"{self.spec}/{e}"))
+            paths = sorted(
+                p for e in ("*.parquet", "*.pq") for p in glob.glob(f"{self.spec}/{e}")
+            )
         assert paths
         for path in paths:
             for row in pq.read_table(path).to_pylist():
-                ids, mask, starts = row["input_ids"], row["loss_mask"], row["seq_start_id"]
+                ids, mask, starts = (
+                    row["input_ids"],
+                    row["loss_mask"],
+                    row["seq_start_id"],
+                )
                 assert len(mask) == len(ids)
                 assert starts[0] == 0
                 assert starts == sorted(starts)
@@ -81,7 +96,9 @@ class Reader:
         for ids, mask, bounds in self.rows():
             yield self.collate(ids, mask, list(pairwise(bounds)))
 
-    def collate(self, ids: list[int], mask: list[int], spans: list[tuple[int, int]]) -> Batch:
+    def collate(
+        self, ids: list[int], mask: list[int], spans: list[tuple[int, int]]
+    ) -> Batch:
         tokens = [t for a, b in spans for t in ids[a : b - 1]]
         width = min(-(-len(tokens) // 16) * 16, self.pack_size)
         width = self.pack_size if self.static else width
@@ -126,7 +143,9 @@ class Reader:
 
 def sequences(records: list[dict[str, Any]]) -> list[tuple[list[int], list[int]]]:
     """Ids and, for each token, whether it is supervised."""
-    return [(r["input_ids"], [int(label != -100) for label in r["labels"]]) for r in records]
+    return [
+        (r["input_ids"], [int(label != -100) for label in r["labels"]]) for r in records
+    ]
 
 
 def ending(n: int, seed: int) -> list[dict[str, Any]]:
@@ -144,14 +163,18 @@ def ending(n: int, seed: int) -> list[dict[str, Any]]:
 def test_each_sequence_comes_back(
     mult: int, static: bool, layout: str, tmp_path: Path, packed: Pack
 ) -> None:
-    """At a multiple, and filled up to one; by the name of the folder and by that of its files."""
+    """At a multiple, and filled up to one; by the name of the folder and by that of its
+    files.
+    """
     records, out = ending(60, mult), tmp_path / "out"
     how: dict[str, Any] = {"pad_seq_to_mult": mult, "pack_size": 240, "pad_id": EOS}
     dataset = packed(records, layout=layout, pack_size=100)
     exported = export("megatron", dataset, out, pad_cu_seqlens=static, **how)
     metadata = str(out / "metadata.json") if static else ""
     batches = list(Reader(str(out), 240, mult=mult, static=metadata))
-    assert batches == list(Reader(f"{out}/packed_240-*.idx.parquet", 240, EOS, mult, metadata))
+    assert batches == list(
+        Reader(f"{out}/packed_240-*.idx.parquet", 240, EOS, mult, metadata)
+    )
     assert len(batches) == exported.facts["rows"]
     assert mult > 1 or len(batches) == len(dataset)
     expected, shapes, filled = sequences(records), set(), 0
@@ -168,11 +191,14 @@ def test_each_sequence_comes_back(
             assert batch.padding[start:stop] == padding
             ids, on = expected.pop(0)
             filled += stop - start - (len(ids) - 1)
-            # The last token is an input too, which predicts nothing, unless it looks like filling.
+            # The last token is an input too, which predicts nothing, unless it looks
+            # like filling.
             assert length == len(ids) - (ids[-1] == EOS or stop - start == len(ids) - 1)
             assert batch.tokens[start : start + length] == ids[:length]
             assert batch.labels[start : start + len(ids) - 1] == ids[1:]
-            assert batch.mask[start:stop] == on[1:] + [0] * (stop - start - len(ids) + 1)
+            assert batch.mask[start:stop] == on[1:] + [0] * (
+                stop - start - len(ids) + 1
+            )
             assert batch.positions[start:stop] == [*range(stop - start)]
     assert not expected
     assert exported.facts["tokens of filling"] >= filled
@@ -180,8 +206,12 @@ def test_each_sequence_comes_back(
     assert not static or len(shapes) == 1
 
 
-def test_sequences_that_no_longer_fit_go_to_other_rows(tmp_path: Path, packed: Pack) -> None:
-    """And the metadata count as create_packing_strategy: a sequence is its inputs, filled."""
+def test_sequences_that_no_longer_fit_go_to_other_rows(
+    tmp_path: Path, packed: Pack
+) -> None:
+    """And the metadata count as create_packing_strategy: a sequence is its inputs,
+    filled.
+    """
     records = ending(200, 2)
     how: dict[str, Any] = {"pad_seq_to_mult": 12, "pack_size": 300, "pad_id": EOS}
     exported = export("megatron", packed(records), tmp_path / "out", **how)
@@ -197,7 +227,9 @@ def test_sequences_that_no_longer_fit_go_to_other_rows(tmp_path: Path, packed: P
         rest = -(len(ids) - 1) % 12
         expected.append((ids + [EOS] * rest, on[1:] + [0] * (rest + 1)))
     assert sorted(cut) == sorted(expected)
-    (metadata,) = json.loads((tmp_path / "out" / "metadata.json").read_text(encoding="utf-8"))
+    (metadata,) = json.loads(
+        (tmp_path / "out" / "metadata.json").read_text(encoding="utf-8")
+    )
     assert metadata == {
         "dataset_max_seqlen": max(map(max, bins)),
         "max_samples_per_bin": max(map(len, bins)),
@@ -208,22 +240,31 @@ def test_sequences_that_no_longer_fit_go_to_other_rows(tmp_path: Path, packed: P
     }
 
 
-@pytest.mark.parametrize(("cp", "tp", "sp"), [(1, 4, True), (1, 4, False), (2, 1, True), (3, 4, 1)])
+@pytest.mark.parametrize(
+    ("cp", "tp", "sp"), [(1, 4, True), (1, 4, False), (2, 1, True), (3, 4, 1)]
+)
 def test_the_multiple_of_the_parallelism(
     cp: int, tp: int, sp: bool, tmp_path: Path, packed: Pack
 ) -> None:
     multiple = math.lcm(2 * cp if cp > 1 else 1, cp * tp if sp and tp > 1 else 1)
-    how: dict[str, Any] = {"context_parallel": cp, "tensor_parallel": tp, "pack_size": 240}
+    how: dict[str, Any] = {
+        "context_parallel": cp,
+        "tensor_parallel": tp,
+        "pack_size": 240,
+    }
     how["sequence_parallel"] = bool(sp)
     dataset = packed(chats(5))
     exported = export("megatron", dataset, tmp_path / "out", pad_id=EOS, **how)
     assert exported.facts["pad_seq_to_mult"] == multiple
     if multiple > 1:
-        with pytest.raises(ConfigError, match=f"must be a multiple of {multiple} with this"):
+        with pytest.raises(
+            ConfigError, match=f"must be a multiple of {multiple} with this"
+        ):
             export("megatron", dataset, tmp_path / "x", pad_seq_to_mult=1, **how)
 
 
-TAILS = [  # ids at the end of a sequence, whether they are supervised, how many of them are lost
+# ids at the end of a sequence, whether they are supervised, how many of them are lost
+TAILS = [
     ([1, EOS, 7], [0, 1, 1], 0),  # a line break after EOS: one more block keeps it
     ([1, 2, EOS, 7], [0, 0, 1, 1], 0),
     ([1, EOS, EOS, 7], [0, 1, 1, 1], 0),
@@ -237,16 +278,25 @@ TAILS = [  # ids at the end of a sequence, whether they are supervised, how many
 def test_eos_at_the_end(mult: int, tmp_path: Path, packed: Pack) -> None:
     """Tokens that the reader takes for padding are not supervised; all others stay."""
     for number, (tail, on, lost) in enumerate(TAILS):
-        labels = [token if weight else -100 for token, weight in zip(tail, on, strict=True)]
-        records = [{"input_ids": [3] * n + tail, "labels": [-100] * n + labels} for n in range(6)]
+        labels = [
+            token if weight else -100 for token, weight in zip(tail, on, strict=True)
+        ]
+        records = [
+            {"input_ids": [3] * n + tail, "labels": [-100] * n + labels}
+            for n in range(6)
+        ]
         out = tmp_path / f"out{number}"
-        exported = export("megatron", packed(records), out, pad_seq_to_mult=mult, pad_id=EOS)
+        exported = export(
+            "megatron", packed(records), out, pad_seq_to_mult=mult, pad_id=EOS
+        )
         assert exported.facts["not supervised any more"] == 6 * lost
         assert supervised(Reader(str(out), 300, mult=mult)) == 6 * (sum(on) - lost)
     # Where a sequence fills its row, there is no room for a block more.
     full = {"input_ids": [3] * 298 + [1, EOS, 7], "labels": [-100] * 299 + [EOS, 7]}
     how: dict[str, Any] = {"pad_seq_to_mult": mult, "pack_size": 300, "pad_id": EOS}
-    exported = export("megatron", packed([full], pack_size=301), tmp_path / "full", **how)
+    exported = export(
+        "megatron", packed([full], pack_size=301), tmp_path / "full", **how
+    )
     assert exported.facts["not supervised any more"] == 1
     assert supervised(Reader(str(tmp_path / "full"), 300, mult=mult)) == 1
 
@@ -260,16 +310,24 @@ def supervised(reader: Reader) -> int:
     return total
 
 
-def test_refusals(tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals(
+    tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]
+) -> None:
     out, records = tmp_path / "out", chats(9)
     with pytest.raises(CompatibilityError, match="of kind sft; found kind preference"):
         export("megatron", packed(pairs(6)), out)
     dataset, longest = packed(records), max(len(r["input_ids"]) for r in records)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"pad_seq_to_mult": 4}, "its EOS must be known to fill sequences up"),
-        ({"pad_seq_to_mult": 16, "pad_id": 1}, r"of pad_seq_to_mult, 16.*Give pack_size 304"),
+        (
+            {"pad_seq_to_mult": 16, "pad_id": 1},
+            r"of pad_seq_to_mult, 16.*Give pack_size 304",
+        ),
         ({"pack_size": longest - 2}, "must hold the longest sequence"),
-        *(({name: n}, name) for name, n in {"pad_id": -1, "context_parallel": 0}.items()),
+        *(
+            ({name: n}, name)
+            for name, n in {"pad_id": -1, "context_parallel": 0}.items()
+        ),
         ({"pad_seq_to_mult": 0}, "pad_seq_to_mult"),
     ]
     for how, text in wrong:
@@ -294,7 +352,9 @@ def test_refusals(tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[st
 def test_an_export_that_ends_half_way_has_no_metadata(
     tmp_path: Path, packed: Pack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A first one leaves nothing; a reader who waits for metadata never mixes two exports."""
+    """A first one leaves nothing; a reader who waits for metadata never mixes two
+    exports.
+    """
     dataset, out = packed(chats(200)), tmp_path / "out"
     monkeypatch.setattr("packstore.exchange.megatron.FILE_BYTES", 600)
 
@@ -322,7 +382,10 @@ def test_an_export_that_ends_half_way_has_no_metadata(
 
 @pytest.mark.slow
 def test_real_chats(shared_data: Path, tmp_path: Path) -> None:
-    tokenizer, source = shared_data / "tokenizers/qwen3", shared_data / "sft/toolcall_en.jsonl"
+    tokenizer, source = (
+        shared_data / "tokenizers/qwen3",
+        shared_data / "sft/toolcall_en.jsonl",
+    )
     how: dict[str, Any] = {"pack_size": 4096, "kind": "sft", "num_workers": 0}
     dataset = packstore.pack(str(source), tmp_path / "a", str(tokenizer), **how)
     eos = dataset.manifest.provenance["tokenizer"]["eos_id"]

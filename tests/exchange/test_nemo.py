@@ -1,4 +1,6 @@
-"""NeMo-Aligner's packed file: the same packs, in the same order, as its own reader loads them."""
+"""NeMo-Aligner's packed file: the same packs, in the same order, as its own reader
+loads them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def load(path: Path) -> list[dict[str, Any]]:
 def test_inputs_and_targets_as_its_reader_cuts_them(
     tmp_path: Path, packed: Pack, layout: str, n: int, pack_size: int
 ) -> None:
-    """As `DPOPackedDataset.global_collate_fn` does: also of more rows than a batch of a pickle."""
+    """As `DPOPackedDataset.global_collate_fn` does: also of more rows than a batch of a
+    pickle.
+    """
     records = pairs(n)
     dataset = packed(records, layout=layout, pack_size=pack_size)
     exported = export("nemo", dataset, tmp_path / "x.npy")
@@ -40,7 +44,10 @@ def test_inputs_and_targets_as_its_reader_cuts_them(
         for start, stop, length, reward in zip(
             bounds, bounds[1:], item["lengths"], item["reward"], strict=False
         ):
-            inputs, targets = item["input_ids"][start : stop - 1], item["labels"][start + 1 : stop]
+            inputs, targets = (
+                item["input_ids"][start : stop - 1],
+                item["labels"][start + 1 : stop],
+            )
             assert length == stop - start
             sequences.append((inputs, targets, np.float32(reward)))
     expected = []
@@ -48,7 +55,9 @@ def test_inputs_and_targets_as_its_reader_cuts_them(
         for side in ("chosen", "rejected"):
             ids = record["prompt"] + record[side]
             labels = [-100] * len(record["prompt"]) + record[side]
-            expected.append((ids[:-1], labels[1:], np.float32(record[f"{side}_reward"])))
+            expected.append(
+                (ids[:-1], labels[1:], np.float32(record[f"{side}_reward"]))
+            )
     assert sequences == expected
     assert len(rows) == len(dataset)
     assert exported.facts["longest pack"] == max(len(row["input_ids"]) for row in rows)
@@ -59,7 +68,9 @@ def test_an_existing_file_is_replaced_only_if_asked(
 ) -> None:
     dataset, out = packed(pairs(9)), tmp_path / "x.npy"
     out.write_text("mine", encoding="utf-8")
-    with pytest.raises(DatasetExistsError, match=r"x.npy: must not exist yet; found a file"):
+    with pytest.raises(
+        DatasetExistsError, match=r"x.npy: must not exist yet; found a file"
+    ):
         export("nemo", dataset, out)
     assert out.read_text(encoding="utf-8") == "mine"
     export("nemo", dataset, out, overwrite=True)
@@ -96,6 +107,8 @@ def test_a_file_is_synced_before_it_appears(
     dataset, folder = packed(pairs(9)), tmp_path / "out"
     folder.mkdir()
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(StorageError, match="cannot write; found no space left on the device"):
+    with pytest.raises(
+        StorageError, match="cannot write; found no space left on the device"
+    ):
         export("nemo", dataset, folder / "x.npy")
     assert sorted(Files(str(folder)).names()) == []

@@ -1,11 +1,13 @@
-"""Feeds changed files and datasets to all that reads them; run in a process that a crash may end.
+"""Feeds changed files and datasets to all that reads them; run in a process that a
+crash may end.
 
     python tests/fuzz/run.py files COUNT TARGET...   so many inputs of each parser, and those kept
     python tests/fuzz/run.py datasets FIRST COUNT    so many hostile datasets, by every reader
     python tests/fuzz/run.py sound                   the datasets before they are changed
 
-An input that ends the process or raises what is no PackstoreError belongs into tests/fuzz/corpus,
-where the tests run it from then on. The last number printed before a crash is that of the input.
+An input that ends the process or raises what is no PackstoreError belongs into
+tests/fuzz/corpus, where the tests run it from then on. The last number printed before a
+crash is that of the input.
 """
 
 from __future__ import annotations
@@ -82,7 +84,9 @@ def sound() -> None:
             hostile_values.write(stored, Path(parent, "ds"))
             for reader, read in readers(f"{parent}/ds", number):
                 # Not every format holds every kind, and what is appended are pairs.
-                expected = PackstoreError if reader in ("nemo", "megatron", "append") else ()
+                expected = (
+                    PackstoreError if reader in ("nemo", "megatron", "append") else ()
+                )
                 with contextlib.suppress(expected):
                     read()
         print(name, flush=True)
@@ -120,7 +124,10 @@ def readers(url: str, number: int) -> Iterator[tuple[str, Callable[[], object]]]
     yield "epoch", epoch
     yield "budget", lambda: epoch(shuffle=False, tokens=80)
     yield "join", lambda: epoch(side=[f"{url}/side"])
-    yield "side", lambda: [b.to_pydict() for b in open_side(f"{url}/side").iter_batches()]
+    yield (
+        "side",
+        lambda: [b.to_pydict() for b in open_side(f"{url}/side").iter_batches()],
+    )
     yield "nemo", lambda: export("nemo", url, f"{url}-nemo")
     yield "megatron", lambda: export("megatron", url, f"{url}-megatron")
     yield "pack", lambda: packstore.pack(url, f"{url}-anew", **again)

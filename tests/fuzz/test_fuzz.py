@@ -11,12 +11,15 @@ from children import run_python
 from fuzz_targets import TARGETS
 
 ABORTS = ("parquet", "dishonest_parquet", "dishonest_spans", "dishonest_index")
-"""Broken size statistics in a footer that no hash guards: pyarrow 26 ends the process, as
-docs/security.md says. A release that does not is welcome."""
+"""Broken size statistics in a footer that no hash guards: pyarrow 26 ends the process,
+as docs/security.md says. A release that does not is welcome.
+"""
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs the script in a process whose freed memory is filled, and whose heap is checked."""
+    """Runs the script in a process whose freed memory is filled, and whose heap is
+    checked.
+    """
     filled = {"MALLOC_PERTURB_": "165", "MALLOC_CHECK_": "3", "OMP_NUM_THREADS": "1"}
     return run_python(Path(__file__).with_name("run.py"), *arguments, env=filled)
 

@@ -22,8 +22,12 @@ from packstore.errors import IntegrityError
 GOLDEN = Path(__file__).parents[2] / "schemas" / "conformance" / "v1" / "datasets"
 
 
-def golden(tmp_path: Path, name: str, changes: dict[str, Any] | None = None, **how: Any) -> Dataset:
-    """A golden dataset whose first shard was written anew, some columns changed by functions."""
+def golden(
+    tmp_path: Path, name: str, changes: dict[str, Any] | None = None, **how: Any
+) -> Dataset:
+    """A golden dataset whose first shard was written anew, some columns changed by
+    functions.
+    """
     folder = tmp_path / "ds"
     shutil.copytree(GOLDEN / name, folder)
     shard = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["shards"][0]
@@ -32,8 +36,13 @@ def golden(tmp_path: Path, name: str, changes: dict[str, Any] | None = None, **h
         at = batches[0].schema.get_field_index(column)
         made = [change(batch.column(at)) for batch in batches]
         field = batches[0].schema.field(at).with_type(made[0].type)
-        batches = [b.set_column(at, field, new) for b, new in zip(batches, made, strict=True)]
-    data, crc32 = hostile_values.encode(batches, "arrow" in name, how), shard["row_groups"]["crc32"]
+        batches = [
+            b.set_column(at, field, new) for b, new in zip(batches, made, strict=True)
+        ]
+    data, crc32 = (
+        hostile_values.encode(batches, "arrow" in name, how),
+        shard["row_groups"]["crc32"],
+    )
     with contextlib.suppress(AttributeError):  # columns that are no lists
         crc32 = checksums(data)
     replace_shard(folder, data, crc32)
@@ -49,7 +58,9 @@ def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
     assert any("not be compressed" in problem for problem in data.verify().problems)
 
 
-def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path) -> None:
+def test_dictionaries_that_grow_are_refused_where_sizes_are_read(
+    tmp_path: Path,
+) -> None:
     """Some kilobytes that would become gigabytes, in columns that are read alone."""
 
     def bomb(lists: pa.ListArray) -> pa.ListArray:
@@ -66,7 +77,9 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(tmp_path: Path)
 
 
 def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
-    """A loader has one array for ids and labels, so it must not read others as if they agreed."""
+    """A loader has one array for ids and labels, so it must not read others as if they
+    agreed.
+    """
 
     def relabel(lists: pa.ListArray) -> pa.ListArray:
         flat = lists.flatten().to_numpy().copy()

@@ -19,7 +19,9 @@ Record = dict[str, Any]
 
 
 def records(n: int, kind: str = "preference", seed: int = 0) -> list[Record]:
-    """`n` random records of token ids below 50, of up to 42 tokens (kind preference)."""
+    """`n` random records of token ids below 50, of up to 42 tokens (kind
+    preference).
+    """
     rng = np.random.default_rng(seed)
 
     def tokens(most: int, *end: int) -> list[int]:
@@ -28,7 +30,11 @@ def records(n: int, kind: str = "preference", seed: int = 0) -> list[Record]:
     def record() -> Record:
         prompt = tokens(6)
         if kind == "preference":  # the ends differ, as sides must
-            return {"prompt": prompt, "chosen": tokens(14, 48), "rejected": tokens(14, 49)}
+            return {
+                "prompt": prompt,
+                "chosen": tokens(14, 48),
+                "rejected": tokens(14, 49),
+            }
         if kind == "sft":
             answer = tokens(9)
             labels = [-100] * len(prompt) + answer
@@ -43,7 +49,9 @@ def records(n: int, kind: str = "preference", seed: int = 0) -> list[Record]:
 
 
 def stored_row(record: Record, number: int) -> Record:
-    """The pack of one record in layout concat, with plain labels, by the words of the format."""
+    """The pack of one record in layout concat, with plain labels, by the words of the
+    format.
+    """
     if "input_ids" in record:
         sides, rewards = [(record["input_ids"], record["labels"])], [1.0]
     else:
@@ -68,8 +76,12 @@ def rows(data: Dataset) -> list[Record]:
     return [row for batch in data.iter_batches() for row in batch.to_pylist()]
 
 
-def made(url: str | Path, source: int | list[Any] = 60, kind: str = "", **settings: Any) -> Dataset:
-    """A dataset of these records, or so many random ones, in small row groups and shards."""
+def made(
+    url: str | Path, source: int | list[Any] = 60, kind: str = "", **settings: Any
+) -> Dataset:
+    """A dataset of these records, or so many random ones, in small row groups and
+    shards.
+    """
     kind = kind or "preference"
     how = {"strategy": "none", "shuffle": False, "pack_size": PACK_SIZE, "kind": kind}
     how |= {"row_group_tokens": 200, "shard_tokens": 250}

@@ -1,4 +1,6 @@
-"""Copying tokens into packs: both layouts beside a plain reference, and exact round trips."""
+"""Copying tokens into packs: both layouts beside a plain reference, and exact round
+trips.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ from packstore.pack.layout import sizes
 from packstore.testing import assert_examples_equal, random_examples
 
 
-@pytest.fixture(params=[0, 1 << 40], ids=["compiled", "by Python"], scope="module", autouse=True)
+@pytest.fixture(
+    params=[0, 1 << 40], ids=["compiled", "by Python"], scope="module", autouse=True
+)
 def few(request: pytest.FixtureRequest) -> Iterator[None]:
     """Loops of few rows are run by Python."""
     with pytest.MonkeyPatch.context() as patch:
@@ -31,7 +35,9 @@ def few(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def plain_packs(examples: Examples, pack_offsets: list[int], layout: str) -> list[dict[str, list]]:
+def plain_packs(
+    examples: Examples, pack_offsets: list[int], layout: str
+) -> list[dict[str, list]]:
     """The definition of the format, one token at a time."""
 
     def sequence(s: int) -> tuple[list[int], list[bool]]:
@@ -44,7 +50,12 @@ def plain_packs(examples: Examples, pack_offsets: list[int], layout: str) -> lis
 
     packs = []
     for first, last in itertools.pairwise(pack_offsets):
-        row: dict[str, list] = {"input_ids": [], "labels": [], "lengths": [], "seq_boundaries": [0]}
+        row: dict[str, list] = {
+            "input_ids": [],
+            "labels": [],
+            "lengths": [],
+            "seq_boundaries": [0],
+        }
         for e in range(first, last):
             start, stop = examples.example_offsets[e : e + 2]
             for s in range(start, stop):
@@ -58,7 +69,8 @@ def plain_packs(examples: Examples, pack_offsets: list[int], layout: str) -> lis
                 ids, supervised = sequence(s)
                 row["input_ids"] += ids[skip:]
                 row["labels"] += [
-                    i if on else IGNORE_INDEX for i, on in zip(ids, supervised, strict=True)
+                    i if on else IGNORE_INDEX
+                    for i, on in zip(ids, supervised, strict=True)
                 ][skip:]
                 row["lengths"].append(len(ids))
                 row["seq_boundaries"].append(len(row["input_ids"]))
@@ -100,7 +112,9 @@ cases = st.tuples(
 
 
 @settings(deadline=None, max_examples=150)
-@given(case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from([*STRATEGIES]))
+@given(
+    case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from([*STRATEGIES])
+)
 def test_packs_are_those_of_the_definition_and_give_the_examples_back(
     case: tuple[int, int, str, int], layout: str, strategy: str
 ) -> None:
@@ -122,7 +136,9 @@ def test_packs_are_those_of_the_definition_and_give_the_examples_back(
 
 @settings(deadline=None, max_examples=60)
 @given(case=cases)
-def test_layouts_turn_into_each_other_without_loss(case: tuple[int, int, str, int]) -> None:
+def test_layouts_turn_into_each_other_without_loss(
+    case: tuple[int, int, str, int],
+) -> None:
     n, seed, kind, vocab_size = case
     examples = random_examples(n, seed=seed, kind=kind, vocab_size=vocab_size)
     offsets = np.unique(np.append(np.arange(0, n, 3), n)).astype(np.int64)
@@ -135,7 +151,9 @@ def test_layouts_turn_into_each_other_without_loss(case: tuple[int, int, str, in
 
 
 @pytest.mark.parametrize("change", [-100, 100])
-@pytest.mark.parametrize("column", ["seq_boundaries", "num_responses", "token_offsets", "lengths"])
+@pytest.mark.parametrize(
+    "column", ["seq_boundaries", "num_responses", "token_offsets", "lengths"]
+)
 def test_packs_that_contradict_themselves_are_refused(column: str, change: int) -> None:
     packs = fill(random_examples(6, seed=3), np.array([0, 3, 6]), "shared_prefix")
     for i in range(len(getattr(packs, column))):

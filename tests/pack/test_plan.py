@@ -16,11 +16,26 @@ from packstore.pack.plan import merged_statistics
 @pytest.mark.parametrize(
     ("lengths", "text"),
     [
-        ([3, 0], "lengths[1]: each example must have 1 to 10 tokens (pack_size); found 0. Drop"),
-        ([3, -4], "lengths[1]: each example must have 1 to 10 tokens (pack_size); found -4. Drop"),
-        ([3, 4, 11], "lengths[2]: each example must have 1 to 10 tokens (pack_size); found 11."),
+        (
+            [3, 0],
+            "lengths[1]: each example must have 1 to 10 tokens (pack_size); found 0. "
+            "Drop",
+        ),
+        (
+            [3, -4],
+            "lengths[1]: each example must have 1 to 10 tokens (pack_size); found -4. "
+            "Drop",
+        ),
+        (
+            [3, 4, 11],
+            "lengths[2]: each example must have 1 to 10 tokens (pack_size); found 11.",
+        ),
         (np.array([2**40]), "found 1099511627776."),
-        ([1.0, 2.0], "lengths: they must be a list of whole numbers; found 1 dimensions of float"),
+        (
+            [1.0, 2.0],
+            "lengths: they must be a list of whole numbers; found 1 dimensions of "
+            "float",
+        ),
         ([[1], [2]], "found 2 dimensions of int64."),
         (3, "found 0 dimensions of int64."),
         ([True], "found 1 dimensions of bool."),
@@ -34,7 +49,9 @@ def test_what_is_no_length_gets_a_sentence(lengths: object, text: str) -> None:
 
 
 def test_settings_without_meaning() -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown strategy 'pol'.*Did you mean 'pool'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown strategy 'pol'.*Did you mean 'pool'"
+    ):
         plan([1], strategy="pol")
     with pytest.raises(ConfigError, match="pack_size must be at most 16777216"):
         plan([1], pack_size=10**9)
@@ -43,12 +60,19 @@ def test_settings_without_meaning() -> None:
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_no_examples_no_packs(shuffle: bool) -> None:
     made = plan([], shuffle=shuffle)
-    assert (made.num_packs, made.num_examples, made.tokens, made.fill_rate) == (0, 0, 0, 0)
+    assert (made.num_packs, made.num_examples, made.tokens, made.fill_rate) == (
+        0,
+        0,
+        0,
+        0,
+    )
     assert json.loads(json.dumps(made.statistics()))["num_packs"] == 0
 
 
 @pytest.mark.parametrize("strategy", ["pool", "sequential"])
-def test_shuffle_draws_examples_and_packs_and_else_both_keep_their_order(strategy: str) -> None:
+def test_shuffle_draws_examples_and_packs_and_else_both_keep_their_order(
+    strategy: str,
+) -> None:
     lengths = np.random.default_rng(0).integers(1, 400, 5000)
     kept = plan(lengths, pack_size=4096, strategy=strategy, shuffle=False)
     assert np.abs(kept.order - np.arange(5000)).mean() < 200
@@ -56,7 +80,9 @@ def test_shuffle_draws_examples_and_packs_and_else_both_keep_their_order(strateg
     assert np.abs(drawn.order - np.arange(5000)).mean() > 1000
     for made in (kept, drawn):
         np.testing.assert_array_equal(np.sort(made.order), np.arange(5000))
-        tokens = [lengths[pack].sum() for pack in np.split(made.order, made.offsets[1:-1])]
+        tokens = [
+            lengths[pack].sum() for pack in np.split(made.order, made.offsets[1:-1])
+        ]
         np.testing.assert_array_equal(made.pack_tokens, tokens)
     assert not np.array_equal(drawn.order, plan(lengths, pack_size=4096, seed=1).order)
 
@@ -89,10 +115,15 @@ def test_statistics_are_those_of_the_packs() -> None:
     np.testing.assert_array_equal(made.pack_tokens, [10, 9, 5])
     how = {"pack_size": 16, "strategy": "sequential", "shuffle": False}
     padded = plan([4, 4, 2, 9, 5], config=PlanConfig(pad_to_multiple=4, **how))
-    assert (padded.tokens, padded.aligned_tokens, padded.aligned_fill_rate) == (24, 32, 32 / 48)
+    assert (padded.tokens, padded.aligned_tokens, padded.aligned_fill_rate) == (
+        24,
+        32,
+        32 / 48,
+    )
     np.testing.assert_array_equal(padded.pack_tokens, [12, 12, 8])
     assert padded.statistics()["megatron_bridge"]["min_packed_seqlen"] == 8
     parts = [
-        plan(p, pack_size=10, strategy="sequential", shuffle=False) for p in ([4, 4, 2, 9], [5])
+        plan(p, pack_size=10, strategy="sequential", shuffle=False)
+        for p in ([4, 4, 2, 9], [5])
     ]
     assert merged_statistics([part.statistics() for part in parts]) == expected

@@ -18,11 +18,15 @@ from packstore.pack.algorithms.pool import SPAN
 ALL = pytest.mark.parametrize("name", STRATEGIES)
 
 
-def run(name: str, lengths: list[int] | Int32, capacity: int, seed: int = 0) -> tuple[Int32, Int64]:
+def run(
+    name: str, lengths: list[int] | Int32, capacity: int, seed: int = 0
+) -> tuple[Int32, Int64]:
     return STRATEGIES.load(name)(np.asarray(lengths, np.int32), capacity, seed)
 
 
-def check(lengths: list[int] | Int32, capacity: int, order: Int32, offsets: Int64) -> None:
+def check(
+    lengths: list[int] | Int32, capacity: int, order: Int32, offsets: Int64
+) -> None:
     """A partition into packs that are neither empty nor too full."""
     lengths = np.asarray(lengths, np.int64)
     assert (order.dtype, offsets.dtype) == (np.int32, np.int64)
@@ -36,7 +40,9 @@ def check(lengths: list[int] | Int32, capacity: int, order: Int32, offsets: Int6
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[list[int], int]:
-    """Lengths of many shapes: wide, narrow, few distinct ones, equal ones, full ones."""
+    """Lengths of many shapes: wide, narrow, few distinct ones, equal ones, full
+    ones.
+    """
     capacity = draw(st.sampled_from([1, 2, 7, 63, 64, 65, 100, 4095, 4096, 5000]))
     low = draw(st.integers(1, capacity))
     high = draw(st.integers(low, capacity))
@@ -65,7 +71,9 @@ def pairs(median: float, sigma: float, n: int = 100_000) -> Int32:
     return np.clip(np.rint(lengths), 1, 4096).astype(np.int32)
 
 
-def plain_packs(name: str, lengths: list[int], capacity: int, seed: int) -> list[list[int]]:
+def plain_packs(
+    name: str, lengths: list[int], capacity: int, seed: int
+) -> list[list[int]]:
     """The definition of a strategy: the lengths in each pack."""
     if name == "first_fit_decreasing":
         lengths = sorted(lengths, reverse=True)
@@ -109,7 +117,9 @@ PLANS = {
 def test_a_strategy_makes_the_same_plans_for_ever(
     name: str, few: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the changelog (*Format*) must say so. Loops of few rows are run by Python."""
+    """Else the changelog (*Format*) must say so. Loops of few rows are run by
+    Python.
+    """
     monkeypatch.setattr("packstore.pack.kernels.FEW", few)
     digest = hashlib.sha256()
     for seed in range(40):
@@ -128,17 +138,25 @@ def test_equal_lengths_are_spread_over_the_input() -> None:
     assert (distance > 10).mean() > 0.99
 
 
-@pytest.mark.parametrize(("median", "sigma"), [(600, 0.8), (1300, 0.4)], ids=["dpo", "dpolong"])
-def test_the_pool_is_tight_moves_nothing_far_and_does_not_sort(median: float, sigma: float) -> None:
+@pytest.mark.parametrize(
+    ("median", "sigma"), [(600, 0.8), (1300, 0.4)], ids=["dpo", "dpolong"]
+)
+def test_the_pool_is_tight_moves_nothing_far_and_does_not_sort(
+    median: float, sigma: float
+) -> None:
     lengths = pairs(median, sigma)
     made = plan(lengths, pack_size=4096, shuffle=False)
     assert made.fill_rate >= 0.9995
     assert np.abs(made.order - np.arange(len(lengths))).max() <= SPAN
     logs = np.log(lengths)
-    steps = made.offsets[::64][:-20]  # of 64 packs each; those at the end of the input are sorted
+    steps = made.offsets[::64][
+        :-20
+    ]  # of 64 packs each; those at the end of the input are sorted
     totals = np.diff(np.append(0, np.cumsum(logs[made.order]))[steps])
     by_chance = logs.var() * len(totals) / steps[-1]
-    assert 0.7 < (totals / np.diff(steps)).var() / by_chance < 1.3  # sorted: more than 100
+    assert (
+        0.7 < (totals / np.diff(steps)).var() / by_chance < 1.3
+    )  # sorted: more than 100
     parts = [plan(part, pack_size=4096) for part in np.array_split(lengths, 8)]
     assert sum(part.num_packs for part in parts) <= 1.002 * made.num_packs
 

@@ -1,4 +1,6 @@
-"""A dataset whose texts attack browsers, terminals and readers, and one of harmless texts."""
+"""A dataset whose texts attack browsers, terminals and readers, and one of harmless
+texts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ import packstore
 from packstore import Dataset
 
 ATTACK = (
-    "</script><script>document.title='owned'</script><img src=x onerror=document.title='owned'>"
+    "</script><script>document.title='owned'</script><img src=x "
+    "onerror=document.title='owned'>"
     "<!--<script>\u2028\u2029\x1b]0;owned\x07\u202egnp.exe\u2066\u200b&lt;b&gt;'\"` 語🙂é"
 )
 
@@ -31,7 +34,9 @@ def pack(folder: Path, text: str, **settings: object) -> Dataset:
         }
         for i in range(40)
     ]
-    sources = [write_jsonl(folder / f"{n}.jsonl", records[n == "b" :: 2]) for n in ("a", "b")]
+    sources = [
+        write_jsonl(folder / f"{n}.jsonl", records[n == "b" :: 2]) for n in ("a", "b")
+    ]
     made: Dataset = packstore.pack(
         sources,
         folder / "made",

@@ -43,7 +43,9 @@ def test_a_dataset_shows_its_counts_and_its_first_pack(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_tokens_of_examples_are_those_of_their_segments(tmp_path: Path, layout: str) -> None:
+def test_tokens_of_examples_are_those_of_their_segments(
+    tmp_path: Path, layout: str
+) -> None:
     packs = pack(tmp_path / "prefs", layout=layout).read_packs(0)
     for i in range(len(packs)):
         row = packs.row(i)

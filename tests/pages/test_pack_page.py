@@ -27,7 +27,9 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 class Elements(HTMLParser):
-    """The tags of a page with their attributes, and the text of each script and style."""
+    """The tags of a page with their attributes, and the text of each script and
+    style.
+    """
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -69,13 +71,18 @@ def test_no_element_comes_from_a_record(
     page = written(hostile, tmp_path)
     found = Elements(page)
     assert found.tags == Elements(written(harmless, tmp_path)).tags
-    assert re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2028-\u202e\u2066]", page) == []
+    assert (
+        re.findall("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b\u2028-\u202e\u2066]", page) == []
+    )
     embedded = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
     assert re.search(r"[<>&]|[^\x00-\x7f]", embedded[1]) is None
     data = json.loads(embedded[1])
     assert data["embedded"][0]["columns"][0]["note"].startswith("</script><script>")
     whole = "".join(filter(None, data["embedded"][0]["texts"]))
-    assert r"<script>\u2028\u2029\x1b]0;owned\x07\u202egnp.exe\u2066\u200b&lt;b&gt;" in whole
+    assert (
+        r"<script>\u2028\u2029\x1b]0;owned\x07\u202egnp.exe\u2066\u200b&lt;b&gt;"
+        in whole
+    )
     assert "語🙂é" in whole
 
 
@@ -90,7 +97,9 @@ def test_the_policy_permits_the_script_and_style_of_the_page_only(
     assert found.policy.startswith("default-src 'none'; ")
     assert "unsafe" not in found.policy
     assert "connect-src" not in found.policy
-    assert not re.search(r"""(src|href|style|on\w+)=["']""", page.partition("<body>")[2])
+    assert not re.search(
+        r"""(src|href|style|on\w+)=["']""", page.partition("<body>")[2]
+    )
     dangerous = r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\("
     assert not re.search(dangerous, found.texts["script"])
 
@@ -118,17 +127,27 @@ def test_a_pack_is_drawn_as_it_is_stored(
         assert np.array_equal(np.where(signed < 0, ~signed, signed), pack.input_ids)
         assert np.array_equal(signed >= 0, pack.supervised)
         assert drawn["texts"] == [f"{i} " for i in pack.input_ids]
-        assert [s["start"] for s in drawn["sequences"]] == pack.seq_boundaries[:-1].tolist()
+        assert [s["start"] for s in drawn["sequences"]] == pack.seq_boundaries[
+            :-1
+        ].tolist()
         assert [s["length"] for s in drawn["sequences"]] == pack.lengths.tolist()
         assert [s["side"] for s in drawn["sequences"][:2]] == ["chosen", "rejected"]
         first = divmod(int(drawn["sequences"][0]["id"]), 1 << 40)
-        assert f"{'ab'[first[0]]}.jsonl, line {first[1] + 1}" in drawn["sequences"][0]["place"]
+        assert (
+            f"{'ab'[first[0]]}.jsonl, line {first[1] + 1}"
+            in drawn["sequences"][0]["place"]
+        )
 
 
 @pytest.mark.parametrize(
     ("answer", "number", "pack_size", "text"),
     [
-        ([5], 301, 8, "holds packs 0 to 299 of the 301 asked for: at most 300 packs, and 20 MB"),
+        (
+            [5],
+            301,
+            8,
+            "holds packs 0 to 299 of the 301 asked for: at most 300 packs, and 20 MB",
+        ),
         ([31_000_000] * 800_000, 2, 1 << 20, "holds packs 0 to 0 of the 2 asked for"),
     ],
     ids=["packs", "bytes"],
@@ -139,8 +158,13 @@ def test_a_page_is_bounded_and_says_so(
     record = {"prompt": [1, 2], "chosen": answer, "rejected": [4]}
     dataset = packstore.pack([record] * number, tmp_path / "made", pack_size=pack_size)
     assert len(dataset) == number
-    assert text in data_of(written(dataset, tmp_path, "--ids", "--count", "400"))["note"]
-    assert "holds" not in data_of(written(dataset, tmp_path, "--ids", "--count", "1"))["note"]
+    assert (
+        text in data_of(written(dataset, tmp_path, "--ids", "--count", "400"))["note"]
+    )
+    assert (
+        "holds"
+        not in data_of(written(dataset, tmp_path, "--ids", "--count", "1"))["note"]
+    )
 
 
 def bytes_as_tokens() -> Tokenizer:
@@ -165,26 +189,44 @@ def metaspace() -> Tokenizer:
     ],
 )
 def test_texts_of_tokens(
-    made: Callable[[], Tokenizer], text: str, size: int, texts: list[str | None], tmp_path: Path
+    made: Callable[[], Tokenizer],
+    text: str,
+    size: int,
+    texts: list[str | None],
+    tmp_path: Path,
 ) -> None:
     tokenizer = made()
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     ids = [0, 1] if text is None else tokenizer.encode(text).ids[:size]
     record = {"prompt": [0, *ids], "chosen": ids, "rejected": [1, 1]}
-    dataset = packstore.pack([record], tmp_path / "made", str(tmp_path / "tokenizer.json"))
+    dataset = packstore.pack(
+        [record], tmp_path / "made", str(tmp_path / "tokenizer.json")
+    )
     (pack,) = data_of(written(dataset, tmp_path))["embedded"]
-    assert pack["texts"][1 : 1 + 2 * size] == 2 * texts  # no character is of prompt and response
+    assert (
+        pack["texts"][1 : 1 + 2 * size] == 2 * texts
+    )  # no character is of prompt and response
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
-def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path) -> None:
+def test_a_browser_makes_no_element_of_a_record(
+    hostile: Dataset, tmp_path: Path
+) -> None:
     written(hostile, tmp_path)
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
+        "--disable-sync "
+    )
     flags += "--disable-background-networking --disable-component-update "
-    flags += f"--user-data-dir={tmp_path / 'profile'} --virtual-time-budget=4000 --dump-dom"
+    flags += (
+        f"--user-data-dir={tmp_path / 'profile'} --virtual-time-budget=4000 --dump-dom"
+    )
     page = (tmp_path / "page.html").as_uri()
     done = subprocess.run(
-        [CHROMIUM, *flags.split(), page], capture_output=True, encoding="utf-8", timeout=120
+        [CHROMIUM, *flags.split(), page],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
     )
     assert done.returncode == 0, done.stderr
     tags = [tag for tag, _ in Elements(done.stdout).tags]
@@ -198,7 +240,9 @@ def test_a_browser_makes_no_element_of_a_record(hostile: Dataset, tmp_path: Path
     on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]
     text = "".join(pack["texts"][i] or "" for i in on)
     assert "</script><img src=x" in text
-    spans = re.findall(r'<span class="(.*?)" data-t="\d+">(.*?)</span>', drawn[0], re.DOTALL)
+    spans = re.findall(
+        r'<span class="(.*?)" data-t="\d+">(.*?)</span>', drawn[0], re.DOTALL
+    )
     supervised = "".join(unescape(part) for role, part in spans if role == "chosen on")
     assert supervised.replace("↵\n", "\n") == text
     assert {role for role, _ in spans} == {"prompt", "chosen on"}

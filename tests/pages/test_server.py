@@ -1,4 +1,6 @@
-"""The server of ``packstore view``: this machine only, read-only, and packs as they are stored."""
+"""The server of ``packstore view``: this machine only, read-only, and packs as they are
+stored.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_the_page_and_a_pack(server: Address, hostile: Dataset, tmp_path: Path) 
     assert (status, headers["Content-Type"]) == (200, "application/json")
     file = tmp_path / "page.html"
     assert main(["show", hostile.url, "--pack", "1", "--html", str(file)]) == 0
-    written = re.search(r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL)
+    written = re.search(
+        r'id="data">(.*?)</script>', file.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert [json.loads(body)] == json.loads(written[1])["embedded"]
 
 
@@ -76,7 +80,9 @@ def test_the_page_and_a_pack(server: Address, hostile: Dataset, tmp_path: Path) 
         ("", 403),
     ],
 )
-def test_a_page_of_a_rebound_name_gets_nothing(server: Address, host: str, status: int) -> None:
+def test_a_page_of_a_rebound_name_gets_nothing(
+    server: Address, host: str, status: int
+) -> None:
     assert ask(server, server.root, Host=host)[0] == status
 
 
@@ -88,7 +94,9 @@ def test_a_request_names_one_host(server: Address, hosts: str) -> None:
         assert answer.read().split(b"\r\n")[0].split()[1:2] == [b"403"]
 
 
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"])
+@pytest.mark.parametrize(
+    "method", ["POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"]
+)
 def test_only_get(server: Address, method: str) -> None:
     status, headers, _ = ask(server, server.root, method)
     assert (status, headers["Allow"]) == (405, "GET")
@@ -97,20 +105,33 @@ def test_only_get(server: Address, method: str) -> None:
 @pytest.mark.parametrize(
     "path",
     [
-        *("/", "/packs/0", "/wrong-path-of-22-letters/packs/0", "ROOT../../../../etc/passwd"),
-        *("ROOT%2e%2e/%2e%2e/etc/passwd", "ROOTpacks/../../../etc/passwd", "ROOTpacks/-1"),
+        *(
+            "/",
+            "/packs/0",
+            "/wrong-path-of-22-letters/packs/0",
+            "ROOT../../../../etc/passwd",
+        ),
+        *(
+            "ROOT%2e%2e/%2e%2e/etc/passwd",
+            "ROOTpacks/../../../etc/passwd",
+            "ROOTpacks/-1",
+        ),
         *("ROOTpacks/9999999999999999999999", "ROOTstyle.css"),
     ],
 )
 def test_other_paths_are_not_there(server: Address, path: str) -> None:
     raw = path.replace("ROOT", server.root).encode().decode("latin-1")
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    connection.sendall(f"GET {raw} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1"))
+    connection.sendall(
+        f"GET {raw} HTTP/1.0\r\nHost: localhost\r\n\r\n".encode("latin-1")
+    )
     with connection, connection.makefile("rb") as answer:
         assert answer.read().split(b"\r\n")[0].split()[1] == b"404"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have one loopback address"
+)
 def test_no_other_address_is_bound(server: Address) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", server.port), timeout=5)

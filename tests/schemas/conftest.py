@@ -27,9 +27,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test for each case of the table that a test's argument names."""
     for table in _TABLES:
         if table in metafunc.fixturenames:
-            cases = json.loads((SCHEMAS / "cases" / f"{table}.json").read_text(encoding="utf-8"))[
-                "cases"
-            ]
+            cases = json.loads(
+                (SCHEMAS / "cases" / f"{table}.json").read_text(encoding="utf-8")
+            )["cases"]
             names = [case["name"] for case in cases]
             assert len(set(names)) == len(names)
             metafunc.parametrize(table, cases, ids=names)

@@ -1,4 +1,6 @@
-"""The tables of valid and invalid packs and manifests: this reader judges each as it must."""
+"""The tables of valid and invalid packs and manifests: this reader judges each as it
+must.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,14 @@ import packstore.errors
 from packstore.errors import FormatError
 from packstore.format.arrays import Packs
 from packstore.format.rules import RULES, check_packs
-from packstore.format.schema import FEATURES, KINDS, LAYOUTS, from_arrow, pack_schema, to_arrow
+from packstore.format.schema import (
+    FEATURES,
+    KINDS,
+    LAYOUTS,
+    from_arrow,
+    pack_schema,
+    to_arrow,
+)
 from packstore.torch import open_side
 
 Case = dict[str, Any]
@@ -29,8 +38,14 @@ Validator = Callable[[str], Any]
 
 
 def arrow_schema(case: Case, *, label_spans: bool | None = None) -> pa.Schema:
-    spans = "label_spans" in case.get("features", []) if label_spans is None else label_spans
-    return pack_schema(case["kind"], case["layout"], label_spans=spans, carry=case.get("carry"))
+    spans = (
+        "label_spans" in case.get("features", [])
+        if label_spans is None
+        else label_spans
+    )
+    return pack_schema(
+        case["kind"], case["layout"], label_spans=spans, carry=case.get("carry")
+    )
 
 
 def to_batch(case: Case) -> pa.RecordBatch:
@@ -59,17 +74,24 @@ def check(case: Case) -> Packs:
 def test_valid_packs(valid: Case, validator: Validator) -> None:
     packs = check(valid)
     logical = to_arrow(packs, arrow_schema(valid, label_spans=False)).to_pylist()
-    for row, derived, back in zip(valid["rows"], valid["derived"], logical, strict=True):
+    for row, derived, back in zip(
+        valid["rows"], valid["derived"], logical, strict=True
+    ):
         validator(f"pack#/$defs/{valid['kind']}").validate(row)
         labels = {"labels": derived.pop("labels")} if "labels" in derived else {}
-        assert back == {**labels, **{n: v for n, v in row.items() if n != "label_spans"}}
+        assert back == {
+            **labels,
+            **{n: v for n, v in row.items() if n != "label_spans"},
+        }
         assert READER["derive"](row, KINDS[valid["kind"]]) == derived
 
 
 def test_invalid_packs(invalid: Case) -> None:
     with pytest.raises(FormatError, match=rf"\[{invalid['rule']}\]") as caught:
         check(invalid)
-    assert RULES[invalid["rule"]] in str(caught.value) or "elements there" in str(caught.value)
+    assert RULES[invalid["rule"]] in str(caught.value) or "elements there" in str(
+        caught.value
+    )
 
 
 def test_every_rule_is_broken_by_a_case(load: Load) -> None:
@@ -79,7 +101,9 @@ def test_every_rule_is_broken_by_a_case(load: Load) -> None:
 
 def test_valid_cases_cover_the_format(load: Load) -> None:
     cases = load("cases/valid.json")["cases"]
-    assert {(c["kind"], c["layout"]) for c in cases} == {(k, v) for k in KINDS for v in LAYOUTS}
+    assert {(c["kind"], c["layout"]) for c in cases} == {
+        (k, v) for k in KINDS for v in LAYOUTS
+    }
     assert {name for c in cases for name in c.get("features", [])} == set(FEATURES)
 
 
@@ -87,7 +111,11 @@ def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
     load: Load, validator: Validator
 ) -> None:
     case = load("cases/valid.json")["cases"][0]
-    row, batch, document = case["rows"][0], to_batch(case), validator("pack#/$defs/preference")
+    row, batch, document = (
+        case["rows"][0],
+        to_batch(case),
+        validator("pack#/$defs/preference"),
+    )
     for at, name in enumerate(batch.schema.names):
         with pytest.raises(FormatError, match=f"label_spans|{name}"):
             from_arrow(batch.drop_columns([name]), "preference")
@@ -99,15 +127,21 @@ def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
             (["a"], None, f"{name}.*its type must be list"),
         ):
             with pytest.raises(FormatError, match=text):
-                from_arrow(batch.set_column(at, name, pa.array([value], type_)), "preference")
+                from_arrow(
+                    batch.set_column(at, name, pa.array([value], type_)), "preference"
+                )
             assert not document.is_valid({**row, name: value})
 
 
-def test_counts_of_responses_are_for_kind_scored(load: Load, validator: Validator) -> None:
+def test_counts_of_responses_are_for_kind_scored(
+    load: Load, validator: Validator
+) -> None:
     row = load("cases/valid.json")["cases"][0]["rows"][0]
     assert not validator("pack#/$defs/scored").is_valid(row)
     assert validator("pack#/$defs/scored").is_valid({**row, "num_responses": [2]})
-    assert not validator("pack#/$defs/preference").is_valid({**row, "num_responses": [2]})
+    assert not validator("pack#/$defs/preference").is_valid(
+        {**row, "num_responses": [2]}
+    )
 
 
 def patched(document: Any, operations: list[Case]) -> Any:
@@ -136,7 +170,9 @@ Parse = Callable[[str, bytes], bytes]
 
 @pytest.fixture
 def parse(tmp_path: Path) -> Parse:
-    """Opens the dataset or side dataset with this manifest; returns what would be written."""
+    """Opens the dataset or side dataset with this manifest; returns what would be
+    written.
+    """
 
     def read(name: str, data: bytes) -> bytes:
         path = tmp_path / "_packstore" / f"{name}-000001.json"
@@ -158,7 +194,9 @@ def judge_valid(case: Case, name: str, parse: Parse, validator: Validator) -> No
     assert parse(name, parsed) == parsed
 
 
-def judge_invalid(case: Case, name: str, parse: Parse, load: Load, validator: Validator) -> None:
+def judge_invalid(
+    case: Case, name: str, parse: Parse, load: Load, validator: Validator
+) -> None:
     cases = load(f"cases/{name}s_valid.json")["cases"]
     document = patched(
         next(c["manifest"] for c in cases if c["name"] == case["base"]), case["patch"]
@@ -171,7 +209,9 @@ def judge_invalid(case: Case, name: str, parse: Parse, load: Load, validator: Va
     assert validator(name).is_valid(document) != case["schema"]
 
 
-def test_valid_manifests(manifests_valid: Case, parse: Parse, validator: Validator) -> None:
+def test_valid_manifests(
+    manifests_valid: Case, parse: Parse, validator: Validator
+) -> None:
     judge_valid(manifests_valid, "manifest", parse, validator)
 
 
@@ -185,11 +225,30 @@ def test_invalid_manifests(
     judge_invalid(manifests_invalid, "manifest", parse, load, validator)
 
 
-def test_invalid_sides(sides_invalid: Case, parse: Parse, load: Load, validator: Validator) -> None:
+def test_invalid_sides(
+    sides_invalid: Case, parse: Parse, load: Load, validator: Validator
+) -> None:
     judge_invalid(sides_invalid, "side", parse, load, validator)
 
 
-WRONG = (None, True, -1, 0, 2**70, 1.5, 7, "", "x", "10", [], [1], ["x"], {}, {"a": 1}, {"0": "x"})
+WRONG = (
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1.5,
+    7,
+    "",
+    "x",
+    "10",
+    [],
+    [1],
+    ["x"],
+    {},
+    {"a": 1},
+    {"0": "x"},
+)
 """Values of every JSON type, of which each is of a wrong one for most members."""
 
 
@@ -206,7 +265,9 @@ def members(value: Any, path: str = "") -> Iterator[str]:
 def test_every_member_of_every_type(
     name: str, parse: Parse, load: Load, validator: Validator, tmp_path: Path
 ) -> None:
-    """packstore and the reader beside the format agree, and refuse all that the schema does."""
+    """packstore and the reader beside the format agree, and refuse all that the schema
+    does.
+    """
     valid = validator(name)
     check = partial(READER["checked"], tmp_path, name, READER[f"check_{name}"])
     seen, accepted = set[str](), list[Any]()
@@ -226,7 +287,8 @@ def test_every_member_of_every_type(
                     refused += 1
                     check()
                     refused -= 1
-                # Of members that readers need not know, packstore refuses numbers over 64 bits.
+                # Of members that readers need not know, packstore refuses numbers over
+                # 64 bits.
                 differ = refused == 1 and value != 2**70
                 if differ or (refused < 2 and not valid.is_valid(document)):
                     accepted.append((path, value, refused))

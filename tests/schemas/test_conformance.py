@@ -1,4 +1,6 @@
-"""The conformance kit: frozen; packstore and the readers of examples/ read it as they must."""
+"""The conformance kit: frozen; packstore and the readers of examples/ read it as they
+must.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,12 @@ ROOT = Path(__file__).parents[2]
 KIT = ROOT / "schemas" / "conformance" / "v1"
 DATASETS = KIT / "datasets"
 CASES = {case["name"]: case for case in load(KIT)}
-GOLDEN = [name for name, case in CASES.items() if case["about"] == "written by packstore"]
+GOLDEN = [
+    name for name, case in CASES.items() if case["about"] == "written by packstore"
+]
 FROZEN = "ce6613a1e6b3520e5176a51b545e04d64b7bfaafe4a3a89f129c274abc9bdeae"
-"""Format version 1 is frozen: sha256 of the names and hashes of its cases but those of `ADDED`.
+"""Format version 1 is frozen: sha256 of the names and hashes of its cases but those of
+`ADDED`.
 
 If it differs, change the kit back: datasets like these were released.
 """
@@ -51,7 +56,9 @@ def test_the_kit_of_version_1_is_frozen() -> None:
 
 
 def judged(answer: Any, name: str) -> tuple[str, str]:
-    paths = [str(KIT / folder) for folder in (CASES[name]["dataset"], *CASES[name]["sides"])]
+    paths = [
+        str(KIT / folder) for folder in (CASES[name]["dataset"], *CASES[name]["sides"])
+    ]
     return judge(KIT, CASES[name], answer(*paths))
 
 
@@ -61,7 +68,9 @@ def test_packstore(name: str) -> None:
 
 
 def test_the_reader_in_python() -> None:
-    assert not re.search(r"^\s*(from|import) packstore", PATH.read_text(encoding="utf-8"), re.M)
+    assert not re.search(
+        r"^\s*(from|import) packstore", PATH.read_text(encoding="utf-8"), re.M
+    )
     found = {name: judged(READER["answer"], name) for name in CASES}
     assert found == dict.fromkeys(CASES, ("ok", ""))
 
@@ -88,8 +97,12 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     (tmp_path / "kit.json").write_text(kit, encoding="utf-8")
 
     def run(answer: str) -> tuple[int, list[str]]:
-        status = main(["--kit", str(tmp_path), sys.executable, "-c", f"print('''{answer}''')"])
-        return status, [line[:8].strip() for line in capsys.readouterr().out.splitlines()[:-1]]
+        status = main(
+            ["--kit", str(tmp_path), sys.executable, "-c", f"print('''{answer}''')"]
+        )
+        return status, [
+            line[:8].strip() for line in capsys.readouterr().out.splitlines()[:-1]
+        ]
 
     assert run('{"packs": []}') == (1, ["ok", "WRONG", "WRONG"])
     assert run('{"refused": "unsupported"}') == (1, ["WRONG", "left out", "WRONG"])
@@ -105,7 +118,9 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 def test_every_variant_is_there(prose: str) -> None:
     manifests = [open_dataset(str(DATASETS / name)).manifest for name in GOLDEN]
-    variants = {(m.kind, m.layout, *m.features) for m in manifests if m.file_format == "parquet"}
+    variants = {
+        (m.kind, m.layout, *m.features) for m in manifests if m.file_format == "parquet"
+    }
     every = {(k, v) for k in KINDS for v in LAYOUTS}
     assert variants == every | {(*pair, name) for pair in every for name in FEATURES}
     assert {m.file_format for m in manifests} == {"parquet", "arrow"}
@@ -134,7 +149,9 @@ def test_physical_form(name: str) -> None:
         file = pq.ParquetFile(DATASETS / name / shard.path)
         assert shard.path.endswith(f"-{shard.sha256[:16]}.parquet")
         assert file.schema_arrow.names[1] == labels
-        assert file.schema_arrow.equals(dataset.manifest.stored_schema, check_metadata=True)
+        assert file.schema_arrow.equals(
+            dataset.manifest.stored_schema, check_metadata=True
+        )
         for group in range(file.num_row_groups):
             metadata = file.metadata.row_group(group)
             columns = [metadata.column(i) for i in range(metadata.num_columns)]
@@ -160,7 +177,11 @@ def meaning(dataset: Dataset) -> dict[str, Any]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file()
+    }
 
 
 def test_the_script_writes_the_same(tmp_path: Path) -> None:
@@ -171,7 +192,10 @@ def test_the_script_writes_the_same(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     made = tmp_path / "v1"
     for name in GOLDEN:
-        old, new = open_dataset(str(DATASETS / name)), open_dataset(str(made / "datasets" / name))
+        old, new = (
+            open_dataset(str(DATASETS / name)),
+            open_dataset(str(made / "datasets" / name)),
+        )
         assert rows(old) == rows(new)
         assert meaning(old) == meaning(new)
     assert contents(KIT / "expected") == contents(made / "expected")

@@ -1,4 +1,6 @@
-"""format.md and the JSON Schemas say what ``schema.py`` and ``rules.py`` of packstore/format do."""
+"""format.md and the JSON Schemas say what ``schema.py`` and ``rules.py`` of
+packstore/format do.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ def tables(text: str) -> Iterator[list[list[str]]]:
     """The rows of each table, without its head."""
     for block in re.findall(r"(?:^\|.*\n)+", text, re.M):
         rows = [
-            [cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines()
+            [cell.strip() for cell in line.strip("|").split(" | ")]
+            for line in block.splitlines()
         ]
         yield rows[2:]
 
@@ -86,7 +89,9 @@ def test_every_column_is_reserved(load: Load) -> None:
 def test_carried_types(prose: str, load: Load) -> None:
     (table,) = tables(section(prose, "Carried columns"))
     real = {
-        name: described(schema.pack_schema("sft", "concat", carry={"c": name}).field("c"))
+        name: described(
+            schema.pack_schema("sft", "concat", carry={"c": name}).field("c")
+        )
         for name in schema.CARRY_TYPES
     }
     assert written(table) == real
@@ -100,24 +105,42 @@ def test_rules(prose: str) -> None:
 
 def test_kinds_layouts_versions_and_features(prose: str, load: Load) -> None:
     (kinds,) = tables(section(prose, "Kinds"))
-    real = {kind: "num_responses" if k is None else str(k) for kind, k in schema.KINDS.items()}
+    real = {
+        kind: "num_responses" if k is None else str(k)
+        for kind, k in schema.KINDS.items()
+    }
     assert written(kinds) == real
     layouts = re.findall(r"^\*\*`(\w+)`\*\*", section(prose, "Layouts"), re.M)
     assert layouts == list(schema.LAYOUTS)
-    assert prose.startswith(f"# The packstore format, version {schema.FORMAT_VERSION}\n")
+    assert prose.startswith(
+        f"# The packstore format, version {schema.FORMAT_VERSION}\n"
+    )
     rules = section(prose, "Versions and features")
     known = re.search(r"This version knows: (.+)\.", rules)
     assert known
     assert known[1] == ", ".join(f"`{name}`" for name in schema.FEATURES)
     (log,) = tables(section(prose, "Change log"))
-    assert [int(row[0].strip("| ")) for row in log] == list(range(1, schema.FORMAT_VERSION + 1))
+    assert [int(row[0].strip("| ")) for row in log] == list(
+        range(1, schema.FORMAT_VERSION + 1)
+    )
 
-    pack, manifest = load("pack.schema.json"), load("manifest.schema.json")["properties"]
+    pack, manifest = (
+        load("pack.schema.json"),
+        load("manifest.schema.json")["properties"],
+    )
     assert pack["x-kinds"] == schema.KINDS
     assert set(pack["$defs"]) == set(manifest["kind"]["enum"]) == set(schema.KINDS)
     assert pack["x-layouts"] == manifest["layout"]["enum"] == list(schema.LAYOUTS)
-    assert pack["x-features"] == manifest["features"]["items"]["enum"] == list(schema.FEATURES)
-    assert pack["x-format-version"] == manifest["format_version"]["const"] == schema.FORMAT_VERSION
+    assert (
+        pack["x-features"]
+        == manifest["features"]["items"]["enum"]
+        == list(schema.FEATURES)
+    )
+    assert (
+        pack["x-format-version"]
+        == manifest["format_version"]["const"]
+        == schema.FORMAT_VERSION
+    )
     assert manifest["file_format"]["enum"] == list(FILE_FORMATS)
 
 
@@ -133,10 +156,15 @@ def test_constants(prose: str) -> None:
     assert f"├── {FOLDER}/" in prose
     assert f"└── {DATA}/" in prose
     assert f"at most {MAX_MANIFEST_BYTES >> 20} MiB" in prose
-    assert f"at most {MAX_GROUP_BYTES >> 20} MiB (2^29 bytes), stored and decompressed" in prose
+    assert (
+        f"at most {MAX_GROUP_BYTES >> 20} MiB (2^29 bytes), stored and decompressed"
+        in prose
+    )
     assert f"at most 2^{MAX_VALUES.bit_length() - 1} values" in prose
     part, more = MAX_FOOTER_BYTES >> 20, GROUP_FOOTER_BYTES >> 10
-    assert f"at most {part} MiB (2^24) and {more} KiB (2^16) for each row group" in prose
+    assert (
+        f"at most {part} MiB (2^24) and {more} KiB (2^16) for each row group" in prose
+    )
     assert f"within {TOLERANCE:g} of the exact value".replace("e-06", "e-6") in prose
     assert f"(n << {SOURCE_SHIFT}) + m" in prose
     assert f"{IGNORE_INDEX} elsewhere" in prose
@@ -146,7 +174,9 @@ def test_constants(prose: str) -> None:
 
 
 def test_fields_of_the_manifest(prose: str, load: Load) -> None:
-    """The tables of the prose, the JSON Schema, and what is really written name the same fields."""
+    """The tables of the prose, the JSON Schema, and what is really written name the
+    same fields.
+    """
     manifest = load("manifest.schema.json")
     fields = manifest["properties"]
     shard = manifest["$defs"]["shard"]
@@ -206,7 +236,9 @@ def test_what_made_reference_log_probs(prose: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pack", "manifest", "side"])
-def test_json_schemas_are_valid_and_refer_to_what_is_there(name: str, load: Load) -> None:
+def test_json_schemas_are_valid_and_refer_to_what_is_there(
+    name: str, load: Load
+) -> None:
     document = load(f"{name}.schema.json")
     jsonschema.Draft202012Validator.check_schema(document)
     for reference in re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)):
@@ -222,7 +254,9 @@ def test_the_worked_example_is_a_case(prose: str, load: Load) -> None:
     for block, layout in zip(blocks, ("concat", "shared-prefix"), strict=True):
         case = cases[f"worked-example-{layout}"]
         assert [json.loads(block)] == case["rows"]
-        drawn = rf"position_ids +{' +'.join(map(str, case['derived'][0]['position_ids']))} "
+        drawn = (
+            rf"position_ids +{' +'.join(map(str, case['derived'][0]['position_ids']))} "
+        )
         assert re.search(drawn, prose)
     keys = cases["worked-example-shared-prefix"]["derived"][0]["kv_index"][5:]
     assert f"kv_index {' '.join(map(str, keys))})" in prose

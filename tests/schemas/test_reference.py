@@ -20,14 +20,22 @@ from packstore.format.schema import from_arrow, pack_schema
 
 Row = dict[str, Any]
 CASES = json.loads(
-    (Path(__file__).parents[2] / "schemas" / "cases" / "valid.json").read_text(encoding="utf-8")
+    (Path(__file__).parents[2] / "schemas" / "cases" / "valid.json").read_text(
+        encoding="utf-8"
+    )
 )["cases"]
 PLAIN = [case for case in CASES if not case.get("carry")]
 
 
 def is_valid(row: Row, kind: str, layout: str) -> bool:
     """What the reader beside the format says."""
-    manifest = {"kind": kind, "layout": layout, "carry": {}, "pack_size": 2**31, "provenance": {}}
+    manifest = {
+        "kind": kind,
+        "layout": layout,
+        "carry": {},
+        "pack_size": 2**31,
+        "provenance": {},
+    }
     with contextlib.suppress(READER["Refused"]):
         READER["check_pack"](copy.deepcopy(row), manifest)
         return True

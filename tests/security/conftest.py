@@ -17,9 +17,11 @@ resource.setrlimit(resource.RLIMIT_AS, (size + ({room} << 20),) * 2)
 
 @pytest.fixture
 def cell(tmp_path: Path) -> Callable[..., str]:
-    """Runs code in the folder `tmp_path`: its imports, then the rest with `room` MB of memory.
+    """Runs code in the folder `tmp_path`: its imports, then the rest with `room` MB of
+    memory.
 
-    Returns what it prints; fails if it ends otherwise than well, or not within two minutes.
+    Returns what it prints; fails if it ends otherwise than well, or not within two
+    minutes.
     """
 
     def run(code: str, given: str = "", room: int = 1024) -> str:

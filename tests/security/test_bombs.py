@@ -1,4 +1,6 @@
-"""Small files that ask for much memory or time: refused by name, in a process that has little."""
+"""Small files that ask for much memory or time: refused by name, in a process that has
+little.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ for path in sys.stdin.read().split():
 def column(values: int, **how: Any) -> bytes:
     """A Parquet file of equal texts."""
     sink = io.BytesIO()
-    table = pa.table({"prompt": pa.array(["a" * 1000]).take(pa.array(np.zeros(values, np.int64)))})
+    table = pa.table(
+        {"prompt": pa.array(["a" * 1000]).take(pa.array(np.zeros(values, np.int64)))}
+    )
     pq.write_table(table, sink, **how)
     return sink.getvalue()
 
@@ -80,7 +84,9 @@ def swollen(data: bytes, page_bytes: int) -> bytes:
 INPUTS: dict[str, tuple[str, Any]] = {
     "a page that declares gigabytes": (
         "x.parquet",
-        lambda: swollen(column(1000, compression="zstd", use_dictionary=False), (1 << 31) - 1),
+        lambda: swollen(
+            column(1000, compression="zstd", use_dictionary=False), (1 << 31) - 1
+        ),
     ),
     "gzip of a long line": ("x.jsonl.gz", lambda: gzip.compress(b" " * (40 * MB), 9)),
     "gzip of blank lines": ("x.jsonl.gz", lambda: gzip.compress(b"\n" * (40 * MB), 9)),
@@ -91,7 +97,10 @@ INPUTS: dict[str, tuple[str, Any]] = {
     "brackets in a document": ("x.json", lambda: b"[" * (8 * MB)),
     "objects in objects": ("x.jsonl", lambda: b'{"a":' * MB),
     "a string that does not end": ("x.json", lambda: b'["' + b"a" * (12 * MB)),
-    "a number of many digits": ("x.jsonl", lambda: b'{"prompt": ' + b"9" * (8 * MB) + b"}"),
+    "a number of many digits": (
+        "x.jsonl",
+        lambda: b'{"prompt": ' + b"9" * (8 * MB) + b"}",
+    ),
     "a cell that does not end": ("x.csv", lambda: b'prompt\n"' + b"a" * (12 * MB)),
     "a line of a table without end": ("x.csv", lambda: b"prompt\n" + b"a," * (6 * MB)),
 }
@@ -106,8 +115,10 @@ LIMITS = {
     "zstd of blank lines": "must not decompress to more than 400 times its bytes",
     "zstd as a table": "must not decompress to more than 400 times its bytes",
     "brackets": "1000 levels",
-    "a string that does not end": "item 1: must be valid JSON, of at most 8,388,608 bytes a record",
-    "a cell that does not end": "line 2: a line must be shorter than 8,388,608 characters",
+    "a string that does not end": "item 1: must be valid JSON, of at most 8,388,608 "
+    "bytes a record",
+    "a cell that does not end": "line 2: a line must be shorter than 8,388,608 "
+    "characters",
 }
 
 
@@ -121,7 +132,9 @@ FOOTERS = {  # name of a file -> its first and last bytes; a terabyte of nothing
 }
 
 
-def test_footers_are_looked_at_before_the_file_is_read(cell: Any, tmp_path: Path) -> None:
+def test_footers_are_looked_at_before_the_file_is_read(
+    cell: Any, tmp_path: Path
+) -> None:
     for name, (head, end) in FOOTERS.items():
         with open(tmp_path / name, "wb") as file:
             file.write(head)
@@ -132,7 +145,10 @@ def test_footers_are_looked_at_before_the_file_is_read(cell: Any, tmp_path: Path
     assert len(lines) == len(FOOTERS)
     for line in lines:
         name = line.removeprefix("InputError ").partition(":")[0]
-        assert "none" in name or "of at most 67108864 bytes; found one of 2147483647" in line
+        assert (
+            "none" in name
+            or "of at most 67108864 bytes; found one of 2147483647" in line
+        )
 
 
 def test_input_files(cell: Any, tmp_path: Path) -> None:
@@ -140,9 +156,13 @@ def test_input_files(cell: Any, tmp_path: Path) -> None:
     for number, (file, make) in enumerate(INPUTS.values()):
         paths.append(tmp_path / f"{number}-{file}")
         paths[-1].write_bytes(make())
-    found = dict(zip(INPUTS, cell(READ, "\n".join(map(str, paths))).splitlines(), strict=True))
+    found = dict(
+        zip(INPUTS, cell(READ, "\n".join(map(str, paths))).splitlines(), strict=True)
+    )
     refused = ("InputError", "RecordError")
-    assert not {name: text for name, text in found.items() if not text.startswith(refused)}
+    assert not {
+        name: text for name, text in found.items() if not text.startswith(refused)
+    }
     for name, text in LIMITS.items():
         assert text in found[name]
 
@@ -161,13 +181,20 @@ def one_group(dataset: Path, **how: Any) -> bytes:
     """The packs of its only shard, in one row group."""
     table = pq.read_table(next((dataset / "data").iterdir())).combine_chunks()
     sink = io.BytesIO()
-    how = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, **how}
+    how = {
+        "compression": "zstd",
+        "use_dictionary": False,
+        "write_statistics": False,
+        **how,
+    }
     pq.write_table(table, sink, table.num_rows, **how)
     return sink.getvalue()
 
 
 def put_shard(dataset: Path, data: bytes) -> None:
-    """Puts another shard of one row group in place, with a manifest of which all is a lie."""
+    """Puts another shard of one row group in place, with a manifest of which all is a
+    lie.
+    """
 
     def into_one_group(manifest: Any) -> None:
         groups = manifest["shards"][0]["row_groups"]
@@ -196,10 +223,17 @@ def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
     offsets = pa.array(np.linspace(0, len(zeros), rows + 1).astype(np.int32))
     table = pq.read_table(next((dataset / "data").iterdir())).combine_chunks()
     field = table.schema.field("input_ids")
-    table = table.set_column(0, field, pa.ListArray.from_arrays(offsets, zeros, type=field.type))
+    table = table.set_column(
+        0, field, pa.ListArray.from_arrays(offsets, zeros, type=field.type)
+    )
     sink = io.BytesIO()
     pq.write_table(
-        table, sink, rows, compression="zstd", use_dictionary=False, write_statistics=False
+        table,
+        sink,
+        rows,
+        compression="zstd",
+        use_dictionary=False,
+        write_statistics=False,
     )
     assert sink.tell() < MB
     put_shard(dataset, sink.getvalue())
@@ -209,7 +243,9 @@ def test_a_shard_that_is_larger_inside(cell: Any, dataset: Path) -> None:
 
 
 SIZES = {
-    "a footer": lambda m: m["shards"][0].update(footer_bytes=m["shards"][0]["bytes"] + (1 << 40)),
+    "a footer": lambda m: m["shards"][0].update(
+        footer_bytes=m["shards"][0]["bytes"] + (1 << 40)
+    ),
     "a shard and its footer": lambda m: (
         m["shards"][0].update(footer_bytes=1 << 40, bytes=1 << 41),
         m["totals"].update(bytes=1 << 41),
@@ -221,7 +257,9 @@ SIZES = {
 }
 
 
-def test_manifests_that_declare_huge_sizes(cell: Any, dataset: Path, tmp_path: Path) -> None:
+def test_manifests_that_declare_huge_sizes(
+    cell: Any, dataset: Path, tmp_path: Path
+) -> None:
     for number, change in enumerate(SIZES.values()):
         copy = tmp_path / f"{number}-ds"
         shutil.copytree(dataset, copy)
@@ -251,8 +289,12 @@ def test_a_file_that_never_ends_or_never_begins(dataset: Path, tmp_path: Path) -
         open_dataset(str(dataset))
 
 
-def test_a_link_out_of_the_dataset_gives_no_other_bytes(dataset: Path, tmp_path: Path) -> None:
-    """It is followed, as downloads are made of links; what it leads to must have the hash."""
+def test_a_link_out_of_the_dataset_gives_no_other_bytes(
+    dataset: Path, tmp_path: Path
+) -> None:
+    """It is followed, as downloads are made of links; what it leads to must have the
+    hash.
+    """
     (shard,) = open_dataset(str(dataset)).manifest.shards
     secret = tmp_path / "secret"
     secret.write_bytes(b"the secret" * 10_000)

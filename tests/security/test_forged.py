@@ -1,4 +1,6 @@
-"""Forged datasets: what a read notices, what the fingerprint, and what ``verify`` alone."""
+"""Forged datasets: what a read notices, what the fingerprint, and what ``verify``
+alone.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,16 @@ def made(folder: Path, seed: int) -> Path:
     """A dataset of four shards, of several row groups each."""
     draw = random.Random(seed)
     names = ("prompt_ids", "chosen_ids", "rejected_ids")
-    records = [{n: [draw.randrange(1, 50) for _ in range(8)] for n in names} for _ in range(200)]
-    sizes = {"pack_size": 64, "shard_tokens": 2000, "row_group_tokens": 512, "num_workers": 0}
+    records = [
+        {n: [draw.randrange(1, 50) for _ in range(8)] for n in names}
+        for _ in range(200)
+    ]
+    sizes = {
+        "pack_size": 64,
+        "shard_tokens": 2000,
+        "row_group_tokens": 512,
+        "num_workers": 0,
+    }
     packstore.pack(records, str(folder), None, **sizes)
     return folder
 
@@ -75,12 +85,16 @@ READ_NOTICES: dict[str, Try] = {
 VERIFY_NOTICES: dict[str, Try] = {
     "extended by zeros": lambda x, _: append(x, bytes(64)),
     "extended by a shard": lambda x, y: append(x, shards(y)[1].read_bytes()),
-    "sha256 of a shard": lambda x, _: edit(x, lambda m: m["shards"][0].update(sha256="0" * 64)),
+    "sha256 of a shard": lambda x, _: edit(
+        x, lambda m: m["shards"][0].update(sha256="0" * 64)
+    ),
     "order of shards": lambda x, _: edit(x, lambda m: m["shards"].reverse()),
 }
 NOBODY_NOTICES: dict[str, Try] = {
     "lineage": lambda x, _: edit(x, lambda m: m["provenance"].update(lineage="0" * 64)),
-    "settings": lambda x, _: edit(x, lambda m: m["provenance"].update(package_version="9")),
+    "settings": lambda x, _: edit(
+        x, lambda m: m["provenance"].update(package_version="9")
+    ),
 }
 
 
@@ -108,7 +122,9 @@ def test_a_read_notices(name: str, forged: Callable[[Try], str]) -> None:
 
 
 @pytest.mark.parametrize("name", VERIFY_NOTICES)
-def test_verify_notices(name: str, forged: Callable[[Try], str], pair: tuple[Path, Path]) -> None:
+def test_verify_notices(
+    name: str, forged: Callable[[Try], str], pair: tuple[Path, Path]
+) -> None:
     """The packs are those of the set, in its order unless the fingerprint differs."""
     dataset = packstore.open(forged(VERIFY_NOTICES[name]))
     original = packstore.open(str(pair[0]))
@@ -123,11 +139,19 @@ def test_verify_notices(name: str, forged: Callable[[Try], str], pair: tuple[Pat
 def test_the_fingerprint_is_of_the_packs_alone(
     name: str, forged: Callable[[Try], str], pair: tuple[Path, Path]
 ) -> None:
-    """As the page says: the rest of a manifest is proved by comparing its own sha256."""
-    dataset, original = packstore.open(forged(NOBODY_NOTICES[name])), packstore.open(str(pair[0]))
+    """As the page says: the rest of a manifest is proved by comparing its own
+    sha256.
+    """
+    dataset, original = (
+        packstore.open(forged(NOBODY_NOTICES[name])),
+        packstore.open(str(pair[0])),
+    )
     assert dataset.verify().ok
     assert dataset.manifest.fingerprint == original.manifest.fingerprint
-    own = {json.loads(Path(d.url, MANIFEST).read_bytes())["sha256"] for d in (dataset, original)}
+    own = {
+        json.loads(Path(d.url, MANIFEST).read_bytes())["sha256"]
+        for d in (dataset, original)
+    }
     assert len(own) == 2
     page = (Path(__file__).parents[2] / "docs/security.md").read_text(encoding="utf-8")
     assert "the fingerprint proves the packs alone" in page
@@ -137,14 +161,20 @@ def test_a_shard_with_a_renewed_checksum_is_noticed_by_verify_alone(
     forged: Callable[[Try], str], pair: tuple[Path, Path]
 ) -> None:
     dataset = packstore.open(forged(replace_and_sign))
-    assert dataset.manifest.fingerprint == packstore.open(str(pair[0])).manifest.fingerprint
+    assert (
+        dataset.manifest.fingerprint
+        == packstore.open(str(pair[0])).manifest.fingerprint
+    )
     assert not dataset.verify().ok
 
 
 def test_behind_the_cache_only_its_own_bytes_are_read(
     forged: Callable[[Try], str], pair: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    url, reading = forged(lambda *_: None), ReadConfig(cache_dir=str(tmp_path / "cache"))
+    url, reading = (
+        forged(lambda *_: None),
+        ReadConfig(cache_dir=str(tmp_path / "cache")),
+    )
     expected = ids(packstore.open(url, reading=reading))
     ids(packstore.open(str(pair[1]), reading=reading))
     cached = sorted(path for path in (tmp_path / "cache").glob("*/*") if path.is_file())

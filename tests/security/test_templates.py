@@ -1,4 +1,6 @@
-"""Chat templates that attack: each is refused by name, within little memory and time."""
+"""Chat templates that attack: each is refused by name, within little memory and
+time.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ ENDLESS = {
     "str.format": "{{ '{:>9999999999}'.format(1) }}",
     "str.format_map": "{{ '{x:9999999999}'.format_map({'x': 1}) }}",
     "doubling": DOUBLING + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
-    "doubling by a macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% else %}"
+    "doubling by a macro": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% else "
+    "%}"
     "abcd{% endif %}{% endmacro %}{{ f(60) }}",
     "a list that grows": "{% set ns = namespace(x=[0]) %}{% for i in range(99) %}"
     "{% set ns.x = ns.x + ns.x %}{% endfor %}",
@@ -45,12 +48,15 @@ ENDLESS = {
     "bytes of a number": "{{ (1).to_bytes(10**10, 'big') }}",
     # Time.
     "a power": "{{ 10 ** (10 ** 10) }}",
-    "a product": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = ns.x * ns.x %}"
+    "a product": "{% set ns = namespace(x=3) %}{% for i in range(99) %}{% set ns.x = "
+    "ns.x * ns.x %}"
     "{% endfor %}",
     "digits": "{{ 1.5 | round(10**9, 'floor') }}",
-    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}"
+    "loops in loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor "
+    "%}"
     "{% endfor %}",
-    "loops that skip": "{% for i in range(99999) %}{% for j in range(99999) if false %}{% endfor %}"
+    "loops that skip": "{% for i in range(99999) %}{% for j in range(99999) if false "
+    "%}{% endfor %}"
     "{% endfor %}",
     "rfind": NEEDLE + "{{ ('a' * 4000000).rfind(x) }}",
     "rindex": NEEDLE + "{{ ('a' * 4000000).rindex(x) }}",
@@ -63,7 +69,8 @@ ENDLESS = {
     "sort of a text": "{{ ('ab' * 30000000) | sort }}",
     "title": "{{ ('a-' * 30000000) | title | length }}",
     "a constant filter": "{{ 'a'" + "|replace('a', 'aaaaaaaaaa')" * 12 + " }}",
-    "lists in lists": DOUBLING.replace("'ab'", "[1]") + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
+    "lists in lists": DOUBLING.replace("'ab'", "[1]")
+    + "{% set ns.x = [ns.x, ns.x] %}{% endfor %}"
     "{{ ns.x | tojson }}",
     "slices": "{% set x = 'a' * 20000000 %}"
     + "".join(f"{{% set x{i} = x[1:] %}}" for i in range(999)),
@@ -77,17 +84,21 @@ RULES = {
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{% set a = f(n-1) %}"
     "{% set b = f(n-1) %}{% endif %}{% endmacro %}{% set x = f(200) %}",
-    "a loop that calls itself": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
+    "a loop that calls itself": "{% for i in [1, 2] recursive %}{{ loop([1, 2]) }}{% "
+    "endfor %}",
     # Escapes.
     "class": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-    "class by map": "{{ [''] | map(attribute='__class__') | map(attribute='__mro__') | list }}",
+    "class by map": "{{ [''] | map(attribute='__class__') | map(attribute='__mro__') | "
+    "list }}",
     "class by item": "{{ ''['__class__']['__mro__'] }}",
     "globals of a macro": "{% macro f() %}{% endmacro %}{{ f.__call__.__globals__ }}",
     "globals of a function": "{{ raise_exception.__globals__['os'] }}",
-    "globals of a filter": "{{ tojson.__globals__ }}{{ range.__globals__ }}{{ cycler.__init__ }}",
+    "globals of a filter": "{{ tojson.__globals__ }}{{ range.__globals__ }}{{ "
+    "cycler.__init__ }}",
     "format to attributes": "{{ '{0.__class__.__mro__}'.format('') }}",
     "format_map to attributes": "{{ '{x.__class__.__mro__}'.format_map({'x': ''}) }}",
-    "the filter format to attributes": "{{ '%(x)s' | format(x=self.__init__.__globals__) }}",
+    "the filter format to attributes": "{{ '%(x)s' | "
+    "format(x=self.__init__.__globals__) }}",
     "self": "{{ self._TemplateReference__context.environment.__class__ }}",
     "a file": "{% include '/etc/passwd' %}",
     "an import": "{% import 'os' as os %}{{ os.system('true') }}",
@@ -140,11 +151,15 @@ def outcomes(cell: Any, tmp_path: Path, sources: dict[str, str]) -> dict[str, st
 SOME = ("a repeat", "loops in loops", "rfind")
 
 
-@pytest.mark.parametrize("names", [SOME, pytest.param((*ENDLESS,), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [SOME, pytest.param((*ENDLESS,), marks=pytest.mark.slow)]
+)
 def test_a_job_ends_where_a_template_needs_too_much(
     cell: Any, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
-    """Also inside one call, and in a job of one process; no record is dropped for it."""
+    """Also inside one call, and in a job of one process; no record is dropped
+    for it.
+    """
     ends = r"failed chat template: it must render a record (within .* time|in 512 MiB of memory)"
     found = outcomes(cell, tmp_path, {name: ENDLESS[name] for name in names})
     assert not {name: text for name, text in found.items() if not re.match(ends, text)}
@@ -185,11 +200,16 @@ def test_refused(cell: Any, tmp_path: Path) -> None:
 def test_ordinary_work_is_allowed(cell: Any, tmp_path: Path) -> None:
     """And attributes that Jinja hides without an error stay hidden."""
     source = (
-        "{% set ns = namespace(all='') %}{% for m in messages*9 %}{% set ns.all = ns.all ~ m.role "
-        "~ ': ' ~ m.content | trim %}{{ '%s %03d {:>5}'.format(1) % (m.role, 7) }}{{ m | tojson }}"
-        "{% endfor %}{{ ns.all[:10] }}{{ '-' * 80 }}{{ '%s' | format(1) }}{{ [1, 2] * 2 }}"
-        "{{ 7 * 6 ** 2 // 5 % 4 }}{{ messages | map(attribute='role') | join(', ') | length }}"
-        "{{ {'a': 1}.items() | list }}{{ 'a-b'.split('-')[0].replace('a', 'bb') | indent(2) }}"
+        "{% set ns = namespace(all='') %}{% for m in messages*9 %}{% set ns.all = "
+        "ns.all ~ m.role "
+        "~ ': ' ~ m.content | trim %}{{ '%s %03d {:>5}'.format(1) % (m.role, 7) }}{{ m "
+        "| tojson }}"
+        "{% endfor %}{{ ns.all[:10] }}{{ '-' * 80 }}{{ '%s' | format(1) }}{{ [1, 2] * "
+        "2 }}"
+        "{{ 7 * 6 ** 2 // 5 % 4 }}{{ messages | map(attribute='role') | join(', ') | "
+        "length }}"
+        "{{ {'a': 1}.items() | list }}{{ 'a-b'.split('-')[0].replace('a', 'bb') | "
+        "indent(2) }}"
         "{% if ''.__class__ or joiner.__globals__ or '' | attr('__class__') %}"
         "{{ raise_exception('seen') }}{% endif %}{% for m in messages %}"
         " {% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
@@ -199,9 +219,14 @@ def test_ordinary_work_is_allowed(cell: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_dialogue_of_very_many_turns_is_refused_by_itself(tmp_path: Path) -> None:
-    """Each turn is marked by characters that do not occur in it, of which there are 65,534."""
+    """Each turn is marked by characters that do not occur in it, of which there are
+    65,534.
+    """
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant")] * 33_000
-    long = {"chosen": turns, "rejected": [*turns[:-1], {"role": "assistant", "content": "b"}]}
+    long = {
+        "chosen": turns,
+        "rejected": [*turns[:-1], {"role": "assistant", "content": "b"}],
+    }
     short = {"chosen": turns[:2], "rejected": [turns[0], long["rejected"][-1]]}
     records = [short, long]
     tokenizer = trained_tokenizer(["a or b"])

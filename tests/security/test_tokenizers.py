@@ -29,9 +29,15 @@ def one_id(token_id: int) -> bytes:
 
 
 def added(ids: list[int], pieces: list[Any]) -> dict[str, Any]:
-    """A post-processor that puts these pieces around a text; `pieces[0]` is a list of them."""
+    """A post-processor that puts these pieces around a text; `pieces[0]` is a list of
+    them.
+    """
     special = {"id": "[X]", "ids": ids, "tokens": ["h"] * len(ids)}
-    template = {"type": "TemplateProcessing", "single": [*pieces[0], *pieces[1:]], "pair": []}
+    template = {
+        "type": "TemplateProcessing",
+        "single": [*pieces[0], *pieces[1:]],
+        "pair": [],
+    }
     return {**template, "special_tokens": {"[X]": special}}
 
 
@@ -42,14 +48,18 @@ FILES = {
     "texts that grow step by step": edited(
         normalizer={"type": "Sequence", "normalizers": [STEP] * 20}
     ),
-    "ids added to each text": edited(post_processor=added([1] * 100, [[SPECIAL] * 100, TEXT])),
+    "ids added to each text": edited(
+        post_processor=added([1] * 100, [[SPECIAL] * 100, TEXT])
+    ),
     "texts that are repeated": edited(post_processor=added([1], [[TEXT], TEXT, TEXT])),
     "an id beyond 31 bits": one_id(1 << 31),
     "an id that overflows": one_id((1 << 64) - 1),
     "deep": b'{"model": ' + b"[" * 1_000_000,
     "not Unicode": b'{"version": "\xff"}',
     "an unknown model": edited(model={"type": "Python", "call": "os.system"}),
-    "merges that do not exist": edited(model={**GOOD["model"], "merges": [["zz", "yy"]]}),
+    "merges that do not exist": edited(
+        model={**GOOD["model"], "merges": [["zz", "yy"]]}
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""Writers, cleaners, readers at one dataset, stopped and killed; benchmarks/chaos.py for hours."""
+"""Writers, cleaners, readers at one dataset, stopped and killed; benchmarks/chaos.py
+for hours.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ SECONDS = 6
 
 
 def storm(folder: Path, place: str, *arguments: str) -> None:
-    """Two rounds at a place, with another seed each time; it is told when something is wrong."""
+    """Two rounds at a place, with another seed each time; it is told when something is
+    wrong.
+    """
     script = str(ROOT / "benchmarks" / "chaos.py")
     command = ["-W", "ignore", script, "--places", place, *arguments]
     command += ["--seconds", str(SECONDS), "--round", str(SECONDS // 2)]

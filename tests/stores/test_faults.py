@@ -26,7 +26,9 @@ def good(tmp_path: Path) -> Dataset:
 
 
 @pytest.mark.parametrize("rates", [FEW, MANY], ids=["few", "many"])
-def test_whole_and_right_or_an_error(s3: Store, good: Dataset, rates: list[float]) -> None:
+def test_whole_and_right_or_an_error(
+    s3: Store, good: Dataset, rates: list[float]
+) -> None:
     """A pack is whole or not there, and a rerun mends it; an epoch is the right one."""
     packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
     faults = Counter[str]()
@@ -45,7 +47,9 @@ def test_what_is_damaged_on_the_way_up_is_not_stored(s3: Store) -> None:
         with pytest.raises(StorageError):
             packstore.pack(RECORDS, s3.url, storage_options=options, **SETTINGS)
         faults.path = "-large"  # the file that `check` sends in parts
-        assert not all(trial.ok for trial in packstore.check(s3.url, storage_options=options))
+        assert not all(
+            trial.ok for trial in packstore.check(s3.url, storage_options=options)
+        )
     assert faults.counts["flip up"] > 2
     assert not Files(s3.url, **s3.options).names()
 
@@ -56,5 +60,7 @@ def test_damage_in_the_store_names_the_object(s3: Store) -> None:
     Files(s3.url, **s3.options).write(shard.path, bytes(shard.bytes))
     key = {"Bucket": s3.bucket, "Key": f"{s3.path}/{shard.path}"}
     etag = s3.client().head_object(**key)["ETag"].strip('"')
-    with pytest.raises(IntegrityError, match=rf"(?s){shard.path}.*Fetched 2 times of ETag {etag}"):
+    with pytest.raises(
+        IntegrityError, match=rf"(?s){shard.path}.*Fetched 2 times of ETag {etag}"
+    ):
         list(PackedDataset(data))

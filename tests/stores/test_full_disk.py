@@ -1,4 +1,6 @@
-"""A disk that fills up, and folders that may not be written to: named errors, nothing lost."""
+"""A disk that fills up, and folders that may not be written to: named errors, nothing
+lost.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,15 @@ print(again.manifest.fingerprint)
 
 
 def in_a_small_disk(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command that sees a disk of 2 MB at `folder`, in a mount namespace of its own."""
+    """Runs a command that sees a disk of 2 MB at `folder`, in a mount namespace of its
+    own.
+    """
     script = f'mount -t tmpfs -o size=2m none "{folder}" && exec "$@"'
-    unshare = ["unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",))]
+    unshare = [
+        "unshare",
+        "--mount",
+        *(() if os.geteuid() == 0 else ("--map-root-user",)),
+    ]
     return subprocess.run(
         [*unshare, "sh", "-c", script, "sh", *command],
         capture_output=True,
@@ -85,9 +93,16 @@ def test_a_folder_that_may_not_be_written_to(
     denied = r"cannot write; found permission denied\. Check"
     with closed(0o555, *folders):
         with pytest.raises(StorageError, match=denied):
-            packstore.pack(packstore.open(base / "ds"), base / "ds", pack_size=512, overwrite=True)
+            packstore.pack(
+                packstore.open(base / "ds"), base / "ds", pack_size=512, overwrite=True
+            )
         with pytest.raises(StorageError, match=denied):
             packstore.pack(packstore.open(base / "ds"), base / "new", pack_size=512)
-    with closed(0o000, *folders), pytest.raises(StorageError, match=r"denied\. Check the rights"):
+    with (
+        closed(0o000, *folders),
+        pytest.raises(StorageError, match=r"denied\. Check the rights"),
+    ):
         packstore.open(base / "ds")
-    assert before == sorted((p.name, p.read_bytes()) for p in base.rglob("*") if p.is_file())
+    assert before == sorted(
+        (p.name, p.read_bytes()) for p in base.rglob("*") if p.is_file()
+    )

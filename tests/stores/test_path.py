@@ -12,12 +12,19 @@ from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.torch import PackedDataLoader, PackedDataset, PreferenceLoss, segment_logps
+from packstore.torch import (
+    PackedDataLoader,
+    PackedDataset,
+    PreferenceLoss,
+    segment_logps,
+)
 
 Result = tuple[dict[str, bytes], list[float]]
 
 
-def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokenizer) -> Result:
+def whole_path(
+    url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokenizer
+) -> Result:
     """All files of the dataset, and the loss of every step of an epoch."""
     small = {"pack_size": 256, "row_group_tokens": 1000, "shard_tokens": 2000}
     packstore.pack(str(pairs), url, tokenizer, storage_options=options, **small)
@@ -42,9 +49,13 @@ def whole_path(url: str, options: dict[str, Any], pairs: Path, tokenizer: Tokeni
 
 
 @pytest.fixture(scope="session")
-def local(tmp_path_factory: pytest.TempPathFactory, pairs: Path, tokenizer: Tokenizer) -> Result:
+def local(
+    tmp_path_factory: pytest.TempPathFactory, pairs: Path, tokenizer: Tokenizer
+) -> Result:
     """The dataset and the loss on a local disk."""
-    return whole_path(str(tmp_path_factory.mktemp("local") / "ds"), {}, pairs, tokenizer)
+    return whole_path(
+        str(tmp_path_factory.mktemp("local") / "ds"), {}, pairs, tokenizer
+    )
 
 
 def test_every_store_gives_what_the_disk_gives(

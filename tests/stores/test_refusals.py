@@ -41,9 +41,21 @@ def refused(url: str, options: dict[str, Any]) -> list[str]:
 SECRET: dict[str, Any] = {"secret": "wrong-secret-987"}
 NOBODY: dict[str, Any] = {"key": None, "secret": None}
 KEYS: list[tuple[dict[str, Any], list[str]]] = [
-    (SECRET, ["credentials that the store does not accept", "Check the key, the secret and the"]),
-    ({"key": "wrong-key-123", **SECRET}, ["credentials that the store does not accept"]),
-    ({**NOBODY, "anon": True}, ["permission denied (AccessDenied)", "requester_pays=true"]),
+    (
+        SECRET,
+        [
+            "credentials that the store does not accept",
+            "Check the key, the secret and the",
+        ],
+    ),
+    (
+        {"key": "wrong-key-123", **SECRET},
+        ["credentials that the store does not accept"],
+    ),
+    (
+        {**NOBODY, "anon": True},
+        ["permission denied (AccessDenied)", "requester_pays=true"],
+    ),
     (NOBODY, ["found no credentials. Set them in the environment"]),
 ]
 
@@ -58,10 +70,17 @@ def test_wrong_keys_and_none(s3: Store) -> None:
 
 def test_a_key_that_may_only_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
     reader = {**s3.options, "key": READER_KEY, "secret": READER_SECRET}
-    packstore.pack(str(pairs), s3.url, tokenizer, pack_size=256, storage_options=s3.options)
+    packstore.pack(
+        str(pairs), s3.url, tokenizer, pack_size=256, storage_options=s3.options
+    )
     with pytest.raises(StorageError, match=r"cannot write; found permission denied"):
         packstore.pack(
-            str(pairs), s3.url, tokenizer, pack_size=512, overwrite=True, storage_options=reader
+            str(pairs),
+            s3.url,
+            tokenizer,
+            pack_size=512,
+            overwrite=True,
+            storage_options=reader,
         )
     dataset = packstore.open(s3.url, storage_options=reader)
     assert dataset.version == 1
@@ -72,7 +91,10 @@ def test_a_key_that_may_only_read(s3: Store, pairs: Path, tokenizer: Tokenizer) 
 def test_wrong_key_of_azure(azure: Store) -> None:
     Files(azure.url, **azure.options).write("x.jsonl", b"data")
     text = azure.options["connection_string"]
-    options = {**azure.options, "connection_string": text.replace("Key=", "Key=AAAAwrong")}
+    options = {
+        **azure.options,
+        "connection_string": text.replace("Key=", "Key=AAAAwrong"),
+    }
     for said in refused(azure.url, options):
         assert "permission denied (AuthorizationFailure)" in said
 
@@ -83,19 +105,28 @@ def test_no_such_bucket(store: Store, tmp_path: Path) -> None:
         lambda: packstore.open(url, options),
         lambda: packstore.pack(some_pairs(5), url, storage_options=options, **SETTINGS),
     ):
-        with pytest.raises(StorageError, match=r"never-made/ds.*found no such bucket.* Check its"):
+        with pytest.raises(
+            StorageError, match=r"never-made/ds.*found no such bucket.* Check its"
+        ):
             action()
     for source in (f"{url}/a.jsonl", f"{url}/*.jsonl"):
         with pytest.raises(StorageError, match="cannot list; found no such bucket"):
             packstore.pack(source, tmp_path / "ds", storage_options=options)
 
 
-def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: Tokenizer) -> None:
+def test_a_bucket_removed_while_it_is_read(
+    s3: Store, pairs: Path, tokenizer: Tokenizer
+) -> None:
     place = s3.fresh_bucket()
     url = place.url + "/ds"
     options = {**place.options, "retry_attempts": 2, "retry_backoff": 0.01}
     packstore.pack(
-        str(pairs), url, tokenizer, pack_size=256, row_group_tokens=256, storage_options=options
+        str(pairs),
+        url,
+        tokenizer,
+        pack_size=256,
+        row_group_tokens=256,
+        storage_options=options,
     )
     reading = ReadConfig(requests=1, read_ahead_bytes=0)
     data = PackedDataset(packstore.open(url, storage_options=options), reading=reading)
@@ -106,7 +137,9 @@ def test_a_bucket_removed_while_it_is_read(s3: Store, pairs: Path, tokenizer: To
         client.delete_object(Bucket=place.bucket, Key=item["Key"])
     client.delete_bucket(Bucket=place.bucket)
     client.close()
-    with pytest.raises(StorageError, match=r"(?s)cannot read; found no such .*, row group \d+"):
+    with pytest.raises(
+        StorageError, match=r"(?s)cannot read; found no such .*, row group \d+"
+    ):
         list(batches)
 
 
@@ -114,5 +147,7 @@ def test_a_refused_connection_is_bounded(s3: Store) -> None:
     (port,) = free_ports(1)
     nobody = s3.through(f"http://127.0.0.1:{port}")
     options = {**nobody.options, "retry_attempts": 3, "retry_backoff": 0}
-    with pytest.raises(StorageError, match=r"(?s)found no connection\. Check .*Tried 3 times\."):
+    with pytest.raises(
+        StorageError, match=r"(?s)found no connection\. Check .*Tried 3 times\."
+    ):
         packstore.open(s3.url, options)

@@ -61,7 +61,9 @@ def test_a_rerun_goes_on_and_nothing_is_left(
 
 
 def test_clean_looks_again_at_each_object(store: Store) -> None:
-    """Its answer to a listing and to a look are the same, unless the object was put anew."""
+    """Its answer to a listing and to a look are the same, unless the object was put
+    anew.
+    """
     how: dict[str, Any] = {"storage_options": store.options}
     for n in (20, 30):
         packstore.pack(pairs(n), store.url, **how, **{**SETTINGS, "overwrite": n == 30})
@@ -75,7 +77,14 @@ def test_clean_looks_again_at_each_object(store: Store) -> None:
             files.write(path, b"another")
 
     with at_each("remove", put_again):
-        clean(store.url, **how, delete=True, older_than=0, no_writers=True, keep_versions=1)
+        clean(
+            store.url,
+            **how,
+            delete=True,
+            older_than=0,
+            no_writers=True,
+            keep_versions=1,
+        )
     newest = packstore.open(store.url, **how)
     kept = {"_packstore/manifest-000002.json", first.path, *newest.manifest.files}
     assert files.names() == kept
@@ -84,17 +93,31 @@ def test_clean_looks_again_at_each_object(store: Store) -> None:
 
 def test_unfinished_uploads_are_ended(s3: Store) -> None:
     store = s3
-    dataset = packstore.pack(RECORDS, store.url, storage_options=store.options, **SETTINGS)
+    dataset = packstore.pack(
+        RECORDS, store.url, storage_options=store.options, **SETTINGS
+    )
     client, key = store.client(), f"{store.path}/{SHARD}"
     ids = [
         client.create_multipart_upload(Bucket=store.bucket, Key=name)["UploadId"]
-        for name in (key, key, f"{store.path}-other/{SHARD}", f"{store.path}/data/raw.csv")
+        for name in (
+            key,
+            key,
+            f"{store.path}-other/{SHARD}",
+            f"{store.path}/data/raw.csv",
+        )
     ]
     report = clean(store.url, storage_options=store.options, delete=True)
     spared = {x.path: x.spared for x in report.leftovers}
-    assert spared == {SHARD: "it is too young", "data/raw.csv": "not a name of packstore's"}
+    assert spared == {
+        SHARD: "it is too young",
+        "data/raw.csv": "not a name of packstore's",
+    }
     report = clean(
-        store.url, storage_options=store.options, delete=True, older_than=0, no_writers=True
+        store.url,
+        storage_options=store.options,
+        delete=True,
+        older_than=0,
+        no_writers=True,
     )
     assert [x.why for x in report.removable] == ["unfinished upload"]
     assert report.lists_uploads

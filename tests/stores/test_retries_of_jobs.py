@@ -29,7 +29,11 @@ STEP = Path(__file__).parents[2] / "examples" / "retries.sh"
 def step(folder: Path, store: Store) -> subprocess.Popen[str]:
     words = []
     for name, value in store.options.items():
-        text = value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
+        text = (
+            value
+            if isinstance(value, str)
+            else json.dumps(value, separators=(",", ":"))
+        )
         words += ["--storage-option", f"{name}={text}"]
     return subprocess.Popen(
         ["bash", str(STEP), "job.yaml", "--num-workers", "1"],
@@ -37,7 +41,9 @@ def step(folder: Path, store: Store) -> subprocess.Popen[str]:
         env={
             **os.environ,
             "PACKSTORE_OPTIONS": " ".join(words),
-            "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+            "PATH": os.pathsep.join(
+                [str(Path(sys.executable).parent), os.environ["PATH"]]
+            ),
         },
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -48,7 +54,9 @@ def step(folder: Path, store: Store) -> subprocess.Popen[str]:
 
 def finished(store: Store) -> int:
     """Finished partitions of which the store has a note."""
-    return sum("/partitions/" in path for path in Files(store.url, **store.options).names())
+    return sum(
+        "/partitions/" in path for path in Files(store.url, **store.options).names()
+    )
 
 
 @pytest.mark.slow
@@ -74,7 +82,9 @@ def test_a_killed_step_goes_on(s3: Store, tmp_path: Path) -> None:
     out, log = again.communicate(timeout=300)
     assert (again.returncode, out) == (0, "1\n"), log
     messages = [
-        json.loads(line)["message"] for line in log.splitlines() if line.startswith('{"time"')
+        json.loads(line)["message"]
+        for line in log.splitlines()
+        if line.startswith('{"time"')
     ]
     assert any(text.startswith("took over ") for text in messages)
     once_more = step(tmp_path, s3)

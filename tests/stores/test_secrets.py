@@ -1,4 +1,6 @@
-"""Nothing that is written, logged, raised or shown tells a key, token, signature or password."""
+"""Nothing that is written, logged, raised or shown tells a key, token, signature or
+password.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ from packstore.torch import SideWriter, open_side
 
 QUICK = {"retry_attempts": 2, "retry_backoff": 0.01}
 TOKEN = "ya29.t0ken-of-a-test"
-SETTINGS: dict[str, Any] = {"pack_size": 1024, "row_group_tokens": 1024, "shard_tokens": 1}
+SETTINGS: dict[str, Any] = {
+    "pack_size": 1024,
+    "row_group_tokens": 1024,
+    "shard_tokens": 1,
+}
 
 
 def keyed(store: Store) -> tuple[dict[str, Any], list[str]]:
@@ -74,7 +80,9 @@ class Told:
                 assert form not in whole, whole[max(whole.index(form) - 300, 0) :][:600]
 
 
-@pytest.mark.parametrize("kind", ["s3", "gcs", pytest.param("azure", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["s3", "gcs", pytest.param("azure", marks=pytest.mark.slow)]
+)
 def test_nothing_tells_a_secret(
     kind: str,
     request: pytest.FixtureRequest,
@@ -89,7 +97,12 @@ def test_nothing_tells_a_secret(
 
     def pack(**more: Any) -> packstore.Dataset:
         return packstore.pack(
-            str(pairs), store.url, tokenizer, storage_options=options, **SETTINGS, **more
+            str(pairs),
+            store.url,
+            tokenizer,
+            storage_options=options,
+            **SETTINGS,
+            **more,
         )
 
     def stop(path: str) -> None:
@@ -103,17 +116,24 @@ def test_nothing_tells_a_secret(
     assert any("-00000.json" in text for text in told.texts)
     data = pack(partitions=2)
     columns = {"x": "int64"}
-    with SideWriter(f"{store.url}-side", data, columns, storage_options=options) as side:
+    with SideWriter(
+        f"{store.url}-side", data, columns, storage_options=options
+    ) as side:
         for packs in data.iter_packs():
             side.write(packs.example_ids, {"x": packs.example_ids})
     told.files(files)
     told.add(data, data.manifest, data.verify(), data.location, ReadConfig(), side)
-    told.add(open_side(f"{store.url}-side", options), clean(store.url, storage_options=options))
+    told.add(
+        open_side(f"{store.url}-side", options),
+        clean(store.url, storage_options=options),
+    )
     told.add(*packstore.check(store.url, storage_options=options))
     told.error(pack)
     told.error(lambda: packstore.open(f"{store.url}-none", storage_options=options))
     nowhere = Store(store.kind, "never-made", "ds", store.endpoint).url
-    told.error(lambda: packstore.pack(str(pairs), nowhere, tokenizer, storage_options=options))
+    told.error(
+        lambda: packstore.pack(str(pairs), nowhere, tokenizer, storage_options=options)
+    )
     if kind == "s3":  # the other clients ask for a minute by themselves
         down = store.through("http://127.0.0.1:9")  # nobody listens there
         told.error(lambda: packstore.open(store.url, {**options, **keyed(down)[0]}))
@@ -125,7 +145,11 @@ def test_nothing_tells_a_secret(
 
 
 def test_signed_addresses(
-    s3: Store, pairs: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    s3: Store,
+    pairs: Path,
+    tokenizer: Tokenizer,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
 ) -> None:
     """A signature in the address of an input, a wrong one, and a password."""
     pytest.importorskip("aiohttp")
@@ -146,7 +170,11 @@ def test_signed_addresses(
     with_login = signed.replace(host, f"someone:pa55-w0rd@{host}").replace(query, "")
     settings: dict[str, Any] = {**SETTINGS, "storage_options": QUICK}
     for source in (wrong, with_login):
-        told.error(lambda url=source: packstore.pack(url, tmp_path / "x", tokenizer, **settings))  # type: ignore[misc]
+        told.error(
+            lambda url=source: packstore.pack(
+                url, tmp_path / "x", tokenizer, **settings
+            )
+        )  # type: ignore[misc]
     told.texts.append(caplog.text)
     told.check(secrets)
 
@@ -158,7 +186,10 @@ ADDRESSES = [  # URL, what of it is shown; nobody may see what is in capitals
     ("s3://key:abc/sec/r@ETS@bucket/r.jsonl", "s3://bucket/r.jsonl"),
     ("ftp://user:abc?SECRET@host/r.jsonl", "ftp://***"),
     ("ftp://user:a#SECRET@host/r.jsonl", "ftp://host/r.jsonl"),
-    ("simplecache::ftp://user:p@ss/WRD@host/r.jsonl", "simplecache::ftp://host/r.jsonl"),
+    (
+        "simplecache::ftp://user:p@ss/WRD@host/r.jsonl",
+        "simplecache::ftp://host/r.jsonl",
+    ),
     ("zip://a.jsonl::ftp://u:abc/WRD@host/a.zip", "zip://a.jsonl::ftp://host/a.zip"),
     ("https://user:pw@host/x?sig=a@SECRET", "https://***"),
     ("http://user:123/WRD/456@host:8080/r.jsonl", "http://host:8080/r.jsonl"),
@@ -201,7 +232,10 @@ def test_a_login_with_odd_characters_is_hidden(
 
 
 def test_a_login_with_a_slash_is_refused() -> None:
-    for url in ("s3://AKIA:abc/SECRET@b/r.jsonl", "http://user:abc?SECRET@host/r.jsonl"):
+    for url in (
+        "s3://AKIA:abc/SECRET@b/r.jsonl",
+        "http://user:abc?SECRET@host/r.jsonl",
+    ):
         with pytest.raises(packstore.errors.StorageError, match="Write %2F") as caught:
             packstore.pack(url, "never", "never")
         assert "SECRET" not in str(caught.value)
@@ -212,11 +246,15 @@ def test_what_only_resembles_a_url_is_no_local_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for url in ("http:/u:W0RD@h/a", "//u:W0RD@h/a", "s3:/bucket/a", "s3//bucket/a"):
-        with pytest.raises(packstore.errors.StorageError, match="Write scheme://") as caught:
+        with pytest.raises(
+            packstore.errors.StorageError, match="Write scheme://"
+        ) as caught:
             packstore.pack([{}], url, "never")
         assert "W0RD" not in str(caught.value)
     for url in ("s3://bucket/run", "http:/u:W0RD@h/run"):
-        with pytest.raises(packstore.errors.ConfigError, match="on this machine") as caught:
+        with pytest.raises(
+            packstore.errors.ConfigError, match="on this machine"
+        ) as caught:
             TrainConfig(model="m", train_dataset="d", output_dir=url)
         assert "W0RD" not in str(caught.value)
         with pytest.raises(packstore.errors.ConfigError, match="on this machine"):
@@ -239,13 +277,22 @@ LOGINS += ("https://u:a/W0RD@h", "https://u:a@W0RD@h", "https://h:80/?token=W0RD
 @pytest.mark.parametrize("debug", [False, True])
 @pytest.mark.parametrize("login", LOGINS)
 def test_a_name_on_a_hub_tells_no_password(
-    login: str, debug: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: Any
+    login: str,
+    debug: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: Any,
 ) -> None:
     """A URL in place of a name: what the hub's client says of it repeats it."""
     name = f"{login}/d"
-    dataset = packstore.pack([{"prompt": [1], "chosen": [2], "rejected": [3]}], tmp_path / "ds")
+    dataset = packstore.pack(
+        [{"prompt": [1], "chosen": [2], "rejected": [3]}], tmp_path / "ds"
+    )
     save_gpt2(tmp_path / "model")
-    train = f"train --train-dataset {dataset.url} --output-dir {tmp_path}/run --use-cpu true"
+    train = (
+        f"train --train-dataset {dataset.url} --output-dir {tmp_path}/run "
+        "--use-cpu true"
+    )
     for command in (
         f"{train} --model {name}",
         f"{train} --model {name} --loss bradley_terry",
@@ -254,7 +301,11 @@ def test_a_name_on_a_hub_tells_no_password(
         f"evaluate {dataset.url} --loss simpo --model {name}",
         f"publish {dataset.url} {name}",
         f"show {dataset.url} --tokenizer {name}",
-        *([f"{train} --model m --resume-from-checkpoint {name}"] if "//" in name else []),
+        *(
+            [f"{train} --model m --resume-from-checkpoint {name}"]
+            if "//" in name
+            else []
+        ),
     ):
         assert main([*command.split(), *(["--debug"] if debug else [])])
         told = "".join(capsys.readouterr()) + caplog.text
@@ -274,7 +325,10 @@ def test_what_a_client_says_is_shown_without_secrets() -> None:
         f"404 for https://user%3A{token}%40host/x",
     ):
         assert token not in client_text(said)
-    for said in ("404 Not Found for https://host/api/models/me/x", "Write to me@host.org: no."):
+    for said in (
+        "404 Not Found for https://host/api/models/me/x",
+        "Write to me@host.org: no.",
+    ):
         assert client_text(said) == said
 
 
@@ -286,7 +340,9 @@ def test_no_command_shows_a_login(
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Neither on the terminal nor in a page. (A store in memory, whose URLs may have a login.)"""
+    """Neither on the terminal nor in a page. (A store in memory, whose URLs may have a
+    login.)
+    """
     monkeypatch.chdir(tmp_path)
     tokenizer.save("t.json")
     source, out = "memory://u:W0RD@in/a.jsonl", "memory://u:W0RD@out/ds"
@@ -298,8 +354,14 @@ def test_no_command_shows_a_login(
         f"doctor {source} --tokenizer t.json",
         f"estimate {source} --tokenizer t.json --html estimate.html",
         f"concat {out} {out} {out}-2",
-        *(f"{name} {out}" for name in ("inspect", "inspect --as-config", "inspect --json")),
-        *(f"{name} {out}" for name in ("stats --html stats.html", "show", "verify", "clean")),
+        *(
+            f"{name} {out}"
+            for name in ("inspect", "inspect --as-config", "inspect --json")
+        ),
+        *(
+            f"{name} {out}"
+            for name in ("stats --html stats.html", "show", "verify", "clean")
+        ),
         f"show {out} --html show.html",
         f"check {out}-3",
         f"export nemo {out} {out}.npy",
@@ -308,12 +370,20 @@ def test_no_command_shows_a_login(
     told = capsys.readouterr()
     pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")]
     assert len(pages) == 3
-    texts = (told.out, told.err, caplog.text, *pages, *map(str, Files(out).all().items()))
+    texts = (
+        told.out,
+        told.err,
+        caplog.text,
+        *pages,
+        *map(str, Files(out).all().items()),
+    )
     assert not [text for text in texts if "W0RD" in text]
 
 
 def test_records_of_a_run_have_no_storage_options() -> None:
-    """They go to checkpoints, trackers and the README.md of the model, which people publish."""
+    """They go to checkpoints, trackers and the README.md of the model, which people
+    publish.
+    """
     config = TrainConfig(
         model="m",
         output_dir="o",

@@ -1,7 +1,7 @@
 """Loops of the processes of a chaos run, until a file named ``stop`` appears.
 
-Each writes its acts to a log of its own, a JSON object a line, so that the logs show what a process
-had begun when it was killed. Signals and faults come from outside.
+Each writes its acts to a log of its own, a JSON object a line, so that the logs show
+what a process had begun when it was killed. Signals and faults come from outside.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ CLEAN_AGE = 3600.0
 
 @dataclass(frozen=True)
 class Scene:
-    """The place of a chaos run: a local folder, where the dataset is if there is no store.
+    """The place of a chaos run: a local folder, where the dataset is if there is no
+    store.
 
-    `proxy` is the endpoint of one before the store; every error must name the dataset, `name`.
+    `proxy` is the endpoint of one before the store; every error must name the dataset,
+    `name`.
     """
 
     folder: Path
@@ -52,13 +54,19 @@ class Scene:
 
     @property
     def url(self) -> str:
-        return f"{self.store.url}/{self.name}" if self.store else str(self.folder / self.name)
+        return (
+            f"{self.store.url}/{self.name}"
+            if self.store
+            else str(self.folder / self.name)
+        )
 
     def options(self, proxied: bool = False) -> dict[str, Any]:
         """Storage options, over the proxy or not."""
         if self.store is None:
             return {}
-        reached = self.store.through(self.proxy) if proxied and self.proxy else self.store
+        reached = (
+            self.store.through(self.proxy) if proxied and self.proxy else self.store
+        )
         return {**reached.options, **QUICKLY}
 
     @property
@@ -85,7 +93,9 @@ class Log:
 
     @contextlib.contextmanager
     def errors(self, **more: Any) -> Iterator[None]:
-        """A context that logs all errors, and lets only the end of the process leave it."""
+        """A context that logs all errors, and lets only the end of the process leave
+        it.
+        """
         try:
             yield
         except Exception as error:
@@ -93,23 +103,36 @@ class Log:
             named = isinstance(error, PackstoreError) and self._scene.name in text
             trace = "" if named else "".join(traceback.format_exception(error))[-3000:]
             name = type(error).__name__
-            self.tell("error", name=name, text=text[:800], named=named, trace=trace, **more)
+            self.tell(
+                "error", name=name, text=text[:800], named=named, trace=trace, **more
+            )
 
 
 def records(scene: Scene, job: int) -> list[dict[str, list[int]]]:
     """The input of a job: every prompt begins with a token that no other job has."""
     size = random.Random(f"{scene.seed}-{job}-size").randint(5, 12)
     return [
-        {"prompt": [FIRST_MARKER + job], "chosen": [8, 10 + i], "rejected": [9] * (1 + i % 7)}
+        {
+            "prompt": [FIRST_MARKER + job],
+            "chosen": [8, 10 + i],
+            "rejected": [9] * (1 + i % 7),
+        }
         for i in range(size)
     ]
 
 
 def markers_of(dataset: Any) -> dict[int, int]:
     """Job -> examples of it in a dataset; reads every pack."""
-    ids = [packs.input_ids[packs.input_ids >= FIRST_MARKER] for packs in dataset.iter_packs()]
-    found, counts = np.unique(np.concatenate([np.empty(0, np.int32), *ids]), return_counts=True)
-    return {int(f) - FIRST_MARKER: int(c) // 2 for f, c in zip(found, counts, strict=True)}
+    ids = [
+        packs.input_ids[packs.input_ids >= FIRST_MARKER]
+        for packs in dataset.iter_packs()
+    ]
+    found, counts = np.unique(
+        np.concatenate([np.empty(0, np.int32), *ids]), return_counts=True
+    )
+    return {
+        int(f) - FIRST_MARKER: int(c) // 2 for f, c in zip(found, counts, strict=True)
+    }
 
 
 def kind_of(scene: Scene, job: int) -> str:
@@ -122,7 +145,9 @@ def run_job(scene: Scene, job: int, log: Log) -> None:
     """Commits a version, or fails; logs which."""
     rng = random.Random(f"{scene.seed}-{job}")
     source = scene.folder / "inputs" / f"{job}.jsonl"
-    source.write_text("".join(json.dumps(r) + "\n" for r in records(scene, job)), encoding="utf-8")
+    source.write_text(
+        "".join(json.dumps(r) + "\n" for r in records(scene, job)), encoding="utf-8"
+    )
     kind, options = kind_of(scene, job), scene.options(rng.random() < 0.4)
     log.tell("begin", job=job, kind=kind)
     there: dict[str, Any] = {"storage_options": options}
@@ -158,10 +183,16 @@ def tidy(scene: Scene, log: Log, rng: random.Random) -> None:
     began = float((scene.folder / "began").read_text(encoding="utf-8"))
     # A clock that stands still: all files of this round stay younger than an hour.
     time.time = lambda: began + CLEAN_AGE
-    how: dict[str, Any] = {"delete": True, "keep_versions": KEEP, "older_than": CLEAN_AGE}
+    how: dict[str, Any] = {
+        "delete": True,
+        "keep_versions": KEEP,
+        "older_than": CLEAN_AGE,
+    }
     how["storage_options"] = scene.options(rng.random() < 0.5)
     removed = clean(scene.url, **how).removable
-    versions = [int(item.why[8:]) for item in removed if item.why.startswith("version ")]
+    versions = [
+        int(item.why[8:]) for item in removed if item.why.startswith("version ")
+    ]
     log.tell("cleaned", files=len(removed), versions=versions)
 
 
@@ -182,7 +213,15 @@ LOOPS: dict[str, Callable[[Scene, Log, random.Random], None]] = {
     "reader": load,
     "opener": look,
 }
-NAMES = ("writer-1", "writer-2", "writer-3", "cleaner-1", "cleaner-2", "reader-1", "opener-1")
+NAMES = (
+    "writer-1",
+    "writer-2",
+    "writer-3",
+    "cleaner-1",
+    "cleaner-2",
+    "reader-1",
+    "opener-1",
+)
 """The processes of a run: role and number, no number twice."""
 
 

@@ -1,7 +1,7 @@
 """Checks a dataset that others write, read and clean, and reports violations.
 
-It lists and reads without packstore (the folder, or botocore, never over the proxy), and uses only
-its decoding of shards.
+It lists and reads without packstore (the folder, or botocore, never over the proxy),
+and uses only its decoding of shards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Raw:
             self._prefix = f"{scene.store.path}/{scene.name}/"
 
     def files(self) -> dict[str, tuple[int, str]]:
-        """Path -> bytes, and what changes when it is replaced, of all that lies there now."""
+        """Path -> bytes, and what changes when it is replaced, of all that lies there
+        now.
+        """
         found = {}
         if self._store:
             pages = self._client.get_paginator("list_objects_v2")
@@ -80,7 +82,9 @@ class Seen:
 
 
 class Observer:
-    """Watches from the start of a run to its end, over all rounds, in one process after another."""
+    """Watches from the start of a run to its end, over all rounds, in one process after
+    another.
+    """
 
     def __init__(self, scene: Scene) -> None:
         self.scene, self.raw, self._kept = scene, Raw(scene), scene.folder / "observer"
@@ -97,31 +101,48 @@ class Observer:
         self.problems[problem] = None
 
     def look(self) -> list[int]:
-        """Every manifest is the one that was there before; every version has its files."""
+        """Every manifest is the one that was there before; every version has
+        its files.
+        """
         files = self.raw.files()
-        matches = [re.fullmatch(r"_packstore/manifest-(\d{6,})\.json", name) for name in files]
+        matches = [
+            re.fullmatch(r"_packstore/manifest-(\d{6,})\.json", name) for name in files
+        ]
         there = sorted(int(match[1]) for match in matches if match)
         for version in there:
             tag = files[MANIFEST.format(version)][1]
             known = self.seen.get(version)
-            data = None if known and known.tag == tag else self.raw.read(MANIFEST.format(version))
+            data = (
+                None
+                if known and known.tag == tag
+                else self.raw.read(MANIFEST.format(version))
+            )
             if data is None:
                 continue
             sha256 = hashlib.sha256(data).hexdigest()
             if known is None:
                 manifest = json.loads(data)
-                named = [*manifest["shards"], *filter(None, [manifest.get("pack_index")])]
+                named = [
+                    *manifest["shards"],
+                    *filter(None, [manifest.get("pack_index")]),
+                ]
                 sizes = {entry["path"]: entry["bytes"] for entry in named}
                 self.seen[version] = Seen(sha256, tag, sizes)
                 self.verify(version)
             elif known.sha256 != sha256:
                 self.note(f"the manifest of version {version} was replaced")
         files = self.raw.files()
-        for version in self.seen.keys() & there:  # has its manifest before and after its files
+        for version in (
+            self.seen.keys() & there
+        ):  # has its manifest before and after its files
             wanted = self.seen[version].files
-            lost = [p for p, size in wanted.items() if files.get(p, (-1, ""))[0] != size]
+            lost = [
+                p for p, size in wanted.items() if files.get(p, (-1, ""))[0] != size
+            ]
             if lost and self.is_there(version):
-                self.note(f"version {version} lacks {len(lost)} of its files, first {lost[0]}")
+                self.note(
+                    f"version {version} lacks {len(lost)} of its files, first {lost[0]}"
+                )
         newest = max(there, default=0)
         for version in self.seen.keys() - set(there):
             if version > newest - KEEP and not self.is_there(version):
@@ -134,7 +155,9 @@ class Observer:
     def verify(self, version: int) -> None:
         """Verifies a version, and reads whose records it holds."""
         try:
-            dataset = packstore.open(self.scene.url, self.scene.options(), version=version)
+            dataset = packstore.open(
+                self.scene.url, self.scene.options(), version=version
+            )
             wrong = [*dataset.verify(jobs=1).problems]
             markers = {} if wrong else markers_of(dataset)
         except DatasetNotFoundError:
@@ -148,7 +171,8 @@ class Observer:
         self.seen[version].markers = markers
         for job, examples in markers.items():
             whole = len(records(self.scene, job))
-            # A killed concat that runs again may read the version that it had committed.
+            # A killed concat that runs again may read the version that it had
+            # committed.
             repeats = examples % whole == 0 and kind_of(self.scene, job) == "concat"
             if job and examples != whole and not repeats:
                 self.note(f"version {version} has {examples} examples of job {job}")
@@ -168,7 +192,9 @@ class Observer:
             if not event["right"]:
                 self.note(f"not every pack once: {event}")
         jobs = {e["job"]: e["kind"] for e in events["begin"]}
-        errors = Counter(f"{e['by'].partition('-')[0]} {e['name']}" for e in events["error"])
+        errors = Counter(
+            f"{e['by'].partition('-')[0]} {e['name']}" for e in events["error"]
+        )
         return {
             "commits": max(self.seen, default=0),
             "jobs": dict(Counter(jobs.values())),
@@ -184,7 +210,9 @@ class Observer:
         }
 
     def _check_done(self, done: list[dict[str, Any]], removed: set[int]) -> None:
-        """Each job that told of success has its version, and no other job has the same."""
+        """Each job that told of success has its version, and no other job has
+        the same.
+        """
         job_of: dict[int, int] = {}
         newest = max(self.seen, default=0)
         for event in done:
@@ -207,5 +235,8 @@ class Observer:
                 kept = before.markers if before else None
             else:
                 kept = {}
-            if kept is not None and {**kept, job: seen.markers.get(job)} != seen.markers:
+            if (
+                kept is not None
+                and {**kept, job: seen.markers.get(job)} != seen.markers
+            ):
                 self.note(f"version {version} lost records of version {version - 1}")

@@ -11,7 +11,11 @@ from typing import Any
 def run_python(
     *arguments: object, env: dict[str, str] | None = None, **how: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs it to its end, well or not; `env` is what its environment has beside that of here."""
+    """Runs it to its end, well or not; `env` is what its environment has beside that of
+    here.
+    """
     command = [sys.executable, *map(str, arguments)]
     how = {"env": os.environ | (env or {}), "timeout": 3000, **how}
-    return subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **how)
+    return subprocess.run(
+        command, capture_output=True, encoding="utf-8", check=False, **how
+    )

@@ -16,7 +16,9 @@ def chats(n: int, seed: int = 0) -> list[dict[str, Any]]:
         response = rng.choices(range(VOCABULARY), k=rng.randint(1, 9))
         labels = [token if rng.random() < 0.9 else -100 for token in response]
         labels[-1] = response[-1]
-        records.append({"input_ids": prompt + response, "labels": [-100] * len(prompt) + labels})
+        records.append(
+            {"input_ids": prompt + response, "labels": [-100] * len(prompt) + labels}
+        )
     return records
 
 
@@ -29,6 +31,11 @@ def pairs(n: int, seed: int = 0) -> list[dict[str, Any]]:
         )
         rewards = {"chosen_reward": rng.random(), "rejected_reward": -rng.random()}
         records.append(
-            {"prompt": prompt, "chosen": [*chosen, i % 7], "rejected": rejected, **rewards}
+            {
+                "prompt": prompt,
+                "chosen": [*chosen, i % 7],
+                "rejected": rejected,
+                **rewards,
+            }
         )
     return records

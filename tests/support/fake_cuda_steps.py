@@ -1,10 +1,11 @@
-"""Trains on a CUDA device without values, and prints what a step asks of it: ``… FOLDER``.
+"""Trains on a CUDA device without values, and prints what a step asks of it: ``…
+FOLDER``.
 
-FakeTensorMode computes shapes alone; autograd takes its CUDA tensors with the library preloaded
-that ``test_fake_cuda_steps.py`` builds. ``PackedTrainer.train`` runs whole: in its precision on a
-GPU, with a reference in each step, from a dataset on the disk. Left out is what needs values or
-kernels: the proofs of head and isolation, records, compiled layers, and Triton's passes of the head
-(torch's are in their place).
+FakeTensorMode computes shapes alone; autograd takes its CUDA tensors with the library
+preloaded that ``test_fake_cuda_steps.py`` builds. ``PackedTrainer.train`` runs whole:
+in its precision on a GPU, with a reference in each step, from a dataset on the disk.
+Left out is what needs values or kernels: the proofs of head and isolation, records,
+compiled layers, and Triton's passes of the head (torch's are in their place).
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ CUDA = torch.device("cuda", 0)
 
 
 class Counter(TorchDispatchMode, TrainerCallback):  # type: ignore[misc]
-    """Counts what operators ask of the device; those of the host's tensors run for real.
+    """Counts what operators ask of the device; those of the host's tensors run for
+    real.
 
-    What the host reads of the device is 1, or False. A step is counted with what comes between it
-    and the one before.
+    What the host reads of the device is 1, or False. A step is counted with what comes
+    between it and the one before.
     """
 
     def __init__(self) -> None:
@@ -61,14 +63,27 @@ class Counter(TorchDispatchMode, TrainerCallback):  # type: ignore[misc]
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Keeps the counts of the step."""
-        names = ("waits", "unaligned", "launches", "products", "tokens", "held_before", "peak")
+        names = (
+            "waits",
+            "unaligned",
+            "launches",
+            "products",
+            "tokens",
+            "held_before",
+            "peak",
+        )
         self.steps.append({name: getattr(self, name) for name in names})
         self.begin()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         name, given = func.overloadpacket.__name__, tensors((args, kwargs))
-        there, target = any(x.is_cuda for x in given), torch.device(kwargs.get("device") or "meta")
+        there, target = (
+            any(x.is_cuda for x in given),
+            torch.device(kwargs.get("device") or "meta"),
+        )
         if not there and target.type != "cuda":
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -78,7 +93,9 @@ class Counter(TorchDispatchMode, TrainerCallback):  # type: ignore[misc]
                 dtype = kwargs.get("dtype") or args[0].dtype
                 read = torch.full(args[0].shape, dtype != torch.bool, dtype=dtype)
                 return read.item() if name == "_local_scalar_dense" else read
-        copied = name in ("_to_copy", "copy_") and not all(x.is_cuda or not x.ndim for x in given)
+        copied = name in ("_to_copy", "copy_") and not all(
+            x.is_cuda or not x.ndim for x in given
+        )
         if copied and not (kwargs.get("non_blocking") or args[2:] == (True,)):
             self.waits.append(f"{name}, {place()}")
         made = func(*args, **kwargs)
@@ -120,7 +137,9 @@ def place() -> str:
 
 
 class Trainer(PackedTrainer):
-    """Notes the tokens of batches; its first step waits, and multiplies what is not aligned."""
+    """Notes the tokens of batches; its first step waits, and multiplies what is not
+    aligned.
+    """
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         counter.tokens.append(inputs.num_tokens)
@@ -168,7 +187,9 @@ def run(family: str, data: str, layers: int) -> list[Any]:
         model = getattr(transformers, f"{family}ForCausalLM")(settings)
     how: dict[str, Any] = {"head": "eager", "compile": "none", "examples_per_step": 48}
     Trainer(model, args, data, loss="dpo", callbacks=[counter], **how).train()
-    weights = [sum(p.numel() for p in x.parameters()) for x in (model, model.model.layers)]
+    weights = [
+        sum(p.numel() for p in x.parameters()) for x in (model, model.model.layers)
+    ]
     return [weights, *counter.steps[-2:]]
 
 
@@ -177,7 +198,10 @@ def main(folder: str) -> None:
     pretend()
     rng, sides = np.random.default_rng(0), ("prompt", "chosen", "rejected")
     records = [
-        {side: rng.integers(0, 128000, n).tolist() for side, n in zip(sides, row, strict=True)}
+        {
+            side: rng.integers(0, 128000, n).tolist()
+            for side, n in zip(sides, row, strict=True)
+        }
         for row in lengths("hh", 300, 2048).tolist()
     ]
     layouts = ("concat", "shared_prefix")

@@ -26,7 +26,10 @@ from smoke import Ranges
 
 LATE_S = STALE_S = 3.0
 LISTING = re.compile(r"[?&]list-type=2(&|$)")
-XML = '<?xml version="1.0" encoding="UTF-8"?><Error><Code>{}</Code><Message>m</Message></Error>'
+XML = (
+    '<?xml version="1.0" '
+    'encoding="UTF-8"?><Error><Code>{}</Code><Message>m</Message></Error>'
+)
 ERRORS = {
     "error 403": (403, ""),
     "error 500": (500, "InternalError"),
@@ -93,7 +96,9 @@ class Faults:
         self._rng, self._lock = random.Random(self.seed), threading.Lock()
 
     def draw(self, method: str, path: str) -> tuple[str, random.Random]:
-        """The fate of the next request, empty if it passes, and a generator for its details."""
+        """The fate of the next request, empty if it passes, and a generator for its
+        details.
+        """
         if self.path not in path:
             return "", self._rng
         with self._lock:
@@ -101,7 +106,9 @@ class Faults:
             details = random.Random(self._rng.random())
             fitting = [k for k in self.kinds or FATES if method in (FATES | RARE)[k]]
             met = self.counts.total() - self.counts["requests"]
-            spared = self._rng.random() >= self.rate or self.counts["requests"] <= self.after
+            spared = (
+                self._rng.random() >= self.rate or self.counts["requests"] <= self.after
+            )
             if spared or met >= self.most or not fitting:
                 return "", details
             kind = self._rng.choice(fitting)
@@ -131,11 +138,17 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "flip up" and body:
                 body = flipped(body, rng)
             try:
-                answer = self._forward(body, len(body) // 2 if kind == "cut up" else len(body))
+                answer = self._forward(
+                    body, len(body) // 2 if kind == "cut up" else len(body)
+                )
             except (OSError, http.client.HTTPException):
                 self._hang_up()
                 return
-            if self.command == "GET" and answer.status == 200 and LISTING.search(self.path):
+            if (
+                self.command == "GET"
+                and answer.status == 200
+                and LISTING.search(self.path)
+            ):
                 self.server.lists[self.path] = (time.monotonic(), answer)
             if self.server.faults.unconditional and answer.status == 412:
                 answer = Answer(200, [], b"")
@@ -155,7 +168,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif kind == "truncate":
             self._answer(Answer(answer.status, answer.headers, half))
         elif kind == "flip" and answer.body:
-            self._answer(Answer(answer.status, answer.headers, flipped(answer.body, rng)))
+            self._answer(
+                Answer(answer.status, answer.headers, flipped(answer.body, rng))
+            )
         else:
             self._answer(answer)
 
@@ -198,7 +213,9 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in answer.headers:
             if name.lower() != "content-length" or head:
                 self.send_header(name, value)
-        if not head or "content-length" not in {name.lower() for name, _ in answer.headers}:
+        if not head or "content-length" not in {
+            name.lower() for name, _ in answer.headers
+        }:
             self.send_header("Content-Length", str(len(answer.body)))
         self.end_headers()
         if not head:

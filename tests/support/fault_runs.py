@@ -25,13 +25,19 @@ RECORDS = [
     }
     for i in range(240)
 ]
-SETTINGS: dict[str, Any] = {"pack_size": 64, "row_group_tokens": 128, "shard_tokens": 200}
+SETTINGS: dict[str, Any] = {
+    "pack_size": 64,
+    "row_group_tokens": 128,
+    "shard_tokens": 200,
+}
 QUICKLY = {"retry_backoff": 0.02, "retry_longest_wait": 0.2, "retry_seconds": 60}
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The error of a run, the faults that it met, and what is wrong; empty if all is well."""
+    """The error of a run, the faults that it met, and what is wrong; empty if all is
+    well.
+    """
 
     error: str
     faults: Counter[str]
@@ -42,23 +48,36 @@ def through(store: Store, endpoint: str) -> dict[str, Any]:
     return {**store.through(endpoint).options, **QUICKLY}
 
 
-def epoch(source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0) -> str:
+def epoch(
+    source: str | Dataset, options: dict[str, Any] | None = None, seed: int = 0
+) -> str:
     """A digest of an epoch: opened, ordered, read ahead, checked."""
     digest = hashlib.sha256()
     for pack in PackedDataset(source, seed=seed, storage_options=options):
-        for name in ("input_ids", "labels", "reward", "lengths", "seq_boundaries", "example_ids"):
+        for name in (
+            "input_ids",
+            "labels",
+            "reward",
+            "lengths",
+            "seq_boundaries",
+            "example_ids",
+        ):
             digest.update(getattr(pack, name).tobytes())
     return digest.hexdigest()
 
 
 def pack_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
-    """Packs through the proxy, then checks the store itself; resumes without the proxy."""
+    """Packs through the proxy, then checks the store itself; resumes without
+    the proxy.
+    """
     place = replace(place, path=f"{place.path}-{uuid.uuid4().hex}")
     error, faults = "", Faults(rate, seed)
 
     def pack(options: dict[str, Any], **more: Any) -> str:
         try:
-            packstore.pack(RECORDS, place.url, storage_options=options, **SETTINGS, **more)
+            packstore.pack(
+                RECORDS, place.url, storage_options=options, **SETTINGS, **more
+            )
         except PackstoreError as refused:
             return f"{type(refused).__name__}: {refused}"
         return ""
@@ -89,7 +108,9 @@ def epoch_run(place: Store, rate: float, seed: int, good: Dataset) -> Outcome:
     faults = Faults(rate, seed)
     with faulty(place.endpoint, faults) as endpoint:
         try:
-            if epoch(place.url, through(place, endpoint), seed) != epoch(good, seed=seed):
+            if epoch(place.url, through(place, endpoint), seed) != epoch(
+                good, seed=seed
+            ):
                 wrong = "other packs were read"
         except PackstoreError as refused:
             error = f"{type(refused).__name__}: {refused}"

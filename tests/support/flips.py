@@ -28,7 +28,8 @@ class Region:
         path: of the file.
         start: first byte.
         stop: byte behind the last one.
-        read: opens the dataset and reads what the file is for; what it returns is compared.
+        read: opens the dataset and reads what the file is for; what it returns is
+            compared.
     """
 
     name: str
@@ -43,9 +44,13 @@ def regions(data: Dataset, side_url: str | None = None) -> Iterator[Region]:
     root = Path(data.url)
     for number, shard in enumerate(data.manifest.shards):
         first = int(np.searchsorted(data.row_groups.shard, number))
-        yield from _shard_regions(data.url, root / shard.path, first, shard.footer_bytes)
+        yield from _shard_regions(
+            data.url, root / shard.path, first, shard.footer_bytes
+        )
     if (info := data.manifest.pack_index) is not None:
-        yield _whole("pack index", root / info.path, lambda: [open(data.url).pack_index])
+        yield _whole(
+            "pack index", root / info.path, lambda: [open(data.url).pack_index]
+        )
     path = root / "_packstore" / f"manifest-{data.version:06d}.json"
     yield _whole("manifest", path, lambda: open(data.url).manifest.to_json())
     if side_url is not None:
@@ -54,15 +59,18 @@ def regions(data: Dataset, side_url: str | None = None) -> Iterator[Region]:
             read = lambda: list(open_side(side_url).iter_batches())  # noqa: E731
             yield _whole("side data", folder / entry.path, read)
         path = folder / "_packstore" / f"side-{side.version:06d}.json"
-        yield _whole("side manifest", path, lambda: open_side(side_url).manifest.to_json())
+        yield _whole(
+            "side manifest", path, lambda: open_side(side_url).manifest.to_json()
+        )
 
 
 def flip(region: Region, step: int, kept: int = 5) -> tuple[Counter[str], list[str]]:
-    """Flips every `step`-th bit; counts what raised, what gave the same, and what did not.
+    """Flips every `step`-th bit; counts what raised, what gave the same, and what did
+    not.
 
     Returns:
-        the counts ``raised``, ``same`` and ``silent`` (other values, and no error) and ``unnamed``
-        (an error that is none of packstore's); and some of the last two.
+        the counts ``raised``, ``same`` and ``silent`` (other values, and no error) and
+        ``unnamed`` (an error that is none of packstore's); and some of the last two.
     """
     whole, expected = region.path.read_bytes(), region.read()
     counts, wrong = Counter[str](), list[str]()
@@ -86,7 +94,9 @@ def flip(region: Region, step: int, kept: int = 5) -> tuple[Counter[str], list[s
 
 def _shard_regions(url: str, path: Path, first: int, footer: int) -> Iterator[Region]:
     def region(name: str, start: int, stop: int, group: int) -> Region:
-        return Region(name, path, start, stop, lambda: [open(url).read_packs(first + group)])
+        return Region(
+            name, path, start, stop, lambda: [open(url).read_packs(first + group)]
+        )
 
     at, size, group = 0, path.stat().st_size, 0
     for group, (start, stop) in enumerate(_ranges(path)):

@@ -1,4 +1,6 @@
-"""Makes a manifest fit changed files, by ``schemas/format.md``, as whoever attacks would."""
+"""Makes a manifest fit changed files, by ``schemas/format.md``, as whoever attacks
+would.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,12 @@ def read_shard(path: Path) -> pa.Table:
     return pq.ParquetFile(path).read()
 
 
-def shard_bytes(table: pa.Table, rows: list[int], file_format: str, **how: Any) -> bytes:
-    """The file of a shard whose row groups have so many packs, as another writer may make it."""
+def shard_bytes(
+    table: pa.Table, rows: list[int], file_format: str, **how: Any
+) -> bytes:
+    """The file of a shard whose row groups have so many packs, as another writer may
+    make it.
+    """
     sink, parts, at = io.BytesIO(), [], 0
     for n in rows:
         parts.append(table.slice(at, n).combine_chunks())
@@ -33,7 +39,12 @@ def shard_bytes(table: pa.Table, rows: list[int], file_format: str, **how: Any) 
             for part in parts:
                 writer.write_batch(part.to_batches()[0])
         return sink.getvalue()
-    how = {"compression": "zstd", "use_dictionary": False, "write_statistics": False, **how}
+    how = {
+        "compression": "zstd",
+        "use_dictionary": False,
+        "write_statistics": False,
+        **how,
+    }
     with pq.ParquetWriter(sink, table.schema, **how) as writer:
         for part in parts:
             writer.write_table(part)
@@ -48,7 +59,9 @@ def ranges(data: bytes) -> list[tuple[int, int]]:
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         chunks = [group.column(i) for i in range(group.num_columns)]
         starts = [c.dictionary_page_offset or c.data_page_offset for c in chunks]
-        ends = [at + c.total_compressed_size for at, c in zip(starts, chunks, strict=True)]
+        ends = [
+            at + c.total_compressed_size for at, c in zip(starts, chunks, strict=True)
+        ]
         found.append((min(starts), max(ends)))
     return found
 
@@ -75,7 +88,9 @@ def _of_batch(batch: pa.RecordBatch) -> int:
 
 
 def fit(entry: dict[str, Any], data: bytes) -> None:
-    """Makes size and hash of an entry those of `data`; of a shard, those of its footer as well."""
+    """Makes size and hash of an entry those of `data`; of a shard, those of its footer
+    as well.
+    """
     entry |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     if "footer_bytes" in entry:
         magic = 6 if data.endswith(b"ARROW1") else 4
@@ -87,14 +102,18 @@ def fit(entry: dict[str, Any], data: bytes) -> None:
 def sealed(manifest: dict[str, Any]) -> bytes:
     """The bytes of a manifest, with the hash that fits as its last field."""
     manifest.pop("sha256", None)
-    body = json.dumps(manifest, indent=1, ensure_ascii=False).encode().removesuffix(b"\n}")
+    body = (
+        json.dumps(manifest, indent=1, ensure_ascii=False).encode().removesuffix(b"\n}")
+    )
     return body + b',\n "sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode()
 
 
 def replace_shard(folder: Path, data: bytes, crc32: str = "") -> None:
-    """Puts another first shard into a dataset without an index: all that its manifest tells fits.
+    """Puts another first shard into a dataset without an index: all that its manifest
+    tells fits.
 
-    If `crc32` is empty, it is that of the row groups of `data`; counts stay as they are.
+    If `crc32` is empty, it is that of the row groups of `data`; counts stay as they
+    are.
     """
     path = folder / MANIFEST
     manifest = json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,11 @@
 """Fuzz targets: parsers of foreign bytes, and the changes to real files that they get.
 
-Hashes fit what is changed: what they do not fit is refused whatever it is (test_flips.py), and
-manifests are tried with every value (tests/schemas).
+Hashes fit what is changed: what they do not fit is refused whatever it is
+(test_flips.py), and manifests are tried with every value (tests/schemas).
 
 An input is a pure function of (target, number), so a number alone reproduces a crash.
-`fuzz.py` runs many of them in child processes; `tests/fuzz` runs a few, and all that were kept.
+`fuzz.py` runs many of them in child processes; `tests/fuzz` runs a few, and all that
+were kept.
 """
 
 from __future__ import annotations
@@ -30,16 +31,23 @@ import packstore
 GOLDEN = Path(__file__).parents[2] / "schemas" / "conformance" / "v1"
 CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 RECORDS = (
-    b'{"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "five \\u00e9", "reward": 1.5}\n'
-    b'{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": null}\n'
+    b'{"prompt": "What is 2 + 2?", "chosen": "4", "rejected": "five \\u00e9", '
+    b'"reward": 1.5}\n'
+    b'{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a", "rejected": '
+    b"null}\n"
 ) * 3
 CSV = b'prompt,chosen,rejected,reward\n"a ""b""",c,d,1\n"line\nend",c,d,\n' * 3
 TEMPLATE = (
-    b"{% set ns = namespace(x='') %}{% for m in messages %}{% if loop.first and m.role == 'user' %}"
-    b"{{ '<|' + m.role + '|>' ~ m['content'] | trim | replace('a', 'b') }}{% else %}{% set ns.x = "
-    b"ns.x * 2 %}{% endif %}{% endfor %}{% macro f(a, b=[1]) %}{{ a.split()[0] | tojson }}{{ b | "
-    b"join(', ') }}{% endmacro %}{{ f('x y') ~ '%5d' % 7 }}{{ range(9) | list | map('string') "
-    b"| join }}{{ {'k': (1, 2)}.items() | list }}{% if not x is defined %}{{ 2 ** 3 }}{% endif %}"
+    b"{% set ns = namespace(x='') %}{% for m in messages %}{% if loop.first and m.role "
+    b"== 'user' %}"
+    b"{{ '<|' + m.role + '|>' ~ m['content'] | trim | replace('a', 'b') }}{% else %}{% "
+    b"set ns.x = "
+    b"ns.x * 2 %}{% endif %}{% endfor %}{% macro f(a, b=[1]) %}{{ a.split()[0] | "
+    b"tojson }}{{ b | "
+    b"join(', ') }}{% endmacro %}{{ f('x y') ~ '%5d' % 7 }}{{ range(9) | list | "
+    b"map('string') "
+    b"| join }}{{ {'k': (1, 2)}.items() | list }}{% if not x is defined %}{{ 2 ** 3 "
+    b"}}{% endif %}"
 )
 
 
@@ -111,12 +119,24 @@ def tokenize(data: bytes) -> None:
 
 
 def tokenizer_seeds() -> list[bytes]:
-    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+    from tokenizers import (
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+        processors,
+    )
 
-    vocab = {t: i for i, t in enumerate(["<s>", "<unk>", *"helowrda,", "he", "hel", "Ġ"])}
+    vocab = {
+        t: i for i, t in enumerate(["<s>", "<unk>", *"helowrda,", "he", "hel", "Ġ"])
+    }
     merges = [("h", "e"), ("he", "l")]
     out = []
-    for model in (models.BPE(vocab, merges, unk_token="<unk>"), models.WordLevel(vocab, "<unk>")):
+    for model in (
+        models.BPE(vocab, merges, unk_token="<unk>"),
+        models.WordLevel(vocab, "<unk>"),
+    ):
         made = Tokenizer(model)
         made.normalizer = normalizers.Sequence(
             [normalizers.NFC(), normalizers.Replace(" ", "Ġ"), normalizers.Lowercase()]
@@ -125,7 +145,9 @@ def tokenizer_seeds() -> list[bytes]:
             [pre_tokenizers.Split(",", "isolated"), pre_tokenizers.ByteLevel()]
         )
         made.decoder = decoders.ByteLevel()
-        made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+        made.post_processor = processors.TemplateProcessing(
+            "<s> $A", None, [("<s>", 0)]
+        )
         made.add_special_tokens(["<s>"])
         out.append(made.to_str().encode())
     return out
@@ -141,7 +163,11 @@ def tables() -> Iterator[pa.Table]:
 def parquet_seeds() -> list[bytes]:
     out = []
     for table in tables():
-        for how in ({}, {"compression": "zstd"}, {"use_dictionary": False, "version": "1.0"}):
+        for how in (
+            {},
+            {"compression": "zstd"},
+            {"use_dictionary": False, "version": "1.0"},
+        ):
             sink = io.BytesIO()
             pq.write_table(table, sink, **how)
             out.append(sink.getvalue())
@@ -176,10 +202,18 @@ def shard_files(name: str) -> list[bytes]:
 PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
 SPANS = "scored-shared_prefix-spans"
 TARGETS: dict[str, Target] = {
-    "dishonest_parquet": Target(lambda d: read_shard(d, PARQUET), lambda: shard_files(PARQUET)),
-    "dishonest_spans": Target(lambda d: read_shard(d, SPANS), lambda: shard_files(SPANS)),
-    "dishonest_arrow": Target(lambda d: read_shard(d, ARROW), lambda: shard_files(ARROW)),
-    "dishonest_index": Target(read_index, lambda: files(f"datasets/{PARQUET}/*/*.index")),
+    "dishonest_parquet": Target(
+        lambda d: read_shard(d, PARQUET), lambda: shard_files(PARQUET)
+    ),
+    "dishonest_spans": Target(
+        lambda d: read_shard(d, SPANS), lambda: shard_files(SPANS)
+    ),
+    "dishonest_arrow": Target(
+        lambda d: read_shard(d, ARROW), lambda: shard_files(ARROW)
+    ),
+    "dishonest_index": Target(
+        read_index, lambda: files(f"datasets/{PARQUET}/*/*.index")
+    ),
     "jsonl": Target(lambda d: read_input(d, "jsonl"), lambda: [RECORDS], text=True),
     "json": Target(
         lambda d: read_input(d, "json"),
@@ -187,19 +221,60 @@ TARGETS: dict[str, Target] = {
         text=True,
     ),
     "csv": Target(lambda d: read_input(d, "csv"), lambda: [CSV], text=True),
-    "gzip": Target(lambda d: read_input(d, "jsonl.gz"), lambda: [gzip.compress(RECORDS, mtime=0)]),
+    "gzip": Target(
+        lambda d: read_input(d, "jsonl.gz"), lambda: [gzip.compress(RECORDS, mtime=0)]
+    ),
     "zstd": Target(lambda d: read_input(d, "jsonl.zst"), lambda: [zstd(RECORDS)]),
     "parquet": Target(lambda d: read_input(d, "parquet"), parquet_seeds),
     "arrow": Target(lambda d: read_input(d, "arrow"), arrow_seeds),
     "tokenizer": Target(tokenize, tokenizer_seeds, text=True),
     "template": Target(render, lambda: [TEMPLATE], text=True),
 }
-_NUMBERS = [0, 1, -1, 127, 255, 1 << 15, (1 << 31) - 1, 1 << 31, 1 << 40, (1 << 63) - 1, 1 << 63]
+_NUMBERS = [
+    0,
+    1,
+    -1,
+    127,
+    255,
+    1 << 15,
+    (1 << 31) - 1,
+    1 << 31,
+    1 << 40,
+    (1 << 63) - 1,
+    1 << 63,
+]
 _WORDS = [
     *(str(n).encode() for n in _NUMBERS),
-    *(b"1e400", b"-0.5", b"NaN", b"null", b"true", b'""', b"[]", b"{}", b'"\\ud800"', b"\xff"),
-    *(b"[" * 2000, b'{"a":' * 2000, b"9" * 5000, b'"../../etc/passwd"', b'"/etc/passwd"', b"\0"),
-    *(b'"file:///etc/passwd"', b'"' + b"x" * 5000 + b'"', b"\r", b"\n", b",", b'"', b"{{", b"%}"),
+    *(
+        b"1e400",
+        b"-0.5",
+        b"NaN",
+        b"null",
+        b"true",
+        b'""',
+        b"[]",
+        b"{}",
+        b'"\\ud800"',
+        b"\xff",
+    ),
+    *(
+        b"[" * 2000,
+        b'{"a":' * 2000,
+        b"9" * 5000,
+        b'"../../etc/passwd"',
+        b'"/etc/passwd"',
+        b"\0",
+    ),
+    *(
+        b'"file:///etc/passwd"',
+        b'"' + b"x" * 5000 + b'"',
+        b"\r",
+        b"\n",
+        b",",
+        b'"',
+        b"{{",
+        b"%}",
+    ),
 ]
 _TOKEN = re.compile(rb'-?\d+(\.\d+)?|"[^"]*"|[A-Za-z_]+|[\[\]{}:,|%()~*+]')
 
@@ -219,7 +294,9 @@ def _seeds(name: str) -> list[bytes]:
     return TARGETS[name].seeds()
 
 
-def _change(data: bytearray, rng: random.Random, text: bool, seeds: list[bytes]) -> None:
+def _change(
+    data: bytearray, rng: random.Random, text: bool, seeds: list[bytes]
+) -> None:
     if not data:
         data += rng.randbytes(8)
         return

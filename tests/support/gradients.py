@@ -15,22 +15,32 @@ from packstore.format.arrays import Examples
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns the gradients of all parameters, and clears them."""
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    found = {
+        name: p.grad.clone()
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
     model.zero_grad()
     return found
 
 
 def alone(model: Any, examples: Examples) -> Iterator[tuple[Tensor, int]]:
-    """Log-prob and number of supervised tokens of each sequence, fed to the model by itself."""
+    """Log-prob and number of supervised tokens of each sequence, fed to the model by
+    itself.
+    """
     return ((logps.sum(), len(logps)) for logps in tokens_alone(model, examples))
 
 
 def tokens_alone(model: Any, examples: Examples) -> Iterator[Tensor]:
-    """Log-probs of the supervised tokens of each sequence, fed to the model by itself."""
+    """Log-probs of the supervised tokens of each sequence, fed to the model by
+    itself.
+    """
     for first, last in pairwise(examples.sequence_offsets.tolist()):
         ids = torch.from_numpy(examples.input_ids[first:last].astype(np.int64))
         on = torch.from_numpy(examples.supervised[first:last].copy())[1:]
-        logps = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        logps = (
+            model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
+        )
         yield logps.gather(1, ids[1:, None])[:, 0][on]
 
 

@@ -1,10 +1,11 @@
 """Generates datasets in which anything but the hashes may be wrong.
 
-A case is a pure function of its number: a small dataset of some kind, layout, profile and file
-format, with carried columns and side data, in which some values, borders, rows or figures of the
-pack index were changed. Other schemas and encodings are in the conformance kit, in test_verify.py
-and in test_other_writers.py. Sizes, hashes, checksums and counts are then made to fit, as an
-attacker would. The seeds are packed by packstore when they are first asked for.
+A case is a pure function of its number: a small dataset of some kind, layout, profile
+and file format, with carried columns and side data, in which some values, borders, rows
+or figures of the pack index were changed. Other schemas and encodings are in the
+conformance kit, in test_verify.py and in test_other_writers.py. Sizes, hashes,
+checksums and counts are then made to fit, as an attacker would. The seeds are packed by
+packstore when they are first asked for.
 """
 
 from __future__ import annotations
@@ -30,17 +31,48 @@ from packstore.torch import SideWriter
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "measure:float64", "checked:bool")
-SIDE = {"tag": "string", "score": "float64", "ref_logps": "list<float32>", "good": "bool"}
+SIDE = {
+    "tag": "string",
+    "score": "float64",
+    "ref_logps": "list<float32>",
+    "good": "bool",
+}
 COMBINATIONS = sorted(
     itertools.product(
-        *(("preference", "sft", "scored"), ("concat", "shared_prefix"), ("plain", "spans")),
+        *(
+            ("preference", "sft", "scored"),
+            ("concat", "shared_prefix"),
+            ("plain", "spans"),
+        ),
         *(("parquet", "arrow"), (False, True)),
     )
 )
 SIDE_MANIFEST = "side/_packstore/side-000001.json"
-NUMBERS = (0, 1, 2, 3, 7, -1, -2, -100, 64, 127, 1000, 65_536, 3_000_000, 2**31 - 1, -(2**31))
+NUMBERS = (
+    0,
+    1,
+    2,
+    3,
+    7,
+    -1,
+    -2,
+    -100,
+    64,
+    127,
+    1000,
+    65_536,
+    3_000_000,
+    2**31 - 1,
+    -(2**31),
+)
 LARGE = (2**31, 2**32 + 5, 2**40, 2**62, 2**63 - 1, -(2**63))
-BROKEN = (pa.ArrowException, ArithmeticError, AttributeError, LookupError, NotImplementedError)
+BROKEN = (
+    pa.ArrowException,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+)
 BROKEN += (OSError, SystemError, TypeError, ValueError)
 """Errors of pyarrow and Python at what is already wrong."""
 
@@ -52,22 +84,39 @@ def records(kind: str, n: int) -> list[dict[str, Any]]:
     """Records of token ids with something to carry."""
     rng, made = random.Random(n), []
     for i in range(n):
-        sides = [[8 + i, x, *[9] * rng.randint(0, 6)] for x in (30, 31, 32)][: 2 + i % 2]
-        record: dict[str, Any] = {"responses": sides, "scores": [1.0, 0.5, 0.25][: 2 + i % 2]}
+        sides = [[8 + i, x, *[9] * rng.randint(0, 6)] for x in (30, 31, 32)][
+            : 2 + i % 2
+        ]
+        record: dict[str, Any] = {
+            "responses": sides,
+            "scores": [1.0, 0.5, 0.25][: 2 + i % 2],
+        }
         if kind == "preference":
             record = {"chosen": sides[0], "rejected": sides[1]}
         elif kind == "sft":
             record = {"response": sides[0]}
-        carried = {"source": "né"[: i % 3], "turns": i, "measure": i / 3, "checked": i % 2 == 0}
+        carried = {
+            "source": "né"[: i % 3],
+            "turns": i,
+            "measure": i / 3,
+            "checked": i % 2 == 0,
+        }
         made.append({"prompt": [5, 6, 7][: 1 + i % 3], **record, **carried})
     return made
 
 
 @functools.cache
 def seed(number: int) -> tuple[str, Files]:
-    """The files of an undamaged dataset, and of a side dataset of it below ``side/``; its name."""
+    """The files of an undamaged dataset, and of a side dataset of it below ``side/``;
+    its name.
+    """
     kind, layout, labels, form, carried = COMBINATIONS[number]
-    how: dict[str, Any] = {"layout": layout, "labels": labels, "format": form, "num_workers": 0}
+    how: dict[str, Any] = {
+        "layout": layout,
+        "labels": labels,
+        "format": form,
+        "num_workers": 0,
+    }
     how |= {"pack_size": 32, "row_group_tokens": 64, "carry": CARRY if carried else ()}
     with tempfile.TemporaryDirectory() as folder:
         data = packstore.pack(records(kind, 9), f"{folder}/ds", **how)
@@ -79,16 +128,24 @@ def seed(number: int) -> tuple[str, Files]:
                 values["ref_logps"] = np.full(counts.sum(), -1.5, np.float32)
                 side.write(ids, values, counts)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
-        files = {str(path.relative_to(f"{folder}/ds")): path.read_bytes() for path in paths}
-    return "-".join([kind, layout, labels, form, "carry" if carried else "plain"]), files
+        files = {
+            str(path.relative_to(f"{folder}/ds")): path.read_bytes() for path in paths
+        }
+    return "-".join(
+        [kind, layout, labels, form, "carry" if carried else "plain"]
+    ), files
 
 
 def make(number: int, folder: Path) -> str:
-    """Writes a case into `folder` and, of side data, into ``folder/side``; says what was done."""
+    """Writes a case into `folder` and, of side data, into ``folder/side``; says what
+    was done.
+    """
     rng = random.Random(number)
     name, files = seed(rng.randrange(len(COMBINATIONS)))
     files, done = dict(files), [name]
-    for change in rng.choices(tuple(CHANGES), CHANGES.values(), k=rng.choice((1, 1, 1, 2))):
+    for change in rng.choices(
+        tuple(CHANGES), CHANGES.values(), k=rng.choice((1, 1, 1, 2))
+    ):
         try:
             done.append(f"{change.__name__}: {change(files, rng)}")
         except BROKEN as error:  # of the change before, or nothing that can be written
@@ -104,7 +161,9 @@ def write(files: Files, folder: Path) -> None:
 
 
 def change_shard(files: Files, rng: random.Random) -> str:
-    """Changes a shard; its entry in the manifest fits, nearly always with its counts."""
+    """Changes a shard; its entry in the manifest fits, nearly always with its
+    counts.
+    """
     manifest = json.loads(files[MANIFEST])
     entry = rng.choice(manifest["shards"])
     batches = read_batches(files[entry["path"]])
@@ -124,7 +183,9 @@ def change_shard(files: Files, rng: random.Random) -> str:
         entry["row_groups"]["crc32"] = checksums(data)
     totals, packed = manifest["totals"], manifest["records"]
     for name in ("rows", "tokens", "examples", "sequences", "bytes"):
-        totals["packs" if name == "rows" else name] = sum(s[name] for s in manifest["shards"])
+        totals["packs" if name == "rows" else name] = sum(
+            s[name] for s in manifest["shards"]
+        )
     packed["packed"] = totals["examples"]
     packed["read"] = totals["examples"] + sum(packed["dropped"].values())
     if rng.random() < 0.6:
@@ -144,9 +205,15 @@ def change_index(files: Files, rng: random.Random) -> str:
     if rng.random() < 0.6 and values[other] is not None and values[place] is not None:
         values[other] += values[place] - new
     values[place] = new
-    table = table.set_column(at, table.field(at), pa.array(values, table.field(at).type))
-    cuts = itertools.accumulate([shard["rows"] for shard in manifest["shards"]], initial=0)
-    groups = [table.slice(a, b - a).combine_chunks() for a, b in itertools.pairwise(cuts)]
+    table = table.set_column(
+        at, table.field(at), pa.array(values, table.field(at).type)
+    )
+    cuts = itertools.accumulate(
+        [shard["rows"] for shard in manifest["shards"]], initial=0
+    )
+    groups = [
+        table.slice(a, b - a).combine_chunks() for a, b in itertools.pairwise(cuts)
+    ]
     put(files, entry, entry["path"], encode(groups, False))
     files[MANIFEST] = sealed(manifest)
     return f"{name} {place} is {new}"
@@ -195,7 +262,10 @@ def changed(batch: pa.RecordBatch, rng: random.Random) -> tuple[pa.RecordBatch, 
     at = batch.schema.get_field_index(name)
     field, rows = batch.schema.field(at), batch.column(at).to_pylist()
     if how == "rows":
-        order = [rng.randrange(batch.num_rows) for _ in range(rng.randrange(batch.num_rows + 2))]
+        order = [
+            rng.randrange(batch.num_rows)
+            for _ in range(rng.randrange(batch.num_rows + 2))
+        ]
         return batch.take(pa.array(order, pa.int64())), f"rows {order}"
     if how == "null":
         place = rng.randrange(len(rows))
@@ -213,7 +283,9 @@ def changed(batch: pa.RecordBatch, rng: random.Random) -> tuple[pa.RecordBatch, 
 
 
 def other_values(rows: list[Any], rng: random.Random) -> str:
-    """Changes a column: a value, the border of two rows, two values of one sum, or a length."""
+    """Changes a column: a value, the border of two rows, two values of one sum, or a
+    length.
+    """
     how = rng.choices(("value", "balance", "border", "grow"), (7, 4, 4, 1))[0]
     row = rng.randrange(len(rows))
     if not isinstance(rows[row], list):
@@ -225,7 +297,9 @@ def other_values(rows: list[Any], rng: random.Random) -> str:
         cut = rng.randint(0, len(flat))
         rows[row - 1], rows[row] = flat[:cut], flat[cut:]
     elif how == "balance" and len(items) > 1 and isinstance(items[0], int):
-        by = rng.choice((1, 3, 200, 3000, 100_000, 30_000_000, 2**31 - 40)) * rng.choice((1, -1))
+        by = rng.choice(
+            (1, 3, 200, 3000, 100_000, 30_000_000, 2**31 - 40)
+        ) * rng.choice((1, -1))
         first, second = rng.sample(range(len(items)), 2)
         items[first] += by
         items[second] -= by
@@ -245,7 +319,9 @@ def other_value(value: Any, rng: random.Random) -> Any:
     if isinstance(value, str):
         return rng.choice(("", "\x1b]0;x\x07", "x" * 70_000, "\u202e", "é" * 9, "\0"))
     if isinstance(value, float):
-        return rng.choice((float("nan"), float("inf"), -1e38, 0.0, -0.0, 1e-45, value + 1))
+        return rng.choice(
+            (float("nan"), float("inf"), -1e38, 0.0, -0.0, 1e-45, value + 1)
+        )
     return value + rng.choice((-3, -1, 1, 5)) if rng.random() < 0.5 else pick(rng)
 
 
@@ -254,7 +330,9 @@ def encode(groups: list[Any], arrow: bool, how: dict[str, Any] | None = None) ->
     how = ({"compression": None} if arrow else OURS) if how is None else how
     sink, schema = io.BytesIO(), groups[0].schema
     if arrow:
-        with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(**how)) as file:
+        with pa.ipc.new_file(
+            sink, schema, options=pa.ipc.IpcWriteOptions(**how)
+        ) as file:
             for batch in groups:
                 file.write_batch(batch)
     else:
@@ -265,31 +343,51 @@ def encode(groups: list[Any], arrow: bool, how: dict[str, Any] | None = None) ->
 
 
 def patched(data: bytes, rng: random.Random) -> tuple[bytes, str]:
-    """An Arrow file in which a number in a buffer, or in what frames a batch, is another."""
+    """An Arrow file in which a number in a buffer, or in what frames a batch, is
+    another.
+    """
     source = pa.py_buffer(data)
     file = pa.ipc.open_file(source)
     batch = file.get_batch(rng.randrange(file.num_record_batches))
-    buffers = [b for column in batch.columns for b in column.buffers() if b is not None and b.size]
+    buffers = [
+        b
+        for column in batch.columns
+        for b in column.buffers()
+        if b is not None and b.size
+    ]
     if rng.random() < 0.15:
         width, new = 8, rng.choice((*NUMBERS, *LARGE))
-        place = min(b.address for b in buffers) - source.address - 8 * rng.randrange(1, 60)
+        place = (
+            min(b.address for b in buffers) - source.address - 8 * rng.randrange(1, 60)
+        )
     else:
         buffer, width, new = rng.choice(buffers), 4, pick(rng)
-        place = buffer.address - source.address + 4 * rng.randrange(max(buffer.size // 4, 1))
+        place = (
+            buffer.address
+            - source.address
+            + 4 * rng.randrange(max(buffer.size // 4, 1))
+        )
     place = max(place, 8)
     old = int.from_bytes(data[place : place + width], "little", signed=True)
     if rng.random() < 0.3:
         new = old + rng.choice((-5, -1, 1, 2))
     number = (new % (1 << 8 * width)).to_bytes(width, "little")
-    return data[:place] + number + data[place + width :], f"{width} bytes at {place}: {new}"
+    return data[:place] + number + data[
+        place + width :
+    ], f"{width} bytes at {place}: {new}"
 
 
 def count(entry: dict[str, Any], batches: list[pa.RecordBatch]) -> None:
-    """Makes the counts of a shard's entry those of its batches, where these have such columns."""
+    """Makes the counts of a shard's entry those of its batches, where these have such
+    columns.
+    """
     groups = entry["row_groups"]
     groups["rows"] = [b.num_rows for b in batches]
     counts = {
-        name: [len(b[name].values) if isinstance(b[name], pa.ListArray) else 0 for b in batches]
+        name: [
+            len(b[name].values) if isinstance(b[name], pa.ListArray) else 0
+            for b in batches
+        ]
         for name in ("example_ids", "input_ids", "lengths")
         if all(b.schema.names.count(name) == 1 for b in batches)
     }

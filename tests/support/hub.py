@@ -1,4 +1,6 @@
-"""A Hugging Face hub on this machine: the part of its API by which files are pushed and read."""
+"""A Hugging Face hub on this machine: the part of its API by which files are pushed and
+read.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ Hubs = dict[str, Files]
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers for `repos`; `commits` lists the paths that each commit adds and deletes."""
+    """Answers for `repos`; `commits` lists the paths that each commit adds and
+    deletes.
+    """
 
     repos: Hubs
     commits: list[tuple[str, list[str], list[str]]]
@@ -35,13 +39,17 @@ class Handler(BaseHTTPRequestHandler):
             name = asked["name"] if "/" in asked["name"] else f"me/{asked['name']}"
             key = f"{asked.get('type') or 'model'}s/{name}"
             self.repos.setdefault(key, {})
-            self._json({"url": f"{self._here()}/{key.removeprefix('models/')}", "name": name})
+            self._json(
+                {"url": f"{self._here()}/{key.removeprefix('models/')}", "name": name}
+            )
         elif match := re.fullmatch(f"/api/{REPO}/preupload/main", path):
             modes = {"uploadMode": "regular", "shouldIgnore": False}
             files = [{"path": f["path"], **modes} for f in json.loads(body)["files"]]
             self._json({"files": files})
         elif match := re.fullmatch(f"/api/{REPO}/commit/main", path):
-            self._commit(key_of(match), [json.loads(line) for line in body.splitlines()])
+            self._commit(
+                key_of(match), [json.loads(line) for line in body.splitlines()]
+            )
             place = f"{self._here()}/{key_of(match).removeprefix('models/')}"
             oid = revision(self.repos[key_of(match)])
             self._json({"commitUrl": f"{place}/commit/{oid}", "commitOid": oid})
@@ -66,7 +74,9 @@ class Handler(BaseHTTPRequestHandler):
         ):
             files = self.repos[key_of(match)]
             siblings = [{"rfilename": name} for name in files]
-            self._json({"id": match["name"], "sha": revision(files), "siblings": siblings})
+            self._json(
+                {"id": match["name"], "sha": revision(files), "siblings": siblings}
+            )
         elif path == "/api/whoami-v2":
             self._json({"name": "me", "type": "user"})
         else:
@@ -92,24 +102,37 @@ class Handler(BaseHTTPRequestHandler):
         found = [e for p, e in tree(files).items() if p.startswith(prefix)]
         if not found and folder:
             return self._missing("EntryNotFound")
-        return self._json([e for e in found if below or "/" not in e["path"][len(prefix) :]])
+        return self._json(
+            [e for e in found if below or "/" not in e["path"][len(prefix) :]]
+        )
 
     def _file(self, files: Files | None, path: str) -> None:
         if files is None or path not in files:
-            return self._missing("EntryNotFound" if files is not None else "RepoNotFound")
+            return self._missing(
+                "EntryNotFound" if files is not None else "RepoNotFound"
+            )
         data, status = files[path], 200
         headers = {"ETag": f'"{digest(data)}"', "X-Repo-Commit": revision(files)}
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-            start, stop = int(match[1]), min(int(match[2] or len(data)), len(data) - 1) + 1
+            start, stop = (
+                int(match[1]),
+                min(int(match[2] or len(data)), len(data) - 1) + 1,
+            )
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data, status = data[start:stop], 206
-        return self._send(data, status, {"Content-Type": "application/octet-stream", **headers})
+        return self._send(
+            data, status, {"Content-Type": "application/octet-stream", **headers}
+        )
 
     def _missing(self, code: str) -> None:
-        self._send(b"{}", 404, {"X-Error-Code": code, "Content-Type": "application/json"})
+        self._send(
+            b"{}", 404, {"X-Error-Code": code, "Content-Type": "application/json"}
+        )
 
     def _json(self, value: Any) -> None:
-        self._send(json.dumps(value).encode(), 200, {"Content-Type": "application/json"})
+        self._send(
+            json.dumps(value).encode(), 200, {"Content-Type": "application/json"}
+        )
 
     def _send(self, data: bytes, status: int, headers: dict[str, str]) -> None:
         self.send_response(status)
@@ -136,7 +159,9 @@ def digest(data: bytes) -> str:
 
 def revision(files: Files) -> str:
     """Of its files: clients keep what they have read of a revision."""
-    return digest("".join(f"{path}{digest(data)}" for path, data in files.items()).encode())
+    return digest(
+        "".join(f"{path}{digest(data)}" for path, data in files.items()).encode()
+    )
 
 
 def tree(files: Files) -> dict[str, dict[str, Any]]:
@@ -145,8 +170,18 @@ def tree(files: Files) -> dict[str, dict[str, Any]]:
     for path, data in files.items():
         for parent in list(Path(path).parents)[:-1]:
             name = parent.as_posix()
-            found[name] = {"type": "directory", "path": name, "size": 0, "oid": digest(b"")}
-        found[path] = {"type": "file", "path": path, "size": len(data), "oid": digest(data)}
+            found[name] = {
+                "type": "directory",
+                "path": name,
+                "size": 0,
+                "oid": digest(b""),
+            }
+        found[path] = {
+            "type": "file",
+            "path": path,
+            "size": len(data),
+            "oid": digest(data),
+        }
     return found
 
 
@@ -158,7 +193,9 @@ def folder_files(folder: Path) -> Files:
 
 @contextlib.contextmanager
 def served(repos: Hubs) -> Iterator[tuple[dict[str, str], list[Any]]]:
-    """Serves `repos`; yields the environment in which a process uses this hub, and its commits."""
+    """Serves `repos`; yields the environment in which a process uses this hub, and its
+    commits.
+    """
     commits: list[Any] = []
     handler = type("OwnHandler", (Handler,), {"repos": repos, "commits": commits})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -167,7 +204,10 @@ def served(repos: Hubs) -> Iterator[tuple[dict[str, str], list[Any]]]:
     # The hub's own way of transfer needs servers besides.
     env = {"HF_ENDPOINT": url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     try:
-        yield {**env, "HF_TOKEN": "hf_of_this_machine", "HF_DATASETS_OFFLINE": "0"}, commits
+        yield (
+            {**env, "HF_TOKEN": "hf_of_this_machine", "HF_DATASETS_OFFLINE": "0"},
+            commits,
+        )
     finally:
         server.shutdown()
         server.server_close()

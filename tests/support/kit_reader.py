@@ -1,6 +1,8 @@
-"""packstore as a reader of the conformance kit: ``python tests/support/kit_reader.py DATASET…``.
+"""packstore as a reader of the conformance kit: ``python tests/support/kit_reader.py
+DATASET…``.
 
-It verifies, as ``packstore verify`` does; what it prints comes from the loader and its batches.
+It verifies, as ``packstore verify`` does; what it prints comes from the loader and its
+batches.
 """
 
 from __future__ import annotations
@@ -15,7 +17,12 @@ import numpy as np
 
 import packstore
 import packstore.torch as pt
-from packstore.errors import CompatibilityError, ConfigError, FormatError, UnsupportedFormatError
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    FormatError,
+    UnsupportedFormatError,
+)
 
 NAMES = {
     r"\[([a-z-]+)\]": None,  # a rule of packs
@@ -56,11 +63,21 @@ def answer(dataset: str, *sides: str) -> dict[str, Any]:
 def plain(packs: Any, manifest: Any) -> dict[str, Any]:
     """A pack as JSON values."""
     batch = pt.collate(packs, manifest.kind)
-    names = ["input_ids", "labels", "lengths", "example_ids", "num_responses", "segment_ids"]
+    names = [
+        "input_ids",
+        "labels",
+        "lengths",
+        "example_ids",
+        "num_responses",
+        "segment_ids",
+    ]
     names += ["position_ids", "cu_seqlens", "cu_seqlens_k", "kv_index"]
     out = {name: batch[name] for name in names if batch[name] is not None}
     out.setdefault("kv_index", np.arange(batch.num_tokens))  # no prefix is left out
-    out |= {"seq_boundaries": packs.seq_boundaries, "segment_offsets": packs.segment_offsets}
+    out |= {
+        "seq_boundaries": packs.seq_boundaries,
+        "segment_offsets": packs.segment_offsets,
+    }
     out |= {"reward": batch.rewards, **batch.columns}
     out = {name: values.tolist() for name, values in out.items()}
     out |= {"max_seqlen": batch.max_seqlen, "max_seqlen_k": batch.max_seqlen_k}
@@ -69,7 +86,11 @@ def plain(packs: Any, manifest: Any) -> dict[str, Any]:
     joined = dict(batch.sequence_columns)
     joined |= {} if batch.ref_logps is None else {"ref_logps": batch.ref_logps}
     side = {name: values.tolist() for name, values in joined.items()}
-    side |= {name: out.pop(name) for name in list(batch.columns) if name not in manifest.carry}
+    side |= {
+        name: out.pop(name)
+        for name in list(batch.columns)
+        if name not in manifest.carry
+    }
     out |= {"side": side} if side else {}
     return {name: text(value) for name, value in out.items()}
 

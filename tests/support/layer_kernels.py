@@ -1,9 +1,11 @@
-"""Compiles the layers of a model for a GPU, without one: ``layer_kernels.py MODEL LAYOUT SM``.
+"""Compiles the layers of a model for a GPU, without one: ``layer_kernels.py MODEL
+LAYOUT SM``.
 
-The layers are traced on a CPU, as ``compile_layers`` has it. Their graphs are moved to a CUDA
-device that only torch's compiler sees, lowered, and their kernels compiled for compute capability
-SM by Triton. Prints, as JSON: frames and graph breaks of the trace; kernels, the most registers and
-bytes of stack of one; bytes by token that all kernels read and write.
+The layers are traced on a CPU, as ``compile_layers`` has it. Their graphs are moved to
+a CUDA device that only torch's compiler sees, lowered, and their kernels compiled for
+compute capability SM by Triton. Prints, as JSON: frames and graph breaks of the trace;
+kernels, the most registers and bytes of stack of one; bytes by token that all kernels
+read and write.
 """
 
 from __future__ import annotations
@@ -34,7 +36,11 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode, Scheduler
+from torch._inductor.scheduler import (
+    ExternKernelSchedulerNode,
+    NopKernelSchedulerNode,
+    Scheduler,
+)
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 from triton.backends.compiler import GPUTarget
@@ -49,8 +55,12 @@ def hint(size: Any) -> int:
     return size if isinstance(size, int) else size.node.hint
 
 
-def trace(name: str, layout: str) -> tuple[list[tuple[str, GraphModule, list[Any]]], int]:
-    """Graphs of a layer's forward and backward pass with their inputs; tokens of the row."""
+def trace(
+    name: str, layout: str
+) -> tuple[list[tuple[str, GraphModule, list[Any]]], int]:
+    """Graphs of a layer's forward and backward pass with their inputs; tokens of the
+    row.
+    """
     import transformers
     from gpu.predictions import MODELS
     from gpu.sizes import batch_of, cut, lengths
@@ -65,7 +75,9 @@ def trace(name: str, layout: str) -> tuple[list[tuple[str, GraphModule, list[Any
     def keep(which: str) -> Any:
         def compiler(graph: GraphModule, inputs: list[Any]) -> Any:
             graphs.append((which, graph, inputs))
-            (outputs,) = next(node for node in graph.graph.nodes if node.op == "output").args
+            (outputs,) = next(
+                node for node in graph.graph.nodes if node.op == "output"
+            ).args
             values = [x if x is None else x.meta["val"] for x in outputs]
 
             def zeros(*_: Any) -> list[Any]:
@@ -84,7 +96,12 @@ def trace(name: str, layout: str) -> tuple[list[tuple[str, GraphModule, list[Any
 
     rows = cut(lengths("hh", 500, 500), layout, TOKENS)[0]
     batch, family = batch_of(rows, layout, 64), name.split("-")[0]
-    config = {**MODELS[name], "num_hidden_layers": 1, "vocab_size": 64, "use_cache": False}
+    config = {
+        **MODELS[name],
+        "num_hidden_layers": 1,
+        "vocab_size": 64,
+        "use_cache": False,
+    }
     settings = getattr(transformers, f"{family}Config")(**config)
     model = getattr(transformers, f"{family}ForCausalLM")(settings).bfloat16().train()
     backend = aot_autograd(
@@ -105,7 +122,9 @@ def pretend(capability: int) -> None:
         max_threads_per_block=1024, max_threads_per_multi_processor=2048,
         regs_per_multiprocessor=65536,
     )  # fmt: skip
-    driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", capability, 32))
+    driver = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", capability, 32)
+    )
     triton.runtime.driver.set_active(driver)
     triton_helpers.set_driver_to_gpu = lambda: None
     torch.version.cuda = "13.0"
@@ -132,7 +151,9 @@ def pretend(capability: int) -> None:
 
 
 def move(graph: GraphModule, inputs: list[Any]) -> tuple[Any, list[Any]]:
-    """Moves a graph to the device; returns the mode of its tensors without values, and inputs."""
+    """Moves a graph to the device; returns the mode of its tensors without values, and
+    inputs.
+    """
     mode = next(x.fake_mode for x in inputs if isinstance(x, Tensor))
     with mode:
         given = [
@@ -145,7 +166,9 @@ def move(graph: GraphModule, inputs: list[Any]) -> tuple[Any, list[Any]]:
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = {**node.kwargs, "device": CUDA}
-            node.args = tuple(CUDA if isinstance(x, torch.device) else x for x in node.args)
+            node.args = tuple(
+                CUDA if isinstance(x, torch.device) else x for x in node.args
+            )
             if node.op == "placeholder":
                 values[node] = next(rest)
             elif node.op == "get_attr":
@@ -159,8 +182,12 @@ def move(graph: GraphModule, inputs: list[Any]) -> tuple[Any, list[Any]]:
     return mode, given
 
 
-def compile_for(capability: int, graphs: list[tuple[str, GraphModule, list[Any]]]) -> Any:
-    """Lowers and compiles the graphs; returns all kernels, and the bytes that they move."""
+def compile_for(
+    capability: int, graphs: list[tuple[str, GraphModule, list[Any]]]
+) -> Any:
+    """Lowers and compiles the graphs; returns all kernels, and the bytes that they
+    move.
+    """
     kernels: list[Any] = []
     moved = 0
     codegen = Scheduler.codegen
@@ -194,14 +221,20 @@ def usage(kernel: Any) -> tuple[int, int]:
     with tempfile.NamedTemporaryFile() as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        told = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True)
+        told = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True
+        )
     found = re.search(r"REG:(\d+) STACK:(\d+)", told.stdout + told.stderr)
     assert found, told
     return int(found[1]), int(found[2])
 
 
 def usage_for(
-    capability: int, kernel: Any, types: dict[str, str], fixed: dict[str, Any], **options: Any
+    capability: int,
+    kernel: Any,
+    types: dict[str, str],
+    fixed: dict[str, Any],
+    **options: Any,
 ) -> tuple[int, int]:
     """The usage of one of our kernels, compiled for a GPU without one."""
     source = ASTSource(fn=kernel, signature=types, constexprs=fixed)

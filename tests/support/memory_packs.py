@@ -37,7 +37,9 @@ class MemoryPacks:
     def __init__(self, packs: Packs, kind: str = "sft", seed: int = 0) -> None:
         self.packs, self.kind, self.seed = packs, kind, seed
         self.rows = [packs.row(i) for i in range(len(packs))]
-        squares = [int((row.segment_lengths.astype(np.int64) ** 2).sum()) for row in self.rows]
+        squares = [
+            int((row.segment_lengths.astype(np.int64) ** 2).sum()) for row in self.rows
+        ]
         tokens, examples = np.diff(packs.token_offsets), np.diff(packs.example_offsets)
         self.pack_sizes = PackSizes(tokens, examples, np.array(squares, np.int64))
         self.set_epoch(0)
@@ -46,7 +48,9 @@ class MemoryPacks:
     def of_examples(cls, packed: Any) -> MemoryPacks:
         """Packs of 1 to 7 examples; `packed` is that of the kit."""
         sizes = np.random.default_rng(0).integers(1, 8, N)
-        stream = cls(packed(random_examples(int(sizes.sum()), kind="sft"), sizes, "concat"))
+        stream = cls(
+            packed(random_examples(int(sizes.sum()), kind="sft"), sizes, "concat")
+        )
         assert stream.pack_sizes.tokens.max() <= LONGEST
         return stream
 

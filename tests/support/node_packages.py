@@ -1,4 +1,6 @@
-"""What tests use of npm; ``make test-all`` runs this, which installs it beside their Python."""
+"""What tests use of npm; ``make test-all`` runs this, which installs it beside their
+Python.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def install(folder: Path, packages: dict[str, str], without: str) -> None:
         command += [f"{name}@{version}" for name, version in packages.items()]
         subprocess.run(command, capture_output=True, timeout=300, check=True)
     except (OSError, subprocess.SubprocessError) as reason:
-        print(f"{without} will be skipped: npm cannot install {', '.join(packages)}: {reason}")
+        print(
+            f"{without} will be skipped: npm cannot install {', '.join(packages)}: "
+            f"{reason}"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""Reads the tables of a page, and compares their figures with the JSON of the same command."""
+"""Reads the tables of a page, and compares their figures with the JSON of the same
+command.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,20 @@ Tables = dict[str, dict[str, list[str]]]
 
 
 def tables_of(page: str) -> Tables:
-    """Returns heading -> first cell of a row -> its other cells; `` `` is the row of the titles.
+    """Returns heading -> first cell of a row -> its other cells; `` `` is the row of
+    the titles.
 
     A first cell that repeats gets the number of its row.
     """
     found: Tables = {}
-    for title, body in re.findall(r"<section><h2>(.*?)</h2>\n(.*?)</section>", page, re.S):
+    for title, body in re.findall(
+        r"<section><h2>(.*?)</h2>\n(.*?)</section>", page, re.S
+    ):
         rows = found.setdefault(unescape(title), {})
         for row in re.findall(r"<tr.*?</tr>", body, re.S):
-            name, *cells = map(unescape, re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S))
+            name, *cells = map(
+                unescape, re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S)
+            )
             rows[f"{name} {len(rows)}" if name in rows else name] = cells
     return found
 
@@ -39,4 +46,7 @@ def assert_closed(page: str) -> None:
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "connect-src" not in policy
     assert "unsafe" not in policy
-    assert re.search(r"https?:|//\w|url\(|@import|<link|<img|<iframe|\bsrc=|\bhref=", page) is None
+    assert (
+        re.search(r"https?:|//\w|url\(|@import|<link|<img|<iframe|\bsrc=|\bhref=", page)
+        is None
+    )

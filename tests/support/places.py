@@ -1,4 +1,6 @@
-"""Files of a place on any store without packstore, and moments between a job and its store."""
+"""Files of a place on any store without packstore, and moments between a job and its
+store.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ class Files:
         self._fs.invalidate_cache()
         with contextlib.suppress(FileNotFoundError):
             found = self._fs.find(self._root, detail=True).items()
-            sizes = {path[len(self._root) :].lstrip("/"): info["size"] for path, info in found}
+            sizes = {
+                path[len(self._root) :].lstrip("/"): info["size"]
+                for path, info in found
+            }
             return {name: size for name, size in sizes.items() if name}
         return {}
 
@@ -66,7 +71,9 @@ def manifest_path(version: int, name: str = "manifest") -> str:
 def edit_manifest(
     url: str | Path, change: Callable[[Any], object], path: str = manifest_path(1)
 ) -> None:
-    """Changes a manifest; its hash goes, as whoever changes the one can change the other."""
+    """Changes a manifest; its hash goes, as whoever changes the one can change the
+    other.
+    """
     files = Files(str(url))
     value = json.loads(files.read(path))
     value.pop("sha256", None)
@@ -85,8 +92,9 @@ def at_each(
 ) -> Iterator[list[str]]:
     """Calls these with the path of each ``create_bytes``, ``put_file`` or ``remove``.
 
-    What they raise, the request raises. Yields the paths of those that were done. No store offers
-    such moments, so packstore's own method is replaced; all other tests leave it alone.
+    What they raise, the request raises. Yields the paths of those that were done. No
+    store offers such moments, so packstore's own method is replaced; all other tests
+    leave it alone.
     """
     real, done = getattr(Location, request), list[str]()
 

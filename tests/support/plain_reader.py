@@ -1,4 +1,6 @@
-"""The reader beside the format, which imports nothing of packstore: what it says is expected."""
+"""The reader beside the format, which imports nothing of packstore: what it says is
+expected.
+"""
 
 from __future__ import annotations
 

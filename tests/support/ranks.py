@@ -1,4 +1,6 @@
-"""Runs the function `on_rank` of a test file in several processes, which gloo connects."""
+"""Runs the function `on_rank` of a test file in several processes, which gloo
+connects.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,15 @@ FORKS.set_forkserver_preload(
 )
 
 
-def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300) -> list[Any]:
+def launch(
+    script: str, task: Any, size: int, folder: Path, timeout: float = 300
+) -> list[Any]:
     """Runs ``on_rank(task)`` of `script` on `size` ranks; returns the result of each.
 
     If the first of them is killed, so are the others, and there are no results.
     """
-    # A store of its own: ranks that leave early do not remove theirs, and who meets there what
-    # earlier ranks left waits for ever.
+    # A store of its own: ranks that leave early do not remove theirs, and who meets
+    # there what earlier ranks left waits for ever.
     folder = Path(tempfile.mkdtemp(dir=folder))
     torch.save(task, folder / "task.pt")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -57,12 +61,18 @@ def launch(script: str, task: Any, size: int, folder: Path, timeout: float = 300
             rank.kill()
     if killed:
         return []
-    said = [(folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(size)]
+    said = [
+        (folder / f"{rank}.txt").read_text(encoding="utf-8") for rank in range(size)
+    ]
     assert not any(rank.exitcode for rank in ranks), "\n".join(said)
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)]
+    return [
+        torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(size)
+    ]
 
 
-def main(script: str, folder: Path, size: int, rank: int, environment: dict[str, str]) -> None:
+def main(
+    script: str, folder: Path, size: int, rank: int, environment: dict[str, str]
+) -> None:
     """One of the processes."""
     with (folder / f"{rank}.txt").open("wb") as errors:
         os.dup2(errors.fileno(), sys.stderr.fileno())
@@ -70,7 +80,11 @@ def main(script: str, folder: Path, size: int, rank: int, environment: dict[str,
     os.environ.update(environment)
     # As a launcher tells Accelerate; gloo is connected already.
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "ACCELERATE_USE_CPU": "1"}
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "0",
+        "ACCELERATE_USE_CPU": "1",
+    }
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)

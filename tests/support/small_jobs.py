@@ -1,4 +1,6 @@
-"""Ingredients of small jobs: records, a file of them, settings, a tokenizer, a later time."""
+"""Ingredients of small jobs: records, a file of them, settings, a tokenizer, a later
+time.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,19 @@ CLOCK = time.time
 def pairs(n: int, first: int = 0) -> list[dict[str, list[int]]]:
     """Records of token ids, which need no tokenizer."""
     return [
-        {"prompt": [5, 6, 7], "chosen": [8, 10 + i, 11 + i], "rejected": [9] * (1 + i % 7)}
+        {
+            "prompt": [5, 6, 7],
+            "chosen": [8, 10 + i, 11 + i],
+            "rejected": [9] * (1 + i % 7),
+        }
         for i in range(first, first + n)
     ]
 
 
 def pack(out: str | Path, records: Any = None, **settings: Any) -> packstore.Dataset:
-    """Packs records, or the path of some, into a new place; `settings` win over SETTINGS."""
+    """Packs records, or the path of some, into a new place; `settings` win over
+    SETTINGS.
+    """
     return packstore.pack(records or pairs(60), str(out), **{**SETTINGS, **settings})
 
 
@@ -40,7 +48,9 @@ def write_jsonl(path: Path, records: Iterable[object]) -> str:
 
 
 def trained_tokenizer(texts: Iterable[str], vocab_size: int = 300) -> Tokenizer:
-    """A byte-level tokenizer that reads any text, with a handful of merges from `texts`."""
+    """A byte-level tokenizer that reads any text, with a handful of merges from
+    `texts`.
+    """
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()

@@ -1,10 +1,11 @@
-"""Tries an installed packstore, with or without extras; run by ``tests/try_release.py``.
+"""Tries an installed packstore, with or without extras; run by
+``tests/try_release.py``.
 
     python -I tests/support/smoke.py core torch     in the environment to try, in an empty folder
 
-A part packs or reads a few made-up records. ``core`` needs the core dependencies alone: it packs
-token ids and texts, reads them back, verifies them, and calls every command that reads a dataset.
-The other parts are named like the extras of ``pyproject.toml``.
+A part packs or reads a few made-up records. ``core`` needs the core dependencies alone:
+it packs token ids and texts, reads them back, verifies them, and calls every command
+that reads a dataset. The other parts are named like the extras of ``pyproject.toml``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ SIDES = tuple(enumerate(("prompt", "chosen", "rejected")))
 
 
 IDS = [
-    {side: [3 + (7 * i + 5 * n + m) % 87 for m in range(2 + (i + n) % 7)] for n, side in SIDES}
+    {
+        side: [3 + (7 * i + 5 * n + m) % 87 for m in range(2 + (i + n) % 7)]
+        for n, side in SIDES
+    }
     for i in range(PAIRS)
 ]
 
@@ -80,17 +84,24 @@ def core() -> str:
     assert sequences(dataset) == sorted(expected)
     assert dataset.verify().ok
     assert packstore.plan([3, 4, 5], pack_size=8).num_packs == 2
-    command("pack", text_file(), "texts", "--tokenizer", tokenizer(), "--pack-size", "128")
+    command(
+        "pack", text_file(), "texts", "--tokenizer", tokenizer(), "--pack-size", "128"
+    )
     assert f"{PAIRS} examples" in command("verify", "texts")
     assert "pairs.jsonl" in command("inspect", "texts")
     assert "supervised" in command("show", "texts", "--pack", "0")
     command("stats", "texts")
     command("doctor", "pairs.jsonl", "--tokenizer", "tokenizer.json")
-    assert "examples_per_step:" in command("train", "--example", "dpo")  # a file of the wheel
+    assert "examples_per_step:" in command(
+        "train", "--example", "dpo"
+    )  # a file of the wheel
     command("append", "texts", text_file("more.jsonl", PAIRS))
     assert packstore.open("texts").manifest.pairs == 2 * PAIRS
     beside = f"beside {', '.join(heavy)}" if heavy else "without torch"
-    return f"{PAIRS} pairs of ids and {PAIRS} of text packed, read back, verified, {beside}"
+    return (
+        f"{PAIRS} pairs of ids and {PAIRS} of text packed, read back, verified, "
+        f"{beside}"
+    )
 
 
 def torch() -> str:
@@ -100,7 +111,9 @@ def torch() -> str:
     import packstore.torch as pt
 
     packstore.pack(IDS, "for-torch", pack_size=64)
-    loader = pt.PackedDataLoader(pt.PackedDataset("for-torch", seed=0), packs_per_batch=2)
+    loader = pt.PackedDataLoader(
+        pt.PackedDataset("for-torch", seed=0), packs_per_batch=2
+    )
     loss_fn, pairs = pt.PreferenceLoss("dpo", beta=0.1), 0
     for batch in loader:
         logps = torch.zeros(2 * batch.num_examples, requires_grad=True)
@@ -117,7 +130,15 @@ def train() -> str:
     from tokenizers import Tokenizer
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    command("pack", text_file(), "for-train", "--tokenizer", tokenizer(), "--pack-size", "128")
+    command(
+        "pack",
+        text_file(),
+        "for-train",
+        "--tokenizer",
+        tokenizer(),
+        "--pack-size",
+        "128",
+    )
     config = LlamaConfig(
         vocab_size=300,
         hidden_size=16,
@@ -130,7 +151,9 @@ def train() -> str:
     )
     LlamaForCausalLM(config).save_pretrained("model")
     made = Tokenizer.from_file("tokenizer.json")
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained("model")
+    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>").save_pretrained(
+        "model"
+    )
     where = ("--model", "model", "--train-dataset", "for-train", "--output-dir", "run")
     command("train", *where, "--examples-per-step", "8", "--num-train-epochs", "1")
     models = ("--model", "run", "--reference-model", "model")
@@ -146,7 +169,9 @@ def sentencepiece() -> str:
     how = {"vocab_size": 60, "hard_vocab_limit": False, "minloglevel": 2}
     train = sentencepiece.SentencePieceTrainer.Train
     train(sentence_iterator=iter(lines), model_prefix="pieces", **how)
-    made = packstore.pack("pairs.jsonl", "pieces", tokenizer="pieces.model", pack_size=128)
+    made = packstore.pack(
+        "pairs.jsonl", "pieces", tokenizer="pieces.model", pack_size=128
+    )
     return f"{made.manifest.pairs} pairs packed with a SentencePiece model"
 
 
@@ -164,14 +189,18 @@ def http_() -> str:
     packstore.pack(IDS, "on-web", pack_size=64)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Ranges) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        report = packstore.open(f"http://127.0.0.1:{server.server_port}/on-web").verify()
+        report = packstore.open(
+            f"http://127.0.0.1:{server.server_port}/on-web"
+        ).verify()
         server.shutdown()
     assert report.ok, report.problems
     return "a dataset read and verified over HTTP"
 
 
 class Ranges(http.server.SimpleHTTPRequestHandler):
-    """Serves the current folder, with requests for ranges, which the base class ignores."""
+    """Serves the current folder, with requests for ranges, which the base class
+    ignores.
+    """
 
     def do_GET(self) -> None:
         found = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
@@ -190,7 +219,9 @@ class Ranges(http.server.SimpleHTTPRequestHandler):
 
 
 def filesystem(protocol: str) -> str:
-    """Finds the filesystem of an object store, which the whole suite tries on real servers."""
+    """Finds the filesystem of an object store, which the whole suite tries on real
+    servers.
+    """
     import fsspec
 
     found = fsspec.get_filesystem_class(protocol)
@@ -206,6 +237,8 @@ for extra, scheme in {"s3": "s3", "gcs": "gs", "azure": "az"}.items():
 
 if __name__ == "__main__":
     where = Path(packstore.__file__)
-    assert where.is_relative_to(sys.prefix), f"packstore is not the installed one: {where}"
+    assert where.is_relative_to(sys.prefix), (
+        f"packstore is not the installed one: {where}"
+    )
     for name in sys.argv[1:]:
         print(f"  {name}: {PARTS[name]()}", flush=True)

@@ -6,8 +6,8 @@ The fixtures `s3` (SeaweedFS), `gcs` (fake-gcs-server) and `azure` (Azurite) giv
     def test_there(s3: Store) -> None:
         packstore.pack(pairs, s3.url, tokenizer=…, storage_options=s3.options)
 
-The server starts when the first test asks for it and ends with the session. In a script,
-``with serving("s3", folder) as endpoint`` does the same.
+The server starts when the first test asks for it and ends with the session. In a
+script, ``with serving("s3", folder) as endpoint`` does the same.
 """
 
 from __future__ import annotations
@@ -28,17 +28,26 @@ from typing import Any
 import pytest
 from server_kinds import BUCKET, KINDS, Unavailable, free_ports
 
-# gcsfs asks a server for the type of its buckets over TLS, and waits a minute where there is none.
+# gcsfs asks a server for the type of its buckets over TLS, and waits a minute where
+# there is none.
 os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
 # What whoever runs the tests has set up must not matter.
 os.environ["AWS_EC2_METADATA_DISABLED"] = "true"
 os.environ["AWS_CONFIG_FILE"] = os.environ["AWS_SHARED_CREDENTIALS_FILE"] = os.devnull
-for _name in ("PROFILE", "ACCESS_KEY_ID", "SECRET_ACCESS_KEY", "SESSION_TOKEN", "ENDPOINT_URL"):
+for _name in (
+    "PROFILE",
+    "ACCESS_KEY_ID",
+    "SECRET_ACCESS_KEY",
+    "SESSION_TOKEN",
+    "ENDPOINT_URL",
+):
     os.environ.pop(f"AWS_{_name}", None)
 for _name in ("STORAGE_EMULATOR_HOST", "AZURE_STORAGE_CONNECTION_STRING"):
     os.environ.pop(_name, None)
 for _name in ("NO_PROXY", "no_proxy"):
-    os.environ[_name] = ",".join(filter(None, ("127.0.0.1,localhost", os.environ.get(_name))))
+    os.environ[_name] = ",".join(
+        filter(None, ("127.0.0.1,localhost", os.environ.get(_name)))
+    )
 
 ATTEMPTS, READY_S = 4, 60
 
@@ -47,8 +56,9 @@ ATTEMPTS, READY_S = 4, 60
 class Store:
     """A place on a real server of a kind (``s3``, ``gcs``, ``azure``).
 
-    The prefix `path` in the bucket is this test's own, if empty, the whole bucket. `endpoint`
-    (``http://127.0.0.1:port``) is that of the server, or of what stands before it.
+    The prefix `path` in the bucket is this test's own, if empty, the whole bucket.
+    `endpoint` (``http://127.0.0.1:port``) is that of the server, or of what stands
+    before it.
     """
 
     kind: str
@@ -96,7 +106,12 @@ def serving(kind: str, folder: Path) -> Iterator[str]:
                 stdout=log,
                 stderr=log,
                 # gcsfs reads no times of another zone, and real stores tell none.
-                env={**os.environ, "HOME": str(folder), "TMPDIR": str(folder), "TZ": "UTC"},
+                env={
+                    **os.environ,
+                    "HOME": str(folder),
+                    "TMPDIR": str(folder),
+                    "TZ": "UTC",
+                },
                 start_new_session=True,
                 preexec_fn=_die_with_the_tests,
             )

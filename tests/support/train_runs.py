@@ -24,8 +24,16 @@ def save_gpt2(folder: Path) -> str:
     """A GPT-2 of two layers in float64, which computes in float64 throughout."""
     torch.manual_seed(0)
     off = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    size = {"vocab_size": 50, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
-    config = GPT2Config(**size, **off, bos_token_id=None, eos_token_id=None, initializer_range=0.3)
+    size = {
+        "vocab_size": 50,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+    }
+    config = GPT2Config(
+        **size, **off, bos_token_id=None, eos_token_id=None, initializer_range=0.3
+    )
     GPT2LMHeadModel(config).double().save_pretrained(folder)
     return str(folder)
 
@@ -41,8 +49,12 @@ def shard() -> None:
 
 
 def records(output: Path, metric: str = "loss") -> list[dict[str, Any]]:
-    """The records that have this metric: those of training, or with ``eval_loss`` of evaluation."""
-    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))["log_history"]
+    """The records that have this metric: those of training, or with ``eval_loss`` of
+    evaluation.
+    """
+    history = json.loads((output / "trainer_state.json").read_text(encoding="utf-8"))[
+        "log_history"
+    ]
     return [record for record in history if metric in record]
 
 
@@ -59,7 +71,9 @@ def step_of(checkpoint: Path) -> int:
 
 
 def arguments_of(output: Path, **more: Any) -> dict[str, Any]:
-    """Settings of a Trainer on the CPU that logs every step, and what is given besides."""
+    """Settings of a Trainer on the CPU that logs every step, and what is given
+    besides.
+    """
     quiet = {"report_to": [], "use_cpu": True, "disable_tqdm": True}
     usual = {"output_dir": str(output), "learning_rate": 1e-3, "logging_steps": 1}
     return {**quiet, **usual, **more}

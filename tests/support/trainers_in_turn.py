@@ -23,15 +23,23 @@ SHORT = {
 
 
 def packed_trainer(
-    model: Any, data: SimpleNamespace, bf16: bool = False, evaluated: bool = True, **more: Any
+    model: Any,
+    data: SimpleNamespace,
+    bf16: bool = False,
+    evaluated: bool = True,
+    **more: Any,
 ) -> Any:
     """Return a PackedTrainer of two steps."""
     arguments = TrainingArguments(data.output, bf16=bf16, **SHORT)
     held = data.held if evaluated else None
-    return PackedTrainer(model, arguments, data.train, held, examples_per_step=8, **more)
+    return PackedTrainer(
+        model, arguments, data.train, held, examples_per_step=8, **more
+    )
 
 
-def packed_dpo(model: Any, data: SimpleNamespace, checkpointing: bool = False, **more: Any) -> Any:
+def packed_dpo(
+    model: Any, data: SimpleNamespace, checkpointing: bool = False, **more: Any
+) -> Any:
     """Return a PackedDPOTrainer of two steps, with the stored model as reference."""
     trl = pytest.importorskip("trl", reason="TRL's own trainer")
     from packstore.torch import PackedDPOTrainer
@@ -61,4 +69,6 @@ def word_tokenizer() -> Any:
 
     words = {f"w{i}": i for i in range(49)} | {"</s>": 49}
     fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="</s>", pad_token="</s>"
+    )

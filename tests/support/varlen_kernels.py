@@ -1,6 +1,8 @@
-"""Plain versions of the two operators under torch's ``varlen_attn``, which only a GPU has.
+"""Plain versions of the two operators under torch's ``varlen_attn``, which only a GPU
+has.
 
-As flash attention does it: the backward pass has the output and its log-sum-exp, not the weights.
+As flash attention does it: the backward pass has the output and its log-sum-exp, not
+    the weights.
 """
 
 from __future__ import annotations
@@ -21,10 +23,14 @@ def scores_of(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tens
         hidden |= behind > left
     if right >= 0:
         hidden |= -behind > right
-    return (torch.einsum("qnh,knh->nqk", q, k) * scale).masked_fill(hidden, float("-inf"))
+    return (torch.einsum("qnh,knh->nqk", q, k) * scale).masked_fill(
+        hidden, float("-inf")
+    )
 
 
-def check(q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor, int, int]) -> None:
+def check(
+    q: Tensor, k: Tensor, v: Tensor, offsets: tuple[Tensor, Tensor, int, int]
+) -> None:
     """Refuses what the kernels refuse or would read wrongly."""
     for cu, longest, rows in zip(offsets[:2], offsets[2:], (q, k), strict=True):
         assert cu.dtype == torch.int32
@@ -49,7 +55,9 @@ def forward(
     for rows, keys in segments(cu_q, cu_k):
         scores = scores_of(q[rows], k[keys], scale, left, right)
         one_v = v[keys].repeat_interleave(q.shape[1] // v.shape[1], 1)
-        output[rows] = torch.einsum("nqk,knh->qnh", scores.softmax(-1), one_v).nan_to_num()
+        output[rows] = torch.einsum(
+            "nqk,knh->qnh", scores.softmax(-1), one_v
+        ).nan_to_num()
         lse[:, rows] = scores.logsumexp(-1)
     return output, lse, q.new_zeros(2), q.new_zeros(0), q.new_zeros(0)
 
@@ -84,7 +92,10 @@ def segments(cu_q: Tensor, cu_k: Tensor) -> Iterator[tuple[slice, slice]]:
     """Queries and keys of each segment that has queries."""
     for i in range(len(cu_q) - 1):
         if cu_q[i + 1] > cu_q[i]:
-            yield slice(int(cu_q[i]), int(cu_q[i + 1])), slice(int(cu_k[i]), int(cu_k[i + 1]))
+            yield (
+                slice(int(cu_q[i]), int(cu_q[i + 1])),
+                slice(int(cu_k[i]), int(cu_k[i + 1])),
+            )
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""What becomes of records: packs them, and gives their sequences, events and refusals."""
+"""What becomes of records: packs them, and gives their sequences, events and
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,20 @@ FILES = {
 TEMPLATE = (
     "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}"
     "{% for m in messages %}[{{ m.role[0] }}]"
-    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or '' }}"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content or "
+    "'' }}"
     "{% for c in m.tool_calls or [] %}{% set a = c.function.arguments %}"
     "!{{ c.function.name }}{{ a if a is string else a | tojson }}{% endfor %}"
     "<e>{% endfor %}{% if add_generation_prompt %}[a]{% endif %}"
 )
-"""A chat template that shows roles by their first letter, reasoning, tools and calls."""
+"""A chat template that shows roles by their first letter, reasoning, tools and calls.
+"""
 
 
 class Source(NamedTuple):
-    """A tokenizer as ``packstore.pack`` takes it, its template, and the object of its library."""
+    """A tokenizer as ``packstore.pack`` takes it, its template, and the object of its
+    library.
+    """
 
     file: Any
     template: str | None
@@ -64,7 +70,9 @@ class Packed:
         noted: number of records by event.
     """
 
-    def __init__(self, dataset: Any, rejects: list[dict[str, str]], source: Source) -> None:
+    def __init__(
+        self, dataset: Any, rejects: list[dict[str, str]], source: Source
+    ) -> None:
         self.dataset, self.rejects, self._source = dataset, rejects, source
         self.dropped = Counter(reject["reason"] for reject in rejects)
         self.noted = dict(dataset.manifest.records.noted) if dataset else {}
@@ -76,8 +84,12 @@ class Packed:
             return {}
         frame = packstore.scan(self.dataset, tokens=True).collect().sort("example_id")
         return {
-            number: [(a, [i != -100 for i in b]) for a, b in zip(ids, labels, strict=True)]
-            for number, ids, labels in frame["example_id", "input_ids", "labels"].iter_rows()
+            number: [
+                (a, [i != -100 for i in b]) for a, b in zip(ids, labels, strict=True)
+            ]
+            for number, ids, labels in frame[
+                "example_id", "input_ids", "labels"
+            ].iter_rows()
         }
 
     @property
@@ -95,7 +107,9 @@ class Packed:
         texts = []
         for row in self.sequences:
             text = ""
-            for learned, run in itertools.groupby(zip(*row, strict=True), lambda pair: pair[1]):
+            for learned, run in itertools.groupby(
+                zip(*row, strict=True), lambda pair: pair[1]
+            ):
                 part = self.decode([i for i, _ in run])
                 text += f"«{part}»" if learned else part
             texts.append(text)
@@ -126,7 +140,11 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
     rejects = tmp_path_factory.mktemp("rejects") / "rejects.jsonl"
 
     def go(tokenizer: Any, *records: object, **settings: Any) -> Packed:
-        source = tokenizer if isinstance(tokenizer, Source) else Source(tokenizer, None, tokenizer)
+        source = (
+            tokenizer
+            if isinstance(tokenizer, Source)
+            else Source(tokenizer, None, tokenizer)
+        )
         file, template, _ = source
         usual = {"pack_size": 65536, "chat_template": template, "max_drop_rate": 1}
         settings = {**usual, "num_workers": 0, "rejects": str(rejects), **settings}
@@ -134,15 +152,21 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Packed]:
         with contextlib.suppress(DropRateError):
             dataset = packstore.pack([*records], out, file, **settings)
         return Packed(
-            dataset, [*map(json.loads, rejects.read_text(encoding="utf-8").splitlines())], source
+            dataset,
+            [*map(json.loads, rejects.read_text(encoding="utf-8").splitlines())],
+            source,
         )
 
     return go
 
 
 @pytest.fixture(scope="session")
-def tokenizer(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Source]:
-    """A real tokenizer by its short name; ``few_merges`` is Qwen3's, which loads fast."""
+def tokenizer(
+    shared_data: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Source]:
+    """A real tokenizer by its short name; ``few_merges`` is Qwen3's, which
+    loads fast.
+    """
 
     @functools.cache
     def load(name: str, chat_template: str | None = None) -> Source:
@@ -154,7 +178,11 @@ def tokenizer(shared_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Ca
             library: Any = sentencepiece.SentencePieceProcessor(model_file=str(path))
         else:
             library = tokenizers.Tokenizer.from_file(str(path))
-        return Source(path.parent if template is None else path, chat_template or template, library)
+        return Source(
+            path.parent if template is None else path,
+            chat_template or template,
+            library,
+        )
 
     return load
 
@@ -173,8 +201,12 @@ def records(shared_data: Path) -> Callable[[str], list[dict[str, Any]]]:
 
 
 def with_few_merges(path: Path, folder: Path) -> Path:
-    """A copy of a byte-level tokenizer and the files beside it, with its first merges alone."""
-    shutil.copytree(path.parent, folder, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    """A copy of a byte-level tokenizer and the files beside it, with its first merges
+    alone.
+    """
+    shutil.copytree(
+        path.parent, folder, dirs_exist_ok=True, copy_function=shutil.copyfile
+    )
     stored = json.loads(path.read_text(encoding="utf-8"))
     model, size = stored["model"], len(BYTES) + 1000
     model["merges"] = model["merges"][: size - len(BYTES)]
@@ -190,18 +222,30 @@ BYTES = tokenizers.pre_tokenizers.ByteLevel.alphabet()
 
 @pytest.fixture(scope="session")
 def byte_level() -> Callable[..., Source]:
-    """Makes a byte-level tokenizer with the merges given; each character one token otherwise."""
+    """Makes a byte-level tokenizer with the merges given; each character one token
+    otherwise.
+    """
 
-    def make(merges=(), special=("<s>", "</s>", "<e>"), template=None, bos=False, **token_options):
+    def make(
+        merges=(),
+        special=("<s>", "</s>", "<e>"),
+        template=None,
+        bos=False,
+        **token_options,
+    ):
         vocab = {c: i for i, c in enumerate(sorted(BYTES))}
         for a, b in merges:
             vocab[a + b] = len(vocab)
-        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=list(merges)))
+        made = tokenizers.Tokenizer(
+            tokenizers.models.BPE(vocab=vocab, merges=list(merges))
+        )
         made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
             add_prefix_space=False, use_regex=False
         )
         made.decoder = tokenizers.decoders.ByteLevel()
-        made.add_special_tokens([tokenizers.AddedToken(s, **token_options) for s in special])
+        made.add_special_tokens(
+            [tokenizers.AddedToken(s, **token_options) for s in special]
+        )
         if bos:
             made.post_processor = tokenizers.processors.TemplateProcessing(
                 single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))]
@@ -220,9 +264,13 @@ def rendered(shared_data: Path) -> Callable[..., str]:
         bos_token="<s>",
     )
 
-    def render(template: Any, messages: Any, tools: Any = None, prompt: bool = False) -> str:
+    def render(
+        template: Any, messages: Any, tools: Any = None, prompt: bool = False
+    ) -> str:
         return fast.apply_chat_template(
-            [{**m, "content": m["content"] or ""} for m in messages],  # null would be left out
+            [
+                {**m, "content": m["content"] or ""} for m in messages
+            ],  # null would be left out
             tools=tools,
             chat_template=template,
             tokenize=False,

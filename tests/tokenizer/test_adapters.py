@@ -1,4 +1,6 @@
-"""A function of the user reads records: where it may come from, and what it may return."""
+"""A function of the user reads records: where it may come from, and what it may
+return.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def read_chat(record):
     return Chat(messages=[{"role": "user", "content": record["task"]},
                           {"role": "assistant", "content": record["left"]}])
 '''
-RECORDS = [{"task": f"T{i}", "left": "x" * (1 + i % 3), "right": "yy"} for i in range(6)]
+RECORDS = [
+    {"task": f"T{i}", "left": "x" * (1 + i % 3), "right": "yy"} for i in range(6)
+]
 """Two of them are ties of lengths, which are no ties of drafts."""
 
 
@@ -79,13 +83,22 @@ def fixture_of_conftest(request: pytest.FixtureRequest) -> Any:
     return request.getfixturevalue("pack")
 
 
-def pack(folder: Path, adapter: Any, out: str = "out", **settings: Any) -> packstore.Dataset:
+def pack(
+    folder: Path, adapter: Any, out: str = "out", **settings: Any
+) -> packstore.Dataset:
     settings = {"pack_size": 64, "num_workers": 0, **settings}
-    return packstore.pack("in.jsonl", str(folder / out), "t.json", adapter=adapter, **settings)
+    return packstore.pack(
+        "in.jsonl", str(folder / out), "t.json", adapter=adapter, **settings
+    )
 
 
 def ids_of(dataset: packstore.Dataset) -> list[Any]:
-    return packstore.scan(dataset, tokens=True).collect().sort("example_id")["input_ids"].to_list()
+    return (
+        packstore.scan(dataset, tokens=True)
+        .collect()
+        .sort("example_id")["input_ids"]
+        .to_list()
+    )
 
 
 def imported() -> Callable[..., Any]:
@@ -126,7 +139,9 @@ def test_a_lambda_reads_chats_in_one_process_and_says_so(num_workers, folder, ca
     turns = [{"role": "user", "content": "T"}]
     dataset = pack(
         folder,
-        lambda record: Chat(messages=[*turns, {"role": "assistant", "content": record["left"]}]),
+        lambda record: Chat(
+            messages=[*turns, {"role": "assistant", "content": record["left"]}]
+        ),
         chat_template=TEMPLATE,
         num_workers=num_workers,
         out=f"out-{num_workers}",
@@ -150,10 +165,14 @@ def test_on_the_command_line(how, folder):
 
 def test_what_is_announced(folder, caplog):
     caplog.set_level("INFO", "packstore")
-    (folder / "in.jsonl").write_text(json.dumps({**RECORDS[0], "note": "n"}), encoding="utf-8")
+    (folder / "in.jsonl").write_text(
+        json.dumps({**RECORDS[0], "note": "n"}), encoding="utf-8"
+    )
     pack(folder, "house_forms:read_pair")
     (text,) = [text for text in caplog.messages if text.startswith("reading records")]
-    assert all(name in text for name in ("house_forms:read_pair", "task", "left", "right"))
+    assert all(
+        name in text for name in ("house_forms:read_pair", "task", "left", "right")
+    )
     assert "note = " in text
 
 
@@ -172,7 +191,10 @@ def test_texts_are_turns_by_default_if_there_is_a_template(
     result, expected, byte_level, pack_records
 ):
     tokenizer = byte_level(template=TEMPLATE)
-    assert pack_records(tokenizer, {"x": 1}, adapter=lambda record: result).marked == expected
+    assert (
+        pack_records(tokenizer, {"x": 1}, adapter=lambda record: result).marked
+        == expected
+    )
     if not isinstance(result, Chat):
         as_text = pack_records(byte_level(), {"x": 1}, adapter=lambda record: result)
         assert as_text.marked[0] in ("p«c</s>»", "p«a</s>»")
@@ -183,11 +205,17 @@ def test_texts_are_turns_by_default_if_there_is_a_template(
     [
         (Chat(input_ids=[80, 81], labels=[-100, 81]), [([80, 81], [False, True])]),
         (Chat(input_ids=[80, 81], mask=[0, 1]), [([80, 81], [False, True])]),
-        (Pair([80], [81], [82]), [([80, 81], [False, True]), ([80, 82], [False, True])]),
+        (
+            Pair([80], [81], [82]),
+            [([80, 81], [False, True]), ([80, 82], [False, True])],
+        ),
     ],
 )
 def test_a_function_may_return_token_ids(result, expected, pack_records):
-    assert pack_records(None, {"x": 1}, adapter=lambda record: result).sequences == expected
+    assert (
+        pack_records(None, {"x": 1}, adapter=lambda record: result).sequences
+        == expected
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -198,7 +226,9 @@ def test_an_exception_names_the_function_and_the_record(num_workers, folder):
         assert "no third" in str(caught.value)
 
 
-@pytest.mark.parametrize("result", [None, {"prompt": "p"}, "text", ("p", "c"), Drop("no_reason")])
+@pytest.mark.parametrize(
+    "result", [None, {"prompt": "p"}, "text", ("p", "c"), Drop("no_reason")]
+)
 def test_anything_else_that_is_returned_stops(result, folder):
     with pytest.raises(RecordError, match=r"in\.jsonl, line 1") as caught:
         pack(folder, lambda record: result)
@@ -214,7 +244,9 @@ def test_records_that_are_left_out_are_counted_under_their_reason(folder):
     rejects = folder / "rejects.jsonl"
     dataset = pack(folder, read, rejects=str(rejects))
     assert dataset.manifest.records.dropped == {"tie": 2}
-    lines = [json.loads(line) for line in rejects.read_text(encoding="utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in rejects.read_text(encoding="utf-8").splitlines()
+    ]
     assert [line["detail"] for line in lines] == ["of equal length"] * 2
 
 
@@ -237,7 +269,9 @@ def test_an_adapter_has_judged_its_answers(byte_level):
     def go(**more: Any) -> packstore.Dataset:
         records = [{"q": "Q", "answer_a": "x", "answer_b": "y", **more}]
         out = f"memory://{len(more)}-{sorted(more)}"
-        return packstore.pack(records, out, byte_level().file, adapter=read, pack_size=64)
+        return packstore.pack(
+            records, out, byte_level().file, adapter=read, pack_size=64
+        )
 
     assert go(score=0.5, label="bad", winner=2).manifest.kind == "sft"
     with pytest.raises(RecordError, match="history"):
@@ -263,7 +297,8 @@ def test_an_ignored_column_is_not_shown_to_the_function(folder):
 
 
 @pytest.mark.parametrize(
-    "adapter", ["house_forms:absent", "house_forms", "nowhere:f", "none.py:f", ":f", "a:", 3]
+    "adapter",
+    ["house_forms:absent", "house_forms", "nowhere:f", "none.py:f", ":f", "a:", 3],
 )
 def test_a_function_that_there_is_not(adapter, folder):
     with pytest.raises(ConfigError, match="adapter"):
@@ -284,21 +319,29 @@ def test_the_manifest_has_the_name_and_the_hash_of_the_file(folder):
         pack(folder, "house_forms.py:read_chat", chat_template=TEMPLATE)
 
 
-@pytest.mark.parametrize("adapter", ["house_forms.py:read_pair", "house_forms:read_pair"])
+@pytest.mark.parametrize(
+    "adapter", ["house_forms.py:read_pair", "house_forms:read_pair"]
+)
 def test_append_reads_by_the_same_function_and_checks_it(adapter, folder):
     pack(folder, adapter)
     more = folder / "more.jsonl"
     more.write_text(json.dumps({**RECORDS[0], "task": "U"}), encoding="utf-8")
-    with pytest.raises(ConfigError, match="house_forms"):  # a forged manifest may name any
+    with pytest.raises(
+        ConfigError, match="house_forms"
+    ):  # a forged manifest may name any
         packstore.append("out", str(more))
     appended = packstore.append("out", str(more), adapter=adapter)
     assert appended.manifest.records.packed == 7
 
     def run(*arguments: str) -> str:
-        """Run a process that has not loaded the file yet; return what it says if it fails."""
+        """Run a process that has not loaded the file yet; return what it says if it
+        fails.
+        """
         path = f"{folder}:{Path(packstore.__file__).parents[1]}"
         flags = ("--adapter", adapter, "--tokenizer", "t.json")
-        done = run_python("-m", "packstore", *arguments, *flags, env={"PYTHONPATH": path})
+        done = run_python(
+            "-m", "packstore", *arguments, *flags, env={"PYTHONPATH": path}
+        )
         return done.stderr if done.returncode else ""
 
     more.write_text(json.dumps({**RECORDS[0], "task": "V"}), encoding="utf-8")
@@ -329,19 +372,26 @@ def test_append_by_a_function_without_a_name_needs_it_again(folder):
     more.write_text(json.dumps({**RECORDS[0], "task": "U"}), encoding="utf-8")
     with pytest.raises(ConfigError, match="adapter"):
         packstore.append("out", str(more))
-    assert packstore.append("out", str(more), adapter=function).manifest.records.packed == 7
+    assert (
+        packstore.append("out", str(more), adapter=function).manifest.records.packed
+        == 7
+    )
 
 
 # Reports
 
 
-@pytest.mark.parametrize("adapter", [read_pair, "house_forms:read_pair", lambda r: read_pair(r)])
+@pytest.mark.parametrize(
+    "adapter", [read_pair, "house_forms:read_pair", lambda r: read_pair(r)]
+)
 def test_reports_read_by_it_as_pack_does(adapter, folder):
     found = doctor("in.jsonl", "t.json", adapter=adapter)
     assert (found.kind, found.records, found.tally.kept) == ("preference", 6, 6)
     projected = estimate("in.jsonl", "t.json", adapter=adapter)
     assert projected.tally.kept == 6
-    report, findings = dry_run("in.jsonl", str(folder / "new"), "t.json", adapter=adapter)
+    report, findings = dry_run(
+        "in.jsonl", str(folder / "new"), "t.json", adapter=adapter
+    )
     assert report.tally.kept == 6
     assert all(finding.ok for finding in findings)
 

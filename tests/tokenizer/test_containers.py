@@ -1,4 +1,6 @@
-"""The same records from any container give the same ids: nulls of tables, JSON at any depth."""
+"""The same records from any container give the same ids: nulls of tables, JSON at any
+depth.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ def typed(depth: int) -> st.SearchStrategy[dict[str, Any]]:
         "flags": st.lists(st.booleans(), max_size=2),
     }
     if depth:
-        members |= {"object": typed(depth - 1), "objects": st.lists(typed(depth - 1), max_size=2)}
+        members |= {
+            "object": typed(depth - 1),
+            "objects": st.lists(typed(depth - 1), max_size=2),
+        }
     return st.fixed_dictionaries({"name": TEXTS}, optional=members)
 
 
@@ -67,13 +72,17 @@ def records(members: st.SearchStrategy[Any]) -> st.SearchStrategy[list[dict[str,
             "tools": tools,
         }
 
-    chats = st.builds(record, st.lists(tool, min_size=1, max_size=3), made, st.just("A"))
+    chats = st.builds(
+        record, st.lists(tool, min_size=1, max_size=3), made, st.just("A")
+    )
     return st.lists(chats, min_size=1, max_size=4)
 
 
 def frames(table: Any, folder: Path) -> dict[str, Any]:
     """The same table as files, and as every kind of frame."""
-    parquet, arrow, stream = (str(folder / name) for name in ("p.parquet", "f.arrow", "s.arrow"))
+    parquet, arrow, stream = (
+        str(folder / name) for name in ("p.parquet", "f.arrow", "s.arrow")
+    )
     pq.write_table(table, parquet)
     with pa.ipc.new_file(arrow, table.schema) as file:
         file.write_table(table)
@@ -94,13 +103,20 @@ def frames(table: Any, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def ids(pack, byte_level):
-    """Packs a container with a template that prints all that it gets; gives the sequences."""
+    """Packs a container with a template that prints all that it gets; gives the
+    sequences.
+    """
     source = byte_level(template=TEMPLATE)
 
     def run(container: Any) -> list[Any]:
         out, tokenizer = f"memory://{os.urandom(8).hex()}", source.file
         dataset = packstore.pack(
-            container, out, tokenizer, chat_template=TEMPLATE, pack_size=65536, num_workers=0
+            container,
+            out,
+            tokenizer,
+            chat_template=TEMPLATE,
+            pack_size=65536,
+            num_workers=0,
         )
         frame = packstore.scan(dataset, tokens=True).collect().sort("example_id")
         return [*frame.select("example_id", "input_ids", "labels").iter_rows()]
@@ -147,7 +163,9 @@ def test_json_in_tables_is_read_at_any_depth(chats, depth, ids, tmp_path_factory
 
 
 def test_class_labels_are_their_names(byte_level, tmp_path):
-    """Their numbers may be of any order; -1 is none. Polars keeps no names: they are given back."""
+    """Their numbers may be of any order; -1 is none. Polars keeps no names: they are
+    given back.
+    """
     text = datasets.Value("string")
     label = datasets.ClassLabel(names=["chosen", "rejected"])
     columns = {"prompt": ["Q"] * 3, "completion": ["x", "y", "z"], "label": [0, 1, -1]}
@@ -155,15 +173,23 @@ def test_class_labels_are_their_names(byte_level, tmp_path):
     dataset = datasets.Dataset.from_dict(columns, features=typed)
     table = dataset.with_format("arrow")[:]
     dataset.save_to_disk(tmp_path / "saved")
-    held = {n: c for n, c in frames(table, tmp_path).items() if n in ("parquet", "stream", "table")}
+    held = {
+        n: c
+        for n, c in frames(table, tmp_path).items()
+        if n in ("parquet", "stream", "table")
+    }
     named = pl.col("label").replace_strict(dict(enumerate(label.names)), default=None)
     held["named"] = pl.from_arrow(table).with_columns(named)
     for container in (*held.values(), str(tmp_path / "saved"), dataset):
         out = f"memory://{os.urandom(8).hex()}"
         how = {"on": {"missing_field": "drop"}, "max_drop_rate": 1, "num_workers": 0}
-        how["fields"] = {"score": "label"}  # else a record without a label is of another kind
+        how["fields"] = {
+            "score": "label"
+        }  # else a record without a label is of another kind
         packed = packstore.pack(container, out, byte_level().file, pack_size=256, **how)
-        rewards = packstore.scan(packed).collect().sort("example_id")["rewards"].to_list()
+        rewards = (
+            packstore.scan(packed).collect().sort("example_id")["rewards"].to_list()
+        )
         assert rewards == [[1], [0]]
         assert packed.manifest.records.dropped == {"missing_field": 1}
 
@@ -197,7 +223,9 @@ for n, given in enumerate((frame, frame.lazy(), pa.table(frame), sys.argv[1])):
 @pytest.mark.parametrize("perturb", ["0", "90", "165"])
 def test_no_memory_is_read_that_is_not_the_data_s(perturb, byte_level, tmp_path):
     """Freed and fresh memory is filled with a byte: what reads it gives other ids."""
-    question, answer = ({"role": role, "content": "Q"} for role in ("user", "assistant"))
+    question, answer = (
+        {"role": role, "content": "Q"} for role in ("user", "assistant")
+    )
     tools = [
         {"type": "function", "function": {"name": "f", "parameters": {"a" * i: i}}}
         for i in range(40)
@@ -213,8 +241,20 @@ def test_no_memory_is_read_that_is_not_the_data_s(perturb, byte_level, tmp_path)
     )
     expected = packstore.scan(out, tokens=True).collect()["input_ids"].to_list()
     result = subprocess.run(
-        [sys.executable, "-c", SCRIPT, path, str(tmp_path / "out"), str(tokenizer), TEMPLATE],
-        env={**os.environ, "MALLOC_PERTURB_": perturb, "ARROW_DEFAULT_MEMORY_POOL": "system"},
+        [
+            sys.executable,
+            "-c",
+            SCRIPT,
+            path,
+            str(tmp_path / "out"),
+            str(tokenizer),
+            TEMPLATE,
+        ],
+        env={
+            **os.environ,
+            "MALLOC_PERTURB_": perturb,
+            "ARROW_DEFAULT_MEMORY_POOL": "system",
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,6 @@
-"""Sides are compared as they are stored, and words that a template leaves out are counted."""
+"""Sides are compared as they are stored, and words that a template leaves out are
+counted.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,11 @@ def said(content, **more):
 
 
 def pair(chosen, rejected):
-    return {"prompt": [QUESTION], "chosen": [said(chosen)], "rejected": [said(rejected)]}
+    return {
+        "prompt": [QUESTION],
+        "chosen": [said(chosen)],
+        "rejected": [said(rejected)],
+    }
 
 
 def composed(text):
@@ -48,7 +54,9 @@ def normalizing(byte_level):
 
 
 def assert_dropped(pack, tokenizer, record, **settings):
-    """The record alone is dropped, stops the job if so wished, and is packed by `keep`."""
+    """The record alone is dropped, stops the job if so wished, and is packed by
+    `keep`.
+    """
     other = {**record, "chosen": record["rejected"], "rejected": record["prompt"]}
     packed = pack(tokenizer, record, **settings)
     assert (packed.dataset, packed.dropped) == (None, {"identical_sides": 1})
@@ -85,7 +93,10 @@ def test_texts_that_the_tokenizer_makes_equal(pack, normalizing):
     chosen, rejected = composed("café"), decomposed("café")
     assert chosen != rejected
     assert_dropped(
-        pack, normalizing, {"prompt": "p", "chosen": chosen, "rejected": rejected}, as_chat=False
+        pack,
+        normalizing,
+        {"prompt": "p", "chosen": chosen, "rejected": rejected},
+        as_chat=False,
     )
     assert pack(normalizing, pair(chosen, rejected)).dropped == {"identical_sides": 1}
     bare = normalizing.library.normalizer
@@ -99,7 +110,9 @@ def test_turns_that_the_template_makes_equal(pack, byte_level):
     thoughts = pair("<think>Far north.</think>Lima", "<think>Far south.</think>Lima")
     words = pair("Lima is the capital", "Rome is the capital")
     assert pack(tokenizer, thoughts).dropped == {"identical_sides": 1}
-    assert pack(byte_level(template=LAST_WORDS), words).dropped == {"identical_sides": 1}
+    assert pack(byte_level(template=LAST_WORDS), words).dropped == {
+        "identical_sides": 1
+    }
     packed = pack(byte_level(template=WHOLE), thoughts, words)
     assert (len(packed.examples), packed.noted) == (2, {})
 
@@ -114,7 +127,11 @@ def test_scored_answers_are_compared_as_ids(pack, normalizing):
 
 
 LEFT_OUT = {
-    "thoughts": (ONLY_ANSWERS, "<think>Far north.</think>Lima", {"reasoning_unrendered"}),
+    "thoughts": (
+        ONLY_ANSWERS,
+        "<think>Far north.</think>Lima",
+        {"reasoning_unrendered"},
+    ),
     "thoughts that the prompt opened": (
         ONLY_ANSWERS,
         "Far north.</think>Lima",
@@ -173,11 +190,18 @@ def test_a_warning_names_words_that_are_left_out(pack, byte_level, caplog):
 
 
 def test_what_qwen_leaves_out(pack, tokenizer):
-    """Its template drops all before the last </think>, and the thoughts of earlier turns."""
+    """Its template drops all before the last </think>, and the thoughts of earlier
+    turns.
+    """
     qwen = tokenizer("few_merges")
     between = "<think>a</think>\nFirst.\n<think>b</think>\nLima"
     earlier = [QUESTION, said("<think>Far north.</think>Lima"), QUESTION, said("Lima")]
-    thinking = [QUESTION, said("Lima", reasoning_content="Far north."), QUESTION, said("Lima")]
+    thinking = [
+        QUESTION,
+        said("Lima", reasoning_content="Far north."),
+        QUESTION,
+        said("Lima"),
+    ]
     for messages, expected in (
         ([QUESTION, said(between)], {"reasoning_unrendered", "text_unrendered"}),
         (earlier, {"reasoning_unrendered"}),

@@ -1,8 +1,9 @@
 """Forms: every example has exactly its form, and becomes what stands beside it.
 
-A line of ``forms/*.jsonl`` holds the name of a form and an example, a record. ``shows``: its
-sequences in the template below, with learned text in «»; ``rewards``: their rewards; ``drops``: the
-reason why it is left out instead. An example of a form that cannot be read has none of these.
+A line of ``forms/*.jsonl`` holds the name of a form and an example, a record.
+``shows``: its sequences in the template below, with learned text in «»; ``rewards``:
+their rewards; ``drops``: the reason why it is left out instead. An example of a form
+that cannot be read has none of these.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ FAMILIES = sorted((Path(__file__).parent / "forms").glob("*.jsonl"))
 
 
 def read_lines(family: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in family.read_text(encoding="utf-8").splitlines()]
+    return [
+        json.loads(line) for line in family.read_text(encoding="utf-8").splitlines()
+    ]
 
 
 LINES = [
@@ -41,7 +44,9 @@ def test_an_example_has_exactly_its_form(line: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_an_example_becomes_what_it_shows(line: dict[str, Any], pack, byte_level) -> None:
+def test_an_example_becomes_what_it_shows(
+    line: dict[str, Any], pack, byte_level
+) -> None:
     tokenizer = byte_level(template=TEMPLATE)
     form = load()[line["form"]]
     if form.refusal:
@@ -61,7 +66,11 @@ def test_an_example_becomes_what_it_shows(line: dict[str, Any], pack, byte_level
 
 
 def test_every_structure_has_an_example() -> None:
-    shown = {match.structure for line in LINES for match in match_forms(line.values[0]["example"])}
+    shown = {
+        match.structure
+        for line in LINES
+        for match in match_forms(line.values[0]["example"])
+    }
     missing = [
         f"{form.name}: {', '.join(structure.required)}"
         for form in load().values()
@@ -83,7 +92,9 @@ def test_a_form_that_no_record_has_is_named(byte_level, pack) -> None:
         pack(byte_level(template=TEMPLATE), record, form="alpaca_eval", kind="auto")
 
 
-README = Path(packstore.__file__).parent / "tokenizer" / "records" / "forms" / "README.md"
+README = (
+    Path(packstore.__file__).parent / "tokenizer" / "records" / "forms" / "README.md"
+)
 
 
 def test_the_form_of_the_readme_reads_the_example_beside_it() -> None:

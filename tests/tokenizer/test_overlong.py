@@ -1,4 +1,6 @@
-"""Examples that are too long: what is cut fits, by the least that fits, and keeps its ends."""
+"""Examples that are too long: what is cut fits, by the least that fits, and keeps its
+ends.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ BOS, EOS = 256, 257
 
 
 def segments(sequences, layout):
-    """Lengths of an example's segments, by the definition of the layouts, token by token."""
+    """Lengths of an example's segments, by the definition of the layouts, token by
+    token.
+    """
     (first, on), *others = sequences
     lengths = [len(first)]
     for ids, other in others:
@@ -19,7 +23,9 @@ def segments(sequences, layout):
             if a != b or on_a or on_b:
                 break
             shared += 1
-        lengths.append(len(ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0))
+        lengths.append(
+            len(ids) - (max(shared - 1, 0) if layout == "shared_prefix" else 0)
+        )
     return lengths
 
 
@@ -28,7 +34,9 @@ def padded(lengths, multiple):
 
 
 def pair(draw):
-    """Whole sequences with labels: the second prompt may part from the first at some token."""
+    """Whole sequences with labels: the second prompt may part from the first at some
+    token.
+    """
     size = draw.randint(1, 30)
     prompts = [[draw.choice([0, BOS]), *range(1, size)]] * 2
     if (parts := draw.randint(0, 40)) < size:
@@ -58,7 +66,10 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
         for before in befores
     ]  # fmt: skip
     chosen = {"pack_size": size, "max_length": length, "layout": layout}
-    chosen |= {"pad_to_multiple": multiple, "on": {"identical_sides": "keep", "overlong": policy}}
+    chosen |= {
+        "pad_to_multiple": multiple,
+        "on": {"identical_sides": "keep", "overlong": policy},
+    }
     packed = pack(byte_level(bos=True), *records, **chosen)
     limit = min(length, size)
     for number, before in enumerate(befores):
@@ -82,8 +93,13 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
                 assert new[:head] == ids[:head]
             else:
                 assert new[:start] == ids[:start]
-        if not fitted and policy == "truncate_prompt":  # a token less would not have fitted
-            cuts = {len(ids) - len(new) for (ids, _), (new, _) in zip(before, after, strict=True)}
+        if (
+            not fitted and policy == "truncate_prompt"
+        ):  # a token less would not have fitted
+            cuts = {
+                len(ids) - len(new)
+                for (ids, _), (new, _) in zip(before, after, strict=True)
+            }
             assert len(cuts) == 1
             longer = [n + (i == 0 or layout == "concat") for i, n in enumerate(lengths)]
             full = max(len(ids) for ids, _ in after) == limit

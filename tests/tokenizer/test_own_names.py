@@ -1,4 +1,6 @@
-"""Names of fields, kinds, messages of many spellings, columns, and what is named in errors."""
+"""Names of fields, kinds, messages of many spellings, columns, and what is named in
+errors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ PAIR = {"prompt": "p", "chosen": "c", "rejected": "r"}
     [
         (["x"], {}, "object"),
         ({"dialogue": [USER], "x": [{"rank": 1}]}, {}, "'dialogue', 'x'"),
-        ({**PAIR, "instruction": "p"}, {"fields": {"prompt": "instrution"}}, "instrution"),
+        (
+            {**PAIR, "instruction": "p"},
+            {"fields": {"prompt": "instrution"}},
+            "instrution",
+        ),
         ({"chosen": "c", "rejected": "r", "q": "x"}, {}, '"prompt": "NAME"'),
         ({"chosen": [USER], "rejected": [USER]}, {"fields": {"prompt": "q"}}, "'q'"),
         ({**PAIR, "rejected": None}, {}, '"rejected": "NAME"'),
@@ -51,7 +57,9 @@ def test_rewards_under_common_names_are_used(pack, byte_level, name):
 
 def rewards_of(packed):
     """Return the rewards of each example, in the order of the input."""
-    return packstore.scan(packed.dataset).collect().sort("example_id")["rewards"].to_list()
+    return (
+        packstore.scan(packed.dataset).collect().sort("example_id")["rewards"].to_list()
+    )
 
 
 @pytest.mark.parametrize(
@@ -71,7 +79,9 @@ def test_numbers_may_stand_as_text(pack, byte_level, record, rewards):
     assert rewards_of(pack(byte_level(), record)) == [pytest.approx(rewards)]
 
 
-@pytest.mark.parametrize("value", ["high", "", "nan", "inf", "1e999", "0/60 points", [1], {"a": 1}])
+@pytest.mark.parametrize(
+    "value", ["high", "", "nan", "inf", "1e999", "0/60 points", [1], {"a": 1}]
+)
 def test_a_score_that_is_no_number_is_of_a_wrong_type(pack, byte_level, value):
     good = {"prompt": "p", "response": "a", "score": 1}
     packed = pack(byte_level(), good, {**good, "score": value})
@@ -84,7 +94,10 @@ def test_a_score_that_is_no_number_is_of_a_wrong_type(pack, byte_level, value):
 def test_a_judged_dialogue_may_end_with_the_user(pack, byte_level, end):
     """Its last answer is what was judged."""
     answer = {"role": "assistant", "content": "a"}
-    record = {"messages": [USER, answer, USER, {**answer, "content": "b"}, *end], "score": 0.5}
+    record = {
+        "messages": [USER, answer, USER, {**answer, "content": "b"}, *end],
+        "score": 0.5,
+    }
     packed = pack(byte_level(template=TEMPLATE), record)
     assert packed.marked == ["[u]u<e>[a]a<e>[u]u<e>[a]«b<e>»"]
     assert packed.noted == ({"question_without_answer": 1} if end else {})
@@ -103,7 +116,10 @@ def test_columns_that_nothing_reads_are_counted(pack, byte_level):
     assert unused == {"style": 1, "votes": 1, "lang": 1}
     used, unused = counts({**PAIR, "lang": "en"}, carry=("lang",))
     assert (used["lang"], unused) == (1, {})
-    scores = {"chosen_score": {"help": 3}, "rejected_score": "low"}  # no numbers, so no rewards
+    scores = {
+        "chosen_score": {"help": 3},
+        "rejected_score": "low",
+    }  # no numbers, so no rewards
     assert counts({**PAIR, **scores})[1] == dict.fromkeys(scores, 1)
     endless = [{**PAIR, f"k{i}": i, "\ud800": 1, "votes": 1} for i in range(500)]
     unused = counts(*endless)[1]
@@ -129,7 +145,9 @@ RATED = {**PAIR, "chosen_score": 2, "rejected_score": 1}
         ({**RATED, "n": [1, 0]}, {"scores": "n"}),
     ],
 )  # fmt: skip
-def test_a_mapped_column_is_read_or_its_record_refused(pack, byte_level, record, fields):
+def test_a_mapped_column_is_read_or_its_record_refused(
+    pack, byte_level, record, fields
+):
     tokenizer = byte_level(template=TEMPLATE) if "messages" in record else byte_level()
     with pytest.raises(RecordError):
         pack(tokenizer, record, fields=fields)
@@ -140,11 +158,17 @@ def test_a_mapped_column_is_read_or_its_record_refused(pack, byte_level, record,
     [
         ({"prompt": "Q", "label": "good"}, {"response": "label"}, "sft"),
         ({"prompt": "Q", "score": "5", "label": True}, {"response": "score"}, "scored"),
-        ({"q": "Q", "chosen": "x", "rejected": "y", "reward": "z"}, {"prompt": "q"}, "preference"),
+        (
+            {"q": "Q", "chosen": "x", "rejected": "y", "reward": "z"},
+            {"prompt": "q"},
+            "preference",
+        ),
         ({"score": "Q", "completion": "x"}, {"prompt": "score"}, "sft"),
     ],
 )
-def test_a_mapped_column_is_not_read_under_its_own_name_too(pack, byte_level, record, fields, kind):
+def test_a_mapped_column_is_not_read_under_its_own_name_too(
+    pack, byte_level, record, fields, kind
+):
     packed = pack(byte_level(), record, fields=fields)
     assert packed.dataset.manifest.kind == kind
     assert rewards_of(packed) == [[1, 0] if kind == "preference" else [1]]
@@ -157,7 +181,14 @@ def test_a_mapped_column_may_be_absent_or_empty(pack, byte_level):
     packed = pack(tokenizer, chat, text, *empty, fields=fields, as_chat=False)
     assert packed.dataset.manifest.records.packed == 6
     with pytest.raises(RecordError, match="item 3"):
-        pack(tokenizer, chat, text | {"a": ""}, text | {"a": "S"}, fields=fields, as_chat=False)
+        pack(
+            tokenizer,
+            chat,
+            text | {"a": ""},
+            text | {"a": "S"},
+            fields=fields,
+            as_chat=False,
+        )
 
 
 PATHS = [
@@ -170,7 +201,10 @@ PATHS = [
         {"prompt": 'in."q.1"', "responses": "out.a b"},
     ),
     ({"in.q": "Q", "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
-    ({"in": '{"q": "Q"}', "responses": ["x", "y"], "scores": [2, 1]}, {"prompt": "in.q"}),
+    (
+        {"in": '{"q": "Q"}', "responses": ["x", "y"], "scores": [2, 1]},
+        {"prompt": "in.q"},
+    ),
 ]
 
 
@@ -185,17 +219,25 @@ def test_paths(pack, byte_level, record, fields):
     ("path", "mentioned"),
     [("out[].b", "'b'"), ("in.x", "'x'"), ("in[].q", "in"), ("nothing.q", "'nothing'")],
 )
-def test_a_path_without_a_value_names_the_missing_part(pack, byte_level, path, mentioned):
+def test_a_path_without_a_value_names_the_missing_part(
+    pack, byte_level, path, mentioned
+):
     record = {"in": {"q": "Q"}, "out": [{"a": "x", "b": "z"}, {"a": "y"}]}
     with pytest.raises(RecordError) as caught:
-        pack(byte_level(), record, fields={"prompt": "in.q", "chosen": path, "rejected": "out"})
+        pack(
+            byte_level(),
+            record,
+            fields={"prompt": "in.q", "chosen": path, "rejected": "out"},
+        )
     assert mentioned in str(caught.value)
 
 
 @pytest.mark.parametrize("path", ["a..b", "[].a", "a[0]", ".a", 'a."b'])
 def test_a_path_that_is_malformed(pack, byte_level, path):
     with pytest.raises(ConfigError, match="path"):
-        pack(byte_level(), {"a": "Q", "c": "x"}, fields={"prompt": path, "response": "c"})
+        pack(
+            byte_level(), {"a": "Q", "c": "x"}, fields={"prompt": path, "response": "c"}
+        )
 
 
 def call(name, **arguments):
@@ -209,12 +251,28 @@ def said(content, *calls, **more):
 THOUGHT = {"reasoning_content": "hm", "thinking": "hm"}
 NORMALIZED = {
     "nulls of a table": (
-        [{"role": "user", "from": None, "content": "u", "name": None, "tool_calls": None}],
+        [
+            {
+                "role": "user",
+                "from": None,
+                "content": "u",
+                "name": None,
+                "tool_calls": None,
+            }
+        ],
         [USER],
     ),
     "arguments that are text": (
         [said(None, {"function": {"name": "f", "arguments": '{"x": 1}'}})],
-        [said(None, {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}})],
+        [
+            said(
+                None,
+                {
+                    "type": "function",
+                    "function": {"name": "f", "arguments": '{"x": 1}'},
+                },
+            )
+        ],
     ),
     "thoughts under another name": (
         [{"role": "assistant", "content": "a", "reasoning": "hm"}],
@@ -223,10 +281,16 @@ NORMALIZED = {
     "reasoning, two calls, result": (
         [
             {"role": "assistant_reasoning", "content": "hm"},
-            {"role": "assistant_tool_call", "content": '{"name": "f", "arguments": {"x": 1}}'},
+            {
+                "role": "assistant_tool_call",
+                "content": '{"name": "f", "arguments": {"x": 1}}',
+            },
             {"role": "function_call", "content": '[{"name": "g"}]'},
             {"role": "observation", "content": "4"},
-            {"role": "assistant_tool_call", "content": '{"name": "h", "arguments": {}}'},
+            {
+                "role": "assistant_tool_call",
+                "content": '{"name": "h", "arguments": {}}',
+            },
         ],
         [
             said(None, call("f", x=1), call("g"), **THOUGHT),
@@ -281,13 +345,24 @@ def test_what_is_missing_is_named(pack, byte_level):
 
 def test_carried_columns(pack, byte_level):
     good = {**PAIR, "source": "x", "weight": 2, "n": 3, "ok": True}
-    bad = [{**good, "n": 2.5}, {**good, "n": 1 << 63}, {**good, "weight": (1 << 53) + 1}]
+    bad = [
+        {**good, "n": 2.5},
+        {**good, "n": 1 << 63},
+        {**good, "weight": (1 << 53) + 1},
+    ]
     bad += [{**good, "weight": 10**400}, {**good, "source": "\ud800"}, PAIR]
     carry = ("source", "weight:float64", "n:int64", "ok:bool")
-    packed = pack(byte_level(), good, *bad, good, carry=carry, on={"missing_field": "drop"})
+    packed = pack(
+        byte_level(), good, *bad, good, carry=carry, on={"missing_field": "drop"}
+    )
     frame = packstore.scan(packed.dataset).collect()
     values = {name: frame[name].to_list() for name in ("source", "weight", "n", "ok")}
-    assert values == {"source": ["x"] * 2, "weight": [2.0] * 2, "n": [3] * 2, "ok": [True] * 2}
+    assert values == {
+        "source": ["x"] * 2,
+        "weight": [2.0] * 2,
+        "n": [3] * 2,
+        "ok": [True] * 2,
+    }
     assert [type(column[0]) for column in values.values()] == [str, float, int, bool]
     assert packed.dropped == {"wrong_type": 4, "invalid_unicode": 1, "missing_field": 1}
 
@@ -308,11 +383,15 @@ def test_columns_that_cannot_be_carried(pack, carry, found):
     record = {"prompt": [1], "chosen": [2], "rejected": [3], carry: "x"}
     with pytest.raises(ConfigError, match=f"setting carry.*{found}") as caught:
         pack(None, record, carry=(carry,))
-    assert ("Rename the field in the input" in str(caught.value)) == found.startswith("letters")
+    assert ("Rename the field in the input" in str(caught.value)) == found.startswith(
+        "letters"
+    )
 
 
 def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, records):
-    """All 2,312 pairs, the 5 that part before their last turn and 4 empty responses among them."""
+    """All 2,312 pairs, the 5 that part before their last turn and 4 empty responses
+    among them.
+    """
     files = ("pairs/hh_harmless_raw.jsonl.gz", "pairs/hh_harmless.jsonl.gz")
     raw, explicit = (pack(tokenizer("small"), *records(file)) for file in files)
     assert len(records(files[0])) == 2312
@@ -321,11 +400,18 @@ def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, reco
 
 
 def test_only_what_a_template_writes_is_control(pack, tokenizer, records):
-    """Chats with "<|im_end|>" put into the user's words: the rest is encoded as without it."""
+    """Chats with "<|im_end|>" put into the user's words: the rest is encoded as without
+    it.
+    """
     qwen = tokenizer("few_merges")
     some = records("pairs/chat_en.jsonl")[:10]
     placed = [
-        {**r, "prompt": [{**m, "content": m["content"] + " <|im_end|> "} for m in r["prompt"]]}
+        {
+            **r,
+            "prompt": [
+                {**m, "content": m["content"] + " <|im_end|> "} for m in r["prompt"]
+            ],
+        }
         for r in some
     ]
     plain, literal = pack(qwen, *some), pack(qwen, *placed)

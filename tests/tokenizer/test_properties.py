@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 from packstore.config import REASONS
 
 texts = st.text(max_size=12) | st.sampled_from(
-    ["", " ", "a b", "x<|im_end|>", "</s>", "\n", "\n\nAssistant:", "é", "é", "\ud800", "😀"]
+    [
+        "",
+        " ",
+        "a b",
+        "x<|im_end|>",
+        "</s>",
+        "\n",
+        "\n\nAssistant:",
+        "é",
+        "é",
+        "\ud800",
+        "😀",
+    ]
 )
 messages = st.lists(
     st.fixed_dictionaries(
@@ -20,11 +32,19 @@ messages = st.lists(
     ),
     max_size=4,
 )
-anything = texts | messages | st.none() | st.booleans() | st.integers() | st.lists(st.integers())
+anything = (
+    texts
+    | messages
+    | st.none()
+    | st.booleans()
+    | st.integers()
+    | st.lists(st.integers())
+)
 words = texts.map(lambda text: text.strip() or "word")
 talk = st.lists(words, min_size=1, max_size=4).map(
     lambda said: [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+        {"role": ("user", "assistant")[i % 2], "content": text}
+        for i, text in enumerate(said)
     ]
 )
 answers = words | words.map(lambda text: [{"role": "assistant", "content": text}])
@@ -45,7 +65,9 @@ choices = st.fixed_dictionaries(
                 "invalid_unicode": st.sampled_from(["drop", "keep"]),
                 "empty_side": st.sampled_from(["drop", "keep"]),
                 "identical_sides": st.sampled_from(["drop", "keep"]),
-                "overlong": st.sampled_from(["drop", "truncate_prompt", "truncate_response"]),
+                "overlong": st.sampled_from(
+                    ["drop", "truncate_prompt", "truncate_response"]
+                ),
             }
         ),
         "supervised_turns": st.sampled_from(["all", "last"]),
@@ -56,12 +78,18 @@ choices = st.fixed_dictionaries(
 )
 
 
-SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "mistral_model", "t5")]
+SLOW = [
+    pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "mistral_model", "t5")
+]
 
 
 @pytest.mark.parametrize("name", ["mistral", *SLOW])
 def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
-    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+    quiet = [
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+        HealthCheck.large_base_example,
+    ]
 
     @settings(max_examples=3, suppress_health_check=quiet)
     @given(st.lists(some_records, min_size=20, max_size=40), choices)
@@ -73,7 +101,9 @@ def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
         assert len(found.examples) + len(found.rejects) == len(values)
         assert set(found.dropped) <= set(REASONS)
         assert swapped.dropped.total() == found.dropped.total()
-        assert swapped.examples == {n: sides[::-1] for n, sides in found.examples.items()}
+        assert swapped.examples == {
+            n: sides[::-1] for n, sides in found.examples.items()
+        }
         if choice["on"]["identical_sides"] == "drop":
             assert all(one[0] != other[0] for one, other in found.examples.values())
         for ids, on in found.sequences:
@@ -87,4 +117,6 @@ def test_nothing_breaks_and_nothing_is_lost(pack, tokenizer, name):
 def exchanged(record):
     """The record with its sides exchanged; a side that lacks stays absent."""
     sides = {"chosen": record.get("rejected"), "rejected": record.get("chosen")}
-    return {name: value for name, value in {**record, **sides}.items() if value is not None}
+    return {
+        name: value for name, value in {**record, **sides}.items() if value is not None
+    }

@@ -1,4 +1,5 @@
-"""Records as public sets and trainers write them, in names that packstore reads: what is learned.
+"""Records as public sets and trainers write them, in names that packstore reads: what
+is learned.
 
 Structures with names of their own are forms, tried in ``test_forms.py``.
 """
@@ -15,7 +16,11 @@ from packstore.errors import RecordError
 from tests.tokenizer.conftest import TEMPLATE
 
 
-def turns(*texts: str, names: tuple[str, str] = ("role", "content"), roles=("user", "assistant")):
+def turns(
+    *texts: str,
+    names: tuple[str, str] = ("role", "content"),
+    roles=("user", "assistant"),
+):
     return [{names[0]: roles[i % 2], names[1]: text} for i, text in enumerate(texts)]
 
 
@@ -65,7 +70,12 @@ def dialogue(*messages: dict[str, Any]) -> dict[str, Any]:
 CASES: dict[str, tuple[dict[str, Any], Any]] = {
     # Preference
     "TRL, tokenized": (
-        {**PAIR, "prompt_input_ids": [1], "chosen_input_ids": [2], "rejected_input_ids": [3]},
+        {
+            **PAIR,
+            "prompt_input_ids": [1],
+            "chosen_input_ids": [2],
+            "rejected_input_ids": [3],
+        },
         TEXTS,
     ),
     "UltraFeedback, binarized": (
@@ -90,19 +100,35 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "Dolci": ({**CHATS, "preference_type": "delta_learning"}, ANSWERS),
     "Dolci, tools": (
-        dialogue(ASK, said(None, tool_calls=[ADD]), {"role": "environment", "content": "2"}, A),
+        dialogue(
+            ASK,
+            said(None, tool_calls=[ADD]),
+            {"role": "environment", "content": "2"},
+            A,
+        ),
         CALLED,
     ),
     "SmolTalk 2, instructions that the template does not read": (
-        dialogue(ASK, A) | {"chat_template_kwargs": {"custom_instructions": "Be a pirate"}},
+        dialogue(ASK, A)
+        | {"chat_template_kwargs": {"custom_instructions": "Be a pirate"}},
         ("unread_field", "custom_instructions"),
     ),
     "OpenHermes 2.5": (
-        {"conversations": sharegpt("Q", "A"), "system_prompt": "S", "skip_prompt_formatting": True},
+        {
+            "conversations": sharegpt("Q", "A"),
+            "system_prompt": "S",
+            "skip_prompt_formatting": True,
+        },
         AFTER_SYSTEM[:1],
     ),
-    "HH with another prompt": ({**TWO_OF_HH, "prompt": "\n\nHuman: X"}, ("no_common_prompt", "")),
-    "HH, explicit prompt": ({"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"}, HH_TEXTS),
+    "HH with another prompt": (
+        {**TWO_OF_HH, "prompt": "\n\nHuman: X"},
+        ("no_common_prompt", ""),
+    ),
+    "HH, explicit prompt": (
+        {"prompt": HH.rstrip(" "), "chosen": " A", "rejected": " B"},
+        HH_TEXTS,
+    ),
     "Orca, chats with a system turn": (
         {"prompt": "Q"} | {side: [system("S"), *chat] for side, chat in CHATS.items()},
         AFTER_SYSTEM,
@@ -139,7 +165,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         [f"[u]Q<e>[a]A<e>[u]R<e>[a]«{x}<e>»" for x in "ST"],
     ),
     "pairs as JSON text": (
-        {"prompt": json.dumps([ASK]), "chosen": json.dumps([A]), "rejected": json.dumps([B])},
+        {
+            "prompt": json.dumps([ASK]),
+            "chosen": json.dumps([A]),
+            "rejected": json.dumps([B]),
+        },
         ANSWERS,
     ),
     "pairs as Python's text": (
@@ -190,7 +220,11 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ("wrong_type", "list"),
     ),
     "WildChat": (
-        {"conversation": [{**turn, "toxic": False, "hashed_ip": "x"} for turn in (ASK, A)]},
+        {
+            "conversation": [
+                {**turn, "toxic": False, "hashed_ip": "x"} for turn in (ASK, A)
+            ]
+        },
         ANSWERS[:1],
     ),
     "WildChat, mapped by hand": (
@@ -209,10 +243,15 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {
             "contents": [
                 {"role": "user", "parts": [{"text": "Q"}]},
-                {"role": "model", "parts": [{"functionCall": {"name": "add", "args": {"x": 1}}}]},
+                {
+                    "role": "model",
+                    "parts": [{"functionCall": {"name": "add", "args": {"x": 1}}}],
+                },
                 {
                     "role": "user",
-                    "parts": [{"functionResponse": {"name": "add", "response": {"sum": 2}}}],
+                    "parts": [
+                        {"functionResponse": {"name": "add", "response": {"sum": 2}}}
+                    ],
                 },
                 {"role": "model", "parts": [{"text": "A"}]},
             ]
@@ -229,7 +268,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         dialogue(ASK, A, ASK) | {"label": True},
         ANSWERS[:1],
     ),
-    "KTO, thumbs": ({**ONE, "feedback": "thumbs_down"}, ("unpaired_feedback", "feedback")),
+    "KTO, thumbs": (
+        {**ONE, "feedback": "thumbs_down"},
+        ("unpaired_feedback", "feedback"),
+    ),
     "a rating of one": (
         {"prompt": "Q", "response": "A", "rating": 1},
         ("unpaired_feedback", "rating"),
@@ -258,7 +300,12 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         dialogue(
             ASK,
             said("", tool_calls=[{"id": "123456789", "function": ADD["function"]}]),
-            {"role": "tool", "name": "add", "content": "2", "tool_call_id": "123456789"},
+            {
+                "role": "tool",
+                "name": "add",
+                "content": "2",
+                "tool_call_id": "123456789",
+            },
             A,
         )
         | {"tools": json.dumps([TOOL])},
@@ -268,7 +315,10 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         {
             "conversations": [
                 {"from": "human", "value": "Q"},
-                {"from": "function_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+                {
+                    "from": "function_call",
+                    "value": '{"name": "add", "arguments": {"x": 1}}',
+                },
                 {"from": "observation", "value": "2"},
                 {"from": "gpt", "value": "A"},
             ]
@@ -306,11 +356,18 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
             said(
                 [
                     {"type": "reasoning", "value": "hm"},
-                    {"type": "tool_call", "value": '{"name": "add", "arguments": {"x": 1}}'},
+                    {
+                        "type": "tool_call",
+                        "value": '{"name": "add", "arguments": {"x": 1}}',
+                    },
                 ],
                 loss_weight=0.0,
             ),
-            {"role": "tool", "content": [{"type": "text", "value": "2"}], "loss_weight": 0.0},
+            {
+                "role": "tool",
+                "content": [{"type": "text", "value": "2"}],
+                "loss_weight": 0.0,
+            },
             said([{"type": "text", "value": "A"}], loss_weight=1.0),
         ),
         ['[u]Q<e>[a](hm)!add{"x": 1}<e>[t]2<e>[a]«A<e>»'],
@@ -333,7 +390,12 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     ),
     "NeMo's chat": (
         {"mask": "User", "system": "S"}
-        | {"conversations": [{"from": "User", "value": "Q"}, {"from": "Assistant", "value": "A"}]},
+        | {
+            "conversations": [
+                {"from": "User", "value": "Q"},
+                {"from": "Assistant", "value": "A"},
+            ]
+        },
         AFTER_SYSTEM[:1],
     ),
     "Hermes's calls in text": (
@@ -372,20 +434,28 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
         ("missing_field", "prompt"),
     ),
     "text parts": (
-        dialogue(asked([{"type": "text", "text": "Q", "image_url": None}]), said([{"text": "A"}])),
+        dialogue(
+            asked([{"type": "text", "text": "Q", "image_url": None}]),
+            said([{"text": "A"}]),
+        ),
         ANSWERS[:1],
     ),
     "OpenAI's image": (
         dialogue(
             asked(
-                [{"type": "text", "text": "Q"}, {"type": "image_url", "image_url": {"url": "x"}}]
+                [
+                    {"type": "text", "text": "Q"},
+                    {"type": "image_url", "image_url": {"url": "x"}},
+                ]
             ),
             A,
         ),
         ("wrong_type", "image_url"),
     ),
     "TRL's image": (
-        dialogue(asked([{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]), A)
+        dialogue(
+            asked([{"type": "image", "text": ""}, {"type": "text", "text": "Q"}]), A
+        )
         | {"images": ["x"]},
         ("wrong_type", "image"),
     ),

@@ -1,4 +1,6 @@
-"""How a record is read: in which order, announced with what is left, and alike in any order."""
+"""How a record is read: in which order, announced with what is left, and alike in any
+order.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ PAIR = {"prompt": "Q", "chosen": "x", "rejected": "y"}
 TEXT = {"prompt": "Q", "response": "x"}
 CHAT = {"messages": [Q, X]}
 SCORED = {"prompt": "Q", "responses": ["x", "y"], "scores": [2, 1]}
-HELPSTEER3 = {"context": [Q], "response1": "x", "response2": "y", "overall_preference": 1}
+HELPSTEER3 = {
+    "context": [Q],
+    "response1": "x",
+    "response2": "y",
+    "overall_preference": 1,
+}
 ALPACA = {"instruction": "Q", "input": "R", "output": "x"}
 AMBIGUOUS = {**ALPACA, "problem": "P", "solution": "z"}
 OF_KIND = {"preference": PAIR, "sft": TEXT, "scored": SCORED}
@@ -35,12 +42,16 @@ def tokenizer(byte_level):
 
 @pytest.fixture
 def files(tmp_path, byte_level):
-    """A folder with a tokenizer, for the command line and for jobs that are repeated."""
+    """A folder with a tokenizer, for the command line and for jobs that are
+    repeated.
+    """
     byte_level().library.save(str(tmp_path / "t.json"))
 
     def write(name: str, *records: Any) -> str:
         path = tmp_path / name
-        path.write_text("".join(json.dumps(r) + "\n" for r in records), encoding="utf-8")
+        path.write_text(
+            "".join(json.dumps(r) + "\n" for r in records), encoding="utf-8"
+        )
         return str(path)
 
     return write
@@ -55,7 +66,9 @@ def reading(packed) -> dict[str, Any]:
 
 
 def test_a_form_goes_before_own_names(pack, tokenizer):
-    """HelpSteer2 has a prompt and a response; its helpfulness says what they are worth."""
+    """HelpSteer2 has a prompt and a response; its helpfulness says what they
+    are worth.
+    """
     record = {**TEXT, "helpfulness": 3, "correctness": 1}
     packed = pack(tokenizer, record)
     assert packed.dataset.manifest.kind == "scored"
@@ -70,7 +83,9 @@ def test_own_names_go_before_nothing_else(pack, tokenizer):
 
 def test_fields_of_the_user_go_before_forms(pack, tokenizer):
     packed = pack(
-        tokenizer, {**ALPACA, "asked": "W"}, fields={"prompt": "asked", "response": "output"}
+        tokenizer,
+        {**ALPACA, "asked": "W"},
+        fields={"prompt": "asked", "response": "output"},
     )
     assert packed.marked == ["W«x</s>»"]
 
@@ -78,7 +93,9 @@ def test_fields_of_the_user_go_before_forms(pack, tokenizer):
 def test_a_null_column_counts_as_absent(pack, tokenizer):
     """Also for a form, and in NaN of tables."""
     for nothing in (None, float("nan")):
-        packed = pack(tokenizer, {**TEXT, "helpfulness": nothing}, {**TEXT, "label": nothing})
+        packed = pack(
+            tokenizer, {**TEXT, "helpfulness": nothing}, {**TEXT, "label": nothing}
+        )
         assert packed.dataset.manifest.kind == "sft"
 
 
@@ -94,7 +111,9 @@ def test_two_forms_that_fit_stop_and_are_both_named(pack, tokenizer):
     assert "alpaca" in str(caught.value)
     assert "problem_solution" in str(caught.value)
     assert pack(tokenizer, AMBIGUOUS, form="alpaca").marked == ["[u]Q\nR<e>[a]«x<e>»"]
-    assert pack(tokenizer, AMBIGUOUS, form="problem_solution").marked == ["[u]P<e>[a]«z<e>»"]
+    assert pack(tokenizer, AMBIGUOUS, form="problem_solution").marked == [
+        "[u]P<e>[a]«z<e>»"
+    ]
 
 
 def test_two_structures_of_one_form_are_told_apart_by_their_columns(pack, tokenizer):
@@ -103,11 +122,17 @@ def test_two_structures_of_one_form_are_told_apart_by_their_columns(pack, tokeni
         pack(tokenizer, both)
     for columns, question in ((["problem"], "Q"), (["answer", "question"], "P")):
         assert f"ignore={json.dumps(columns)}" in str(caught.value)
-        assert pack(tokenizer, both, ignore=columns).marked[0].startswith(f"[u]{question}<e>")
+        assert (
+            pack(tokenizer, both, ignore=columns)
+            .marked[0]
+            .startswith(f"[u]{question}<e>")
+        )
 
 
 def test_a_form_that_is_named_is_insisted_on(pack, tokenizer):
-    assert reading(pack(tokenizer, HELPSTEER3, form="helpsteer3"))["form"] == "helpsteer3"
+    assert (
+        reading(pack(tokenizer, HELPSTEER3, form="helpsteer3"))["form"] == "helpsteer3"
+    )
     with pytest.raises(RecordError, match="item 2") as caught:
         pack(tokenizer, HELPSTEER3, PAIR, form="helpsteer3")
     assert "context" in str(caught.value)
@@ -139,15 +164,23 @@ def test_the_form_is_decided_for_each_record(pack, tokenizer, caplog):
 
 
 def test_what_a_record_is_does_not_depend_on_others(pack, tokenizer):
-    """Nor on their number, nor on their order: `unique_id` has another value in each."""
+    """Nor on their number, nor on their order: `unique_id` has another value in
+    each.
+    """
     records = [
-        {"messages": [Q, {**X, "content": f"x{i}"}], "unique_id": f"u{i}", "channel": "ab"[i % 2]}
+        {
+            "messages": [Q, {**X, "content": f"x{i}"}],
+            "unique_id": f"u{i}",
+            "channel": "ab"[i % 2],
+        }
         for i in range(12)
     ]
     for number in (1, 2, 3, 8, 12):
         assert len(pack(tokenizer, *records[:number]).sequences) == number
     shuffled = random.Random(0).sample(records, len(records))
-    assert sorted(pack(tokenizer, *shuffled).marked) == sorted(pack(tokenizer, *records).marked)
+    assert sorted(pack(tokenizer, *shuffled).marked) == sorted(
+        pack(tokenizer, *records).marked
+    )
 
 
 # Kinds
@@ -163,7 +196,11 @@ def test_a_record_of_another_kind_stops_and_both_places_are_named(
     source = files("in.jsonl", *[filler] * distance, TEXT)
     with pytest.raises(RecordError) as caught:
         packstore.pack(
-            source, f"{tmp_path}/out", f"{tmp_path}/t.json", pack_size=1024, num_workers=num_workers
+            source,
+            f"{tmp_path}/out",
+            f"{tmp_path}/t.json",
+            pack_size=1024,
+            num_workers=num_workers,
         )
     assert f"in.jsonl, line {distance + 1}:" in str(caught.value)
     assert "in.jsonl, line 1 " in str(caught.value)
@@ -187,7 +224,10 @@ def test_the_kind_may_be_said(pack, tokenizer):
     assert pack(tokenizer, record).dataset.manifest.kind == "scored"
     with pytest.raises(RecordError, match="scor"):
         pack(tokenizer, record, kind="sft")
-    assert pack(tokenizer, record, kind="sft", ignore=["score"]).dataset.manifest.kind == "sft"
+    assert (
+        pack(tokenizer, record, kind="sft", ignore=["score"]).dataset.manifest.kind
+        == "sft"
+    )
     with pytest.raises(RecordError):
         pack(tokenizer, PAIR, kind="sft")
     with pytest.raises(RecordError):
@@ -208,10 +248,16 @@ BAD: dict[str, Any] = {
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("first", BAD)
-def test_the_first_record_that_stops_a_job_is_named(first, num_workers, files, tmp_path):
+def test_the_first_record_that_stops_a_job_is_named(
+    first, num_workers, files, tmp_path
+):
     """Whatever stops it: the reading, or the ids that come of it."""
     others = [record for name, record in BAD.items() if name != first]
-    settings = {"pack_size": 4096, "on": {"overlong": "error"}, "num_workers": num_workers}
+    settings = {
+        "pack_size": 4096,
+        "on": {"overlong": "error"},
+        "num_workers": num_workers,
+    }
     for good in (2, 2500):
         filler = [{**PAIR, "prompt": "Q" * 700}] * good
         source = files("in.jsonl", *filler, BAD[first], *others, *filler)
@@ -281,7 +327,12 @@ def test_the_command_line_says_it_on_stderr(flags, files, tmp_path):
 
 
 def test_the_manifest_says_how_records_are_read_without_their_text(pack, tokenizer):
-    record = {"q": "secret", "chosen": "hidden", "rejected": "covert", "note": "private"}
+    record = {
+        "q": "secret",
+        "chosen": "hidden",
+        "rejected": "covert",
+        "note": "private",
+    }
     packed = pack(tokenizer, record, fields={"prompt": "q"})
     said = reading(packed)
     assert said["fields"]["prompt"] == "q"
@@ -293,7 +344,9 @@ def test_the_manifest_says_how_records_are_read_without_their_text(pack, tokeniz
     assert set(form["fields"]) >= set(HELPSTEER3)
 
 
-def test_scores_of_a_classifier_beside_chats_say_how_to_leave_them(pack, tokenizer, caplog):
+def test_scores_of_a_classifier_beside_chats_say_how_to_leave_them(
+    pack, tokenizer, caplog
+):
     """FineTome: it becomes scored, and a line says what ignores the score."""
     caplog.set_level("INFO", "packstore")
     record = {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "x"}],
@@ -344,7 +397,13 @@ def test_a_column_that_is_ignored_is_not_read(pack, byte_level):
 
 def test_append_ignores_and_reads_as_the_dataset_was_read(files, tmp_path):
     """Without saying it again, in Python and on the command line; also its form."""
-    first = {"question": "Q", "answer": "x", "problem": "P", "solution": "z", "score": 1}
+    first = {
+        "question": "Q",
+        "answer": "x",
+        "problem": "P",
+        "solution": "z",
+        "score": 1,
+    }
     tokenizer, out = f"{tmp_path}/t.json", f"{tmp_path}/out"
     settings = {"ignore": ["score"], "form": "question_answer", "pack_size": 64}
     dataset = packstore.pack(files("a.jsonl", first), out, tokenizer, **settings)
@@ -370,7 +429,12 @@ def test_names_of_roles_are_mapped(pack, tokenizer, files, tmp_path):
     packed = pack(tokenizer, {"messages": turns}, roles=roles)
     assert packed.marked == ["[s]S<e>[u]Q<e>[a]«x<e>»"]
     with pytest.raises(RecordError, match="IT") as caught:
-        pack(tokenizer, {"messages": turns[1:]}, on={"bad_role": "error"}, roles={"USER": "user"})
+        pack(
+            tokenizer,
+            {"messages": turns[1:]},
+            on={"bad_role": "error"},
+            roles={"USER": "user"},
+        )
     assert 'roles={"IT": "assistant"}' in str(caught.value)
     source = files("in.jsonl", {"messages": turns})
     command = ["pack", source, f"{tmp_path}/out", "--tokenizer", f"{tmp_path}/t.json"]
@@ -381,7 +445,10 @@ def test_names_of_roles_are_mapped(pack, tokenizer, files, tmp_path):
 @pytest.mark.parametrize("keys", [("speaker", "text"), ("who", "words")])
 def test_turns_with_other_keys_need_an_adapter(pack, tokenizer, keys, caplog):
     """The way out is named where the job stops, and where such records are left out."""
-    turns = [dict(zip(keys, turn, strict=True)) for turn in (("user", "Q"), ("assistant", "x"))]
+    turns = [
+        dict(zip(keys, turn, strict=True))
+        for turn in (("user", "Q"), ("assistant", "x"))
+    ]
     with pytest.raises(RecordError, match="role") as caught:
         pack(tokenizer, {"messages": turns}, on={"bad_role": "error"})
     assert "adapter=" in str(caught.value)
@@ -418,7 +485,8 @@ WAYS_OUT: list[tuple[Any, dict[str, Any], str, str]] = [
     ({"q": "Q", "chosen": "x", "rejected": "y", "margin": 3, "chosen_reward": 2,
       "rejected_reward": 1}, {"fields": {"prompt": "q"}}, "--ignore margin", 'ignore=["margin"]'),
     ({"q": "Q", "chosen": "x", "rejected": "y", "chosen_reward": 2}, {"fields": {"prompt": "q"}},
-     "--field rejected_reward=NAME", 'fields={"prompt": "q", "rejected_reward": "NAME"}'),
+     "--field rejected_reward=NAME", 'fields={"prompt": "q", "rejected_reward": '
+                                     '"NAME"}'),
 ]  # fmt: skip
 """A record, settings, and what its refusal must show in the shell and in Python."""
 
@@ -430,16 +498,22 @@ WAYS_OUT: list[tuple[Any, dict[str, Any], str, str]] = [
 def test_ways_out_are_in_the_syntax_of_the_door(
     record, settings, flag, argument, num_workers, files, tmp_path, capsys
 ):
-    """Also where a worker refuses the record. A mapping in Python replaces the one before."""
+    """Also where a worker refuses the record. A mapping in Python replaces the one
+    before.
+    """
     filler = [{**PAIR, "q": "Q", "prompt": "Q" * 700}] * (2500 if num_workers else 0)
     source, out = files("in.jsonl", *filler, record), f"{tmp_path}/out"
     with pytest.raises(RecordError) as caught:
-        packstore.pack(source, out, f"{tmp_path}/t.json", num_workers=num_workers, **settings)
+        packstore.pack(
+            source, out, f"{tmp_path}/t.json", num_workers=num_workers, **settings
+        )
     assert argument in str(caught.value)
     assert "--" not in str(caught.value)
     flags = [f"--num-workers={num_workers}", "--tokenizer", f"{tmp_path}/t.json"]
     flags += [
-        part for item in settings.get("fields", {}).items() for part in ("--field", "=".join(item))
+        part
+        for item in settings.get("fields", {}).items()
+        for part in ("--field", "=".join(item))
     ]
     assert main(["pack", source, out, *flags]) == 1
     said = capsys.readouterr().err

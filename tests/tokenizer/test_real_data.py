@@ -1,4 +1,6 @@
-"""Real records against plain references: other libraries called directly, one text at a time."""
+"""Real records against plain references: other libraries called directly, one text at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ ENDS = {
 
 
 def crossed(rows, columns):
-    """All pairs; slow are those beyond the diagonals, which meet every row and every column."""
+    """All pairs; slow are those beyond the diagonals, which meet every row and every
+    column.
+    """
     quick = [
         (rows[i % len(rows)], columns[i % len(columns)])
         for i in range(max(len(rows), len(columns)))
@@ -55,17 +59,24 @@ def plain_encoder(library):
 
 
 def agreeing(a, b):
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a))
+    return next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), len(a)
+    )
 
 
 def responses_of(record):
     if "responses" in record:
         return record["responses"]
-    return [record.get(f"{side}_response", record.get(side)) for side in ("chosen", "rejected")]
+    return [
+        record.get(f"{side}_response", record.get(side))
+        for side in ("chosen", "rejected")
+    ]
 
 
 def as_templates_take(record, field):
-    """Messages and tools, with thoughts and calls that are turns of their own put into answers."""
+    """Messages and tools, with thoughts and calls that are turns of their own put into
+    answers.
+    """
     messages, thought = [], {}
     for raw in record[field]:
         role, content, calls = raw["role"], raw["content"], {}
@@ -89,7 +100,9 @@ def test_plain_text(tokenizer, records, pack, file, name):
     some = records(file)[: 40 if "scored" in file else 150]
     packed = pack(tokenizer(name), *some)
     kept = [r for r in some if all(text.strip() for text in responses_of(r))]
-    assert packed.dropped["empty_side"] == packed.dropped.total() == len(some) - len(kept)
+    assert (
+        packed.dropped["empty_side"] == packed.dropped.total() == len(some) - len(kept)
+    )
     encode, (bos, eos) = plain_encoder(tokenizer(name).library), ENDS[name]
     expected = []
     for record in kept:
@@ -105,7 +118,10 @@ def test_plain_text(tokenizer, records, pack, file, name):
 
 @pytest.mark.parametrize(
     ("file", "named"),
-    crossed(CHAT_FILES, [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)]),
+    crossed(
+        CHAT_FILES,
+        [("qwen3", None), ("mistral", "plain"), ("t5", "plain"), ("small", None)],
+    ),
 )
 def test_chat(tokenizer, records, pack, rendered, file, named):
     name, template = named
@@ -118,16 +134,21 @@ def test_chat(tokenizer, records, pack, rendered, file, named):
     source = packed.dataset.manifest.provenance["tokenizer"]["chat_template"]
 
     def encode(text):
-        """The text as the template wrote it, its "</s>" by hand where the file declares none."""
+        """The text as the template wrote it, its "</s>" by hand where the file declares
+        none.
+        """
         cut = text.split("</s>") if name == "t5" else [text]
         ids = [library(part) if part else [] for part in cut]
-        return [t for i, part in enumerate(ids) for t in ([*ends, *part] if i else part)]
+        return [
+            t for i, part in enumerate(ids) for t in ([*ends, *part] if i else part)
+        ]
 
     expected = []
     for record in kept:
         prompt, tools = as_templates_take(record, "prompt")
         opened = rendered(source, prompt, tools, prompt=True)
-        # Qwen3's template writes an empty thinking block before answers; nobody learns it.
+        # Qwen3's template writes an empty thinking block before answers; nobody learns
+        # it.
         before = encode(opened + "<think>\n\n</think>\n\n" * (name == "qwen3"))
         for response in responses_of(record):
             whole = [*prompt, {"role": "assistant", "content": response}]
@@ -167,6 +188,8 @@ def test_turns_of_a_dialogue(tokenizer, records, pack, rendered, file, name, tur
         assert on == expected.tolist()
         said = packed.decode([t for t, s in zip(ids, on, strict=True) if s])
         wanted = "".join(text[start:end] for start, end in spans)
-        if name == "mistral":  # the decoder takes the space at the beginning for its own
+        if (
+            name == "mistral"
+        ):  # the decoder takes the space at the beginning for its own
             said, wanted = said.replace(" ", ""), wanted.replace(" ", "")
         assert said == unicodedata.normalize("NFC", wanted)

@@ -1,6 +1,8 @@
-"""What becomes of a record: its sequences with the supervised text in «», and events; or a reason.
+"""What becomes of a record: its sequences with the supervised text in «», and events;
+or a reason.
 
-The tokenizer has one token for each byte, but for control strings and the merges that a case names.
+The tokenizer has one token for each byte, but for control strings and the merges that a
+case names.
 """
 
 from __future__ import annotations
@@ -49,11 +51,15 @@ def system(text: str) -> dict[str, Any]:
 
 def hh1(*turns: str) -> str:
     """The same with single line breaks."""
-    return "\n".join(f"{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
+    return "\n".join(
+        f"{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns)
+    )
 
 
 def hh(*turns: str) -> str:
-    return "".join(f"\n\n{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns))
+    return "".join(
+        f"\n\n{('Human', 'Assistant')[i % 2]}: {t}" for i, t in enumerate(turns)
+    )
 
 
 TEMPLATE = (
@@ -67,14 +73,17 @@ GENERATION = TEMPLATE.replace(
     "{% else %}{{ m.content }}{% endif %}",
 )
 REWRITING = TEMPLATE.replace(
-    "[{{ m.role[0] }}]", "[{{ m.role[0] }}]{{ '(now)' if loop.last and m.role == 'assistant' }}"
+    "[{{ m.role[0] }}]",
+    "[{{ m.role[0] }}]{{ '(now)' if loop.last and m.role == 'assistant' }}",
 ).replace("m.content", "m.content | trim")
 IN_LAST_USER_TURN = (
     "{% set users = messages | selectattr('role', 'equalto', 'user') | list %}"
     "{% for m in messages %}{% if m.role == 'user' %}[I]{{ 'S' if m == users[-1] }}"
     "{{ m.content }}[/I]{% else %}{{ m.content }};{% endif %}{% endfor %}"
 )
-LENGTHS = "{% for m in messages %}{{ m.content | length }}{{ loop.length }};{% endfor %}"
+LENGTHS = (
+    "{% for m in messages %}{{ m.content | length }}{{ loop.length }};{% endfor %}"
+)
 AWKWARD = [
     user("first"),
     said(" one "),
@@ -122,7 +131,10 @@ CASES = {
         add_bos=True,
     ),
     "eos is not doubled": case(
-        {**P, "chosen": "c</s>"}, PLAIN, "special_tokens_control", on={"special_tokens": "control"}
+        {**P, "chosen": "c</s>"},
+        PLAIN,
+        "special_tokens_control",
+        on={"special_tokens": "control"},
     ),
     "eos behind a template": case(
         CHAT, [t.replace("<e>»", "<e></s>»") for t in CHATTED], append_eos=True, **TURNS
@@ -147,11 +159,17 @@ CASES = {
     "whole dialogues": case({"prompt": None, **CHAT}, CHATTED, **TURNS),
     "text of HH": case(
         {"chosen": hh("a", "b", "c", "d"), "rejected": hh("a", "b", "c", "e", "f")},
-        [f"{hh('a', 'b', 'c')}\n\nAssistant:« {x}</s>»" for x in ("d", "e\n\nHuman: f")],
+        [
+            f"{hh('a', 'b', 'c')}\n\nAssistant:« {x}</s>»"
+            for x in ("d", "e\n\nHuman: f")
+        ],
     ),
     "text of HH that parts before its last turn": case(
         {"chosen": hh("a", "b", "c", "d"), "rejected": hh("a", "x", "c", "d")},
-        [hh("a") + f"\n\nAssistant:« {x}\n\nHuman: c\n\nAssistant: d</s>»" for x in "bx"],
+        [
+            hh("a") + f"\n\nAssistant:« {x}\n\nHuman: c\n\nAssistant: d</s>»"
+            for x in "bx"
+        ],
     ),
     "text of HH without its first line breaks": case(
         {"chosen": "Human: a\n\nAssistant: b", "rejected": "Human: a\n\nAssistant: c"},
@@ -171,7 +189,10 @@ CASES = {
     ),
     "text of HH, which quotes turns with single line breaks": case(
         {"chosen": hh("a", "b\nHuman: x\nAssistant: y"), "rejected": hh("a", "c")},
-        [f"{hh('a')}\n\nAssistant:« {x}</s>»" for x in ("b\nHuman: x\nAssistant: y", "c")],
+        [
+            f"{hh('a')}\n\nAssistant:« {x}</s>»"
+            for x in ("b\nHuman: x\nAssistant: y", "c")
+        ],
     ),
     "answers that quote turns with single line breaks": case(
         {**P, "prompt": "quote: ", "chosen": hh1("a", "b"), "rejected": hh1("c", "d")},
@@ -237,7 +258,9 @@ CASES = {
         {**P, "chosen": "<think>\nhm\n</think>\n\nc"}, PLAIN, thinking="strip"
     ),
     "control strings are text": case(
-        {**P, "prompt": INJECTED}, [f"{INJECTED}«{x}</s>»" for x in "cr"], "special_tokens_literal"
+        {**P, "prompt": INJECTED},
+        [f"{INJECTED}«{x}</s>»" for x in "cr"],
+        "special_tokens_literal",
     ),
     "control strings in messages are text": case(
         {**P, "prompt": [user(INJECTED)]},
@@ -261,7 +284,9 @@ CASES = {
         {**P, "chosen_reward": 1, "rejected_reward": 4}, PLAIN, "reward_reversed"
     ),
     "rewards that float32 cannot tell apart": case(
-        {**P, "chosen_reward": 2**60, "rejected_reward": 2**60 - 1}, PLAIN, "reward_rounded"
+        {**P, "chosen_reward": 2**60, "rejected_reward": 2**60 - 1},
+        PLAIN,
+        "reward_rounded",
     ),
     "a field that serves as two": case(
         {"chosen": "c", "rejected": "r"},
@@ -274,24 +299,43 @@ CASES = {
         *("reward_reversed", "reward_rounded"),
     ),
     "a label ignored": case(BAD, ["p«b</s>»"], ignore=("label",)),
-    "a label beside a pair, which says itself which side is better": case({**P, "label": 0}, PLAIN),
+    "a label beside a pair, which says itself which side is better": case(
+        {**P, "label": 0}, PLAIN
+    ),
     "scored": case(SCORED, ["p«a</s>»", "p«b</s>»", "p«a</s>»"]),
     "text under a chat template": case(P, PLAIN, "raw_text", **TURNS),
     "text that shall stay as it is": case(P, PLAIN, as_chat=False, **TURNS),
     "text as a chat": case(P, CHATTED, as_chat=True, **TURNS),
     "text as a chat, with a system turn": case(
-        {**P, "system": "S"}, [f"[s]S<e>{turn}" for turn in CHATTED], as_chat=True, **TURNS
+        {**P, "system": "S"},
+        [f"[s]S<e>{turn}" for turn in CHATTED],
+        as_chat=True,
+        **TURNS,
     ),
-    "answers as chats": case(SCORED, [f"[u]p<e>[a]«{x}<e>»" for x in "aba"], as_chat=True, **TURNS),
+    "answers as chats": case(
+        SCORED, [f"[u]p<e>[a]«{x}<e>»" for x in "aba"], as_chat=True, **TURNS
+    ),
     "hh text as a chat": case(
-        {"chosen": hh("q", "a", "r", "b"), "rejected": hh("q", "a", "r", "no", "?", "c")},
-        ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        {
+            "chosen": hh("q", "a", "r", "b"),
+            "rejected": hh("q", "a", "r", "no", "?", "c"),
+        },
+        [
+            "[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»",
+            "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»",
+        ],
         as_chat=True,
         **TURNS,
     ),
     "hh text with single line breaks as a chat": case(
-        {"chosen": hh1("q", "a", "r", "b"), "rejected": hh1("q", "a", "r", "no", "?", "c")},
-        ["[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»", "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»"],
+        {
+            "chosen": hh1("q", "a", "r", "b"),
+            "rejected": hh1("q", "a", "r", "no", "?", "c"),
+        },
+        [
+            "[u]q<e>[a]a<e>[u]r<e>[a]«b<e>»",
+            "[u]q<e>[a]a<e>[u]r<e>[a]«no<e>»[u]?<e>[a]«c<e>»",
+        ],
         as_chat=True,
         **TURNS,
     ),
@@ -301,7 +345,9 @@ CASES = {
         as_chat=True,
         **TURNS,
     ),
-    "a chat stays one": case({**P, "prompt": [user("p")]}, CHATTED, as_chat=True, **TURNS),
+    "a chat stays one": case(
+        {**P, "prompt": [user("p")]}, CHATTED, as_chat=True, **TURNS
+    ),
     "bos and the system turn stay": case(
         {**P, "prompt": [system("S"), user("u" * 30)]},
         [f"<s>[s]S<e>{'u' * 23}<e>[a]«{x}<e>»" for x in "cr"],
@@ -335,10 +381,16 @@ CASES = {
         max_length=14,
         tokenizer={"template": TEMPLATE.replace("<e>", "<e>\n")},
     ),
-    "a prompt that ends in white space": case({**CHAT, "prompt": "p \n"}, CHATTED, **TURNS),
+    "a prompt that ends in white space": case(
+        {**CHAT, "prompt": "p \n"}, CHATTED, **TURNS
+    ),
     "an empty prompt": case({**CHAT, "prompt": ""}, CHATTED, **TURNS),
     "scored responses that are JSON text": case(
-        {"prompt": "p", "responses": [json.dumps([said(x)]) for x in "cr"], "scores": [1, 0]},
+        {
+            "prompt": "p",
+            "responses": [json.dumps([said(x)]) for x in "cr"],
+            "scores": [1, 0],
+        },
         CHATTED,
         **TURNS,
     ),
@@ -351,18 +403,38 @@ CASES = {
     ),
     **{
         f"a turn not to learn: {name} {off}": case(
-            {"messages": [user("u"), said("a", **{name: off}), user("v"), said("b", **{name: on})]},
+            {
+                "messages": [
+                    user("u"),
+                    said("a", **{name: off}),
+                    user("v"),
+                    said("b", **{name: on}),
+                ]
+            },
             ["[u]u<e>[a]a<e>[u]v<e>[a]«b<e>»"],
             **TURNS,
         )
         for name, on, off in (
             *(("weight", 1, 0), ("weight", 1.0, 0.0), ("train", True, False)),
             *(("loss", None, False), ("training", True, False), ("mask", False, True)),
-            *(("loss_mask", 1, 0), ("loss_mask", True, False), ("trainable", True, False)),
+            *(
+                ("loss_mask", 1, 0),
+                ("loss_mask", True, False),
+                ("trainable", True, False),
+            ),
         )
     },
     "a turn not to learn in a generation block": case(
-        {"messages": [user("u"), said("a"), user("v"), said("b", weight=0), user("w"), said("c")]},
+        {
+            "messages": [
+                user("u"),
+                said("a"),
+                user("v"),
+                said("b", weight=0),
+                user("w"),
+                said("c"),
+            ]
+        },
         ["[u]u<e>[a]«a!»<e>[u]v<e>[a]b!<e>[u]w<e>[a]«c!»<e>"],
         tokenizer={"template": GENERATION},
     ),
@@ -370,7 +442,15 @@ CASES = {
         {
             "messages": [
                 {**user("u"), "id": 3, "timestamp": "2024-05-01", "country": "DE"},
-                said([{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}]),
+                said(
+                    [
+                        {
+                            "type": "text",
+                            "text": "a",
+                            "cache_control": {"type": "ephemeral"},
+                        }
+                    ]
+                ),
             ]
         },
         ["[u]u<e>[a]«a<e>»"],
@@ -438,10 +518,15 @@ REFUSED: dict[str, list[Any]] = {
         {"messages": [user([{"type": "text", "text": "u", "file": "x"}]), said("a")]},
     ],
     "different_contexts": [
-        {  # of LMArena: a later vote of a session, of which each model has its own answers
+        # of LMArena: a later vote of a session, of which each model has its own answers
+        {
             **{f"conversation_{x}": [user("p"), said(x)] for x in "ab"},
             "full_conversation": [
-                {"user": user("o"), "model_side_a": said("y"), "model_side_b": said("z")}
+                {
+                    "user": user("o"),
+                    "model_side_a": said("y"),
+                    "model_side_b": said("z"),
+                }
             ],
             "winner": "model_a",
             "evaluation_order": 2,
@@ -472,7 +557,14 @@ REFUSED: dict[str, list[Any]] = {
     ],
     "template_refused": [
         (TWO, {"tokenizer": {"template": LENGTHS}}),  # a turn that cannot be found
-        (CHAT, {"tokenizer": {"template": "{{ raise_exception('roles must alternate') }}"}}),
+        (
+            CHAT,
+            {
+                "tokenizer": {
+                    "template": "{{ raise_exception('roles must alternate') }}"
+                }
+            },
+        ),
     ],
     "unrendered": [
         (
@@ -480,7 +572,10 @@ REFUSED: dict[str, list[Any]] = {
             {"tokenizer": {"template": TEMPLATE.replace("messages", WITHOUT_SYSTEM)}},
         )
     ],
-    "empty_turn": [EMPTY_TURN, {"messages": [user("u"), said(" \n"), user("v"), said("b")]}],
+    "empty_turn": [
+        EMPTY_TURN,
+        {"messages": [user("u"), said(" \n"), user("v"), said("b")]},
+    ],
     "unsupervised": [
         {"messages": [user("u")]},
         {"messages": [user("u"), said("a", weight=0)]},
@@ -535,7 +630,8 @@ def test_a_record_that_is_learned(name, pack, byte_level):
 
 
 @pytest.mark.parametrize(
-    ("reason", "given"), [(reason, given) for reason, some in REFUSED.items() for given in some]
+    ("reason", "given"),
+    [(reason, given) for reason, some in REFUSED.items() for given in some],
 )
 def test_a_record_that_is_refused(reason, given, pack, byte_level):
     record, more = given if isinstance(given, tuple) else (given, {})
@@ -555,14 +651,24 @@ BESIDE = [
         {**P, "chosen": text}
         for text in ("c</s>", "", " \n", "r", hh("p", "c"), "c<é", '[{"role": "x"}]')
     ),
-    *({**P, "prompt": text} for text in ("", " ", "\n\nHuman: p", "p<s>", hh("p", "a"), 3, None)),
+    *(
+        {**P, "prompt": text}
+        for text in ("", " ", "\n\nHuman: p", "p<s>", hh("p", "a"), 3, None)
+    ),
     {**P, "chosen": json.dumps([said("c")]), "prompt": json.dumps([user("p")])},
     {**P, "chosen": '[{"role": "assistant", "content": }]'},
     {"chosen": hh("u", "c"), "rejected": hh("u", "r")},
     *(
         {**P, "chosen_reward": one, "rejected_reward": other}
         for one, other in (
-            *((2, 1), (1, 2), (1.5, 1.5), (1 + 1e-12, 1.0), (10**400, 1), (3e38, -3e38)),
+            *(
+                (2, 1),
+                (1, 2),
+                (1.5, 1.5),
+                (1 + 1e-12, 1.0),
+                (10**400, 1),
+                (3e38, -3e38),
+            ),
             *((3.5e38, 1.0), (float("nan"), 1.0), (True, 0.5), ("3", 1.0), (2.0, None)),
         )
     ),
@@ -584,10 +690,20 @@ SURROGATES = [{**P, "chosen": "c\ud800"}, {**P, "prompt": "p\udfff"}]
     ],
 )
 def test_text_takes_a_short_way_to_the_same(on, pack, byte_level):
-    """Where there is reasoning to strip, every record is parsed by itself; here there is none."""
+    """Where there is reasoning to strip, every record is parsed by itself; here there
+    is none.
+    """
     for records in (BESIDE, [*BESIDE, *SURROGATES, *BESIDE]):
         short, long = (
-            run(pack, byte_level, *records, kind="preference", on=on, thinking=thinking, **TURNS)
+            run(
+                pack,
+                byte_level,
+                *records,
+                kind="preference",
+                on=on,
+                thinking=thinking,
+                **TURNS,
+            )
             for thinking in ("template", "strip")
         )
         assert (short.examples, short.rejects) == (long.examples, long.rejects)
@@ -600,14 +716,20 @@ def test_every_reason_has_a_case():
 
 
 def test_the_page_lists_every_reason():
-    page = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(
+        encoding="utf-8"
+    )
     for name, (rule, answers) in REASONS.items():
         choices = ", ".join(f"`{answer}`" for answer in answers)
         assert f"| `{name}` | {rule} | {choices} |" in page
 
 
 def test_answers_that_there_are_not():
-    with pytest.raises(UnknownNameError, match=r"unknown reason 'empty_sides'.*'empty_side'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown reason 'empty_sides'.*'empty_side'"
+    ):
         TokenizeConfig(on={"empty_sides": "drop"})
-    with pytest.raises(ConfigError, match="on, unsupervised, must be one of: drop, error; found"):
+    with pytest.raises(
+        ConfigError, match="on, unsupervised, must be one of: drop, error; found"
+    ):
         TokenizeConfig(on={"unsupervised": "keep"})

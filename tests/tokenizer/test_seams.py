@@ -1,4 +1,6 @@
-"""What records of real files have at their seams: tools as text, empty turns, wrapped messages."""
+"""What records of real files have at their seams: tools as text, empty turns, wrapped
+messages.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ TOOL = {"type": "function", "function": FUNCTION}
 )
 def test_tools_as_text_are_tools(tools, pack, tokenizer):
     def ids(given):
-        return pack(tokenizer("few_merges"), {"messages": [ASK, ANSWER], "tools": given}).sequences
+        return pack(
+            tokenizer("few_merges"), {"messages": [ASK, ANSWER], "tools": given}
+        ).sequences
 
     assert ids(tools) == ids([TOOL])
     bare = [{**FUNCTION, "parameters": json.dumps(PARAMETERS)}]
@@ -53,7 +57,11 @@ def test_arguments_of_calls_under_other_names_are_read(name, pack, tokenizer):
     """As Llama, LangChain and Anthropic write them; two that differ are refused."""
 
     def packed(**call):
-        turn = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", **call}]}
+        turn = {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"name": "f", **call}],
+        }
         return pack(tokenizer("few_merges"), {"messages": [ASK, turn], "tools": [TOOL]})
 
     one, other = {"city": "R"}, {"city": "P"}
@@ -63,7 +71,9 @@ def test_arguments_of_calls_under_other_names_are_read(name, pack, tokenizer):
 
 def test_wrapped_messages_are_named(pack, tokenizer):
     wrapped = {"messages": [ANSWER], "tools": []}
-    with pytest.raises(RecordError, match=r"without a role.*Give the list of messages itself"):
+    with pytest.raises(
+        RecordError, match=r"without a role.*Give the list of messages itself"
+    ):
         pack(
             tokenizer("few_merges"),
             {"prompt": [ASK], "chosen": wrapped, "rejected": wrapped},
@@ -72,7 +82,9 @@ def test_wrapped_messages_are_named(pack, tokenizer):
 
 
 def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):
-    """Control strings are control ids, and no second EOS follows the one of the text."""
+    """Control strings are control ids, and no second EOS follows the one of the
+    text.
+    """
     qwen = tokenizer("few_merges")
     chat = {"prompt": [ASK], "chosen": "good", "rejected": "bad"}
     prompt = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
@@ -91,14 +103,17 @@ def test_text_that_is_rendered_is_what_its_chat_is(pack, tokenizer):
 
 
 LLAMA = (
-    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content }}<|eot|>"
+    "{{ bos_token }}{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ "
+    "m.content }}<|eot|>"
     "{% endfor %}{% if add_generation_prompt %}<|start|>assistant<|end|>\n\n{% endif %}"
 )
 
 
 @pytest.mark.parametrize("begin", ["<s>", ""])
 def test_rendered_text_of_a_template_with_bos(pack, byte_level, begin):
-    """One BOS, and no EOS behind the control string that ends a turn, which may be another."""
+    """One BOS, and no EOS behind the control string that ends a turn, which may be
+    another.
+    """
     names = ("<s>", "</s>", "<|start|>", "<|end|>", "<|eot|>")
     llama = byte_level(special=names, template=LLAMA, bos=True)
     expected = pack(llama, {"prompt": [ASK], "chosen": "good", "rejected": "bad"})
@@ -123,7 +138,8 @@ FAMILIES = {
     ),
     "Mistral, whose turns begin with text": (
         ("<s>", "</s>"),
-        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ "
+        "m.content }} "
         "[/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
         "[INST] Q [/INST]",
         "</s>",
@@ -142,11 +158,15 @@ def test_text_that_other_families_render(family, pack, byte_level):
     assert packed.texts == [prompt + side for side in sides.values()]
     expected = [source.library.encode(text).ids for text in packed.texts]
     assert [ids for ids, _ in packed.sequences] == expected
-    named = pack(source, {"question": prompt, **sides})  # a chat by default, without this
+    named = pack(
+        source, {"question": prompt, **sides}
+    )  # a chat by default, without this
     assert named.sequences == packed.sequences
     if prompt.startswith("<"):
         whole = {name: prompt + side for name, side in sides.items()}
-        assert pack(source, {"prompt": prompt, **whole}).dropped == {"no_common_prompt": 1}
+        assert pack(source, {"prompt": prompt, **whole}).dropped == {
+            "no_common_prompt": 1
+        }
 
 
 PAGE = (Path(__file__).parents[2] / "docs/tokenizing.md").read_text(encoding="utf-8")
@@ -176,18 +196,27 @@ FORMATS = ("{}user\nQ", "<bos>{} user", "What is {}?")
 @pytest.mark.parametrize("form", FORMATS)
 def test_control_strings_of_another_template_are_noted(pack, marked, form):
     prompts = [form.format(control) for control in CONTROLS]
-    records = [{"prompt": prompt, "response": "good"} for prompt in (*prompts, "What is <|>?")]
+    records = [
+        {"prompt": prompt, "response": "good"} for prompt in (*prompts, "What is <|>?")
+    ]
     packed = pack(marked, *records, kind="sft")
     assert packed.noted == {"foreign_template": len(CONTROLS), "raw_text": 1}
     turns = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "a"}]}
+        {
+            "messages": [
+                {"role": "user", "content": text},
+                {"role": "assistant", "content": "a"},
+            ]
+        }
         for text in (*prompts, "What is <|>?")
     ]
     assert pack(marked, *turns, kind="sft").noted["foreign_template"] == len(CONTROLS)
 
 
 def test_many_control_strings_are_on_the_page():
-    assert {"<|im_start|>", "[INST]", "<start_of_turn>", "<|user|>", "[gMASK]"} < set(CONTROLS)
+    assert {"<|im_start|>", "[INST]", "<start_of_turn>", "<|user|>", "[gMASK]"} < set(
+        CONTROLS
+    )
 
 
 def test_text_of_another_template_is_not_rendered_by_default(pack, marked):
@@ -195,7 +224,9 @@ def test_text_of_another_template_is_not_rendered_by_default(pack, marked):
     assert plain.texts == ["[u]Q<e>[a]good<e>"]
     packed = pack(marked, RENDERED, kind="sft")
     assert packed.texts == [f"{FOREIGN}good<|eot_id|></s>"]
-    assert packed.noted == {"foreign_template": 1}  # raw_text would advise a second template
+    assert packed.noted == {
+        "foreign_template": 1
+    }  # raw_text would advise a second template
     asked = pack(marked, RENDERED, kind="sft", as_chat=True)
     assert asked.texts == [f"[u]{FOREIGN}<e>[a]good<|eot_id|><e>"]
     assert asked.noted == {"foreign_template": 1}
@@ -203,7 +234,9 @@ def test_text_of_another_template_is_not_rendered_by_default(pack, marked):
 
 @pytest.mark.parametrize("as_chat", [None, True])
 def test_text_of_another_template_may_be_dropped(pack, marked, as_chat):
-    dropped = pack(marked, RENDERED, kind="sft", as_chat=as_chat, on={"special_tokens": "drop"})
+    dropped = pack(
+        marked, RENDERED, kind="sft", as_chat=as_chat, on={"special_tokens": "drop"}
+    )
     assert dropped.dropped == {"special_tokens": 1}
 
 
@@ -212,6 +245,12 @@ def test_strings_of_a_tokenizer_are_not_foreign(pack, byte_level):
     template = "{% for m in messages %}[INST]{{ m.content }}[/INST]{% endfor %}"
     source = byte_level(special=("<s>", "</s>", "<|im_start|>"), template=template)
     source.library.add_tokens(["<start_of_turn>"])
-    texts = ("say [INST]", "[INST]Q[/INST]", "say <|im_start|>", "<|im_start|>Q", "<start_of_turn>")
+    texts = (
+        "say [INST]",
+        "[INST]Q[/INST]",
+        "say <|im_start|>",
+        "<|im_start|>Q",
+        "<start_of_turn>",
+    )
     records = [{"prompt": text, "response": "good"} for text in texts]
     assert "foreign_template" not in pack(source, *records, kind="sft").noted

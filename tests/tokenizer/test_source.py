@@ -1,4 +1,6 @@
-"""Tokenizers of all forms: the tokens by role, the files beside them, and what cannot be read."""
+"""Tokenizers of all forms: the tokens by role, the files beside them, and what cannot
+be read.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,18 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     # Its variables of the environment are read when it is imported, which was before.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(
+        "huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache")
+    )
     return tmp_path
 
 
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        pytest.param("qwen3", (None, 151645, 151643, 151669, False), marks=pytest.mark.slow),
+        pytest.param(
+            "qwen3", (None, 151645, 151643, 151669, False), marks=pytest.mark.slow
+        ),
         ("mistral", (1, 2, None, 32000, True)),
         ("mistral_model", (1, 2, None, 32000, True)),
         ("t5", (None, 1, 0, 32000, False)),
@@ -62,7 +68,9 @@ def test_roles_of_real_tokenizers(tokenizer, facts, name, expected):
 
 
 def test_bare_file_alone_falls_back_to_declared_tokens(tokenizer, tmp_path, facts):
-    """The vocabulary holds "</s>" as an ordinary piece; only a declared token may be EOS."""
+    """The vocabulary holds "</s>" as an ordinary piece; only a declared token may be
+    EOS.
+    """
     source = tokenizer("few_merges").file / "tokenizer.json"
     (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
     assert facts(tmp_path, "eos_token", "chat_template") == ("<|endoftext|>", None)
@@ -93,9 +101,18 @@ def test_bos_and_eos_by_the_post_processor(facts):
             object(),
             r"found an object of type object\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
         ),
-        (transformers.CanineTokenizer(), r"a fast tokenizer; .* type CanineTokenizer\. Save it"),
-        ("s3://key:secret@bucket/t", r"^tokenizer s3://bucket/t: .* Copy it to a local folder"),
-        ("Qwen/Qwen3-0.6B", r"name on the .* hub; found neither: .*hf download Qwen/Qwen3-0\.6B"),
+        (
+            transformers.CanineTokenizer(),
+            r"a fast tokenizer; .* type CanineTokenizer\. Save it",
+        ),
+        (
+            "s3://key:secret@bucket/t",
+            r"^tokenizer s3://bucket/t: .* Copy it to a local folder",
+        ),
+        (
+            "Qwen/Qwen3-0.6B",
+            r"name on the .* hub; found neither: .*hf download Qwen/Qwen3-0\.6B",
+        ),
         ("gpt2", r"^tokenizer gpt2: it must be a file or folder .* found neither"),
         ("nowhere/tokenizer/x.json", "readable file or folder"),
     ],
@@ -140,7 +157,11 @@ def test_tokenizers_of_transformers(facts, tmp_path, pack) -> None:
         single="<b> $A", special_tokens=[("<b>", 3)]
     )
     saved = transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<e>")
-    saved.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}", "rag": "{{ 3 }}"}
+    saved.chat_template = {
+        "default": "{{ 1 }}",
+        "tool_use": "{{ 2 }}",
+        "rag": "{{ 3 }}",
+    }
     saved.save_pretrained(tmp_path)
     fast = transformers.AutoTokenizer.from_pretrained(tmp_path)
     names = ("vocab_sha256", "probe_sha256", "bos_id", "eos_id", "pad_id", "adds_bos")
@@ -149,7 +170,10 @@ def test_tokenizers_of_transformers(facts, tmp_path, pack) -> None:
     assert facts(fast, *names[2:]) == (3, 2, None, True, "{{ 1 }}", "{{ 2 }}")
     fast.eos_token, fast.chat_template = "b", "{{ 4 }}"
     assert facts(fast, "eos_token", "chat_template") == ("b", "{{ 4 }}")
-    assert facts(saved, "chat_template", "name", template="rag") == ("{{ 3 }}", "TokenizersBackend")
+    assert facts(saved, "chat_template", "name", template="rag") == (
+        "{{ 3 }}",
+        "TokenizersBackend",
+    )
     # Saved by transformers it has other bytes, but is the tokenizer of the dataset.
     dataset = pack(saved, {"prompt": "a", "response": "b"}).dataset
     assert main(["show", dataset.url, "--tokenizer", str(tmp_path)]) == 0
@@ -184,7 +208,9 @@ def test_template_files_win_over_the_settings(tmp_path, facts):
     (where / "chat_template.jinja").write_text("{{ 3 }}", encoding="utf-8")
     assert facts(where, "chat_template") == ("{{ 3 }}",)
     (where / "mine.txt").write_text("{{ 4 }}", encoding="utf-8")
-    assert facts(where, "chat_template", template=str(where / "mine.txt")) == ("{{ 4 }}",)
+    assert facts(where, "chat_template", template=str(where / "mine.txt")) == (
+        "{{ 4 }}",
+    )
 
 
 BAD = {
@@ -192,7 +218,9 @@ BAD = {
     "empty folder": (lambda p: p, None, "folder must hold one of tokenizer.json"),
     "not a tokenizer.json": (lambda p: write(p, b"{}"), None, "tokenizers library"),
     "not pulled": (
-        lambda p: write(p, b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"),
+        lambda p: write(
+            p, b"version https://git-lfs.github.com/spec/v1\noid sha256:1\n"
+        ),
         None,
         "Run git lfs pull",
     ),
@@ -229,7 +257,9 @@ def test_bad_tokenizers_give_one_sentence(tmp_path, facts, name):
 
 def test_missing_sentencepiece_names_the_extra(tokenizer, facts, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
-    monkeypatch.delitem(sys.modules, "packstore.tokenizer.engines.sentencepiece", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "packstore.tokenizer.engines.sentencepiece", raising=False
+    )
     with pytest.raises(MissingExtraError, match=r"packstore\[sentencepiece\]"):
         facts(tokenizer("mistral_model").file)
 
@@ -245,7 +275,10 @@ def test_model_and_json_agree(tokenizer, pack, records, answer):
         for name in ("mistral", "mistral_model")
     )
     assert (one.examples, one.noted) == (two.examples, two.noted)
-    events = f"special_tokens_{'literal' if answer == 'keep' else answer}", "rendered_text"
+    events = (
+        f"special_tokens_{'literal' if answer == 'keep' else answer}",
+        "rendered_text",
+    )
     assert sum(one.noted.get(event, 0) for event in events) == 4
 
 
@@ -259,7 +292,9 @@ def test_what_only_a_manifest_names_is_neither_fetched_nor_parsed(
     (tmp_path / "tokenizer.json").write_text("not parsed", encoding="utf-8")
     for path, text in {
         "someone/beacon": r"^tokenizer someone/beacon: .* must be on this machine; .* Give it",
-        str(tmp_path): r"must be the tokenizer that ds was packed with; found another sha256",
+        str(
+            tmp_path
+        ): r"must be the tokenizer that ds was packed with; found another sha256",
         str(tmp_path / "tokenizer.json"): r"found another sha256\. Give it",
     }.items():
         recorded = {"tokenizer": {"path": path, "sha256": "0" * 64}}

@@ -1,4 +1,6 @@
-"""Columns that nothing reads: what stops a job, what does not, and that every remedy works."""
+"""Columns that nothing reads: what stops a job, what does not, and that every remedy
+works.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,10 @@ RECORDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ids": ("sft", {"input_ids": [1, 2], "labels": [-100, 2]}),
     "pair": ("preference", {"prompt": "Q", "chosen": "x", "rejected": "y"}),
     "chat pair": ("preference", {"prompt": [Q], "chosen": [A], "rejected": [B]}),
-    "id pair": ("preference", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}),
+    "id pair": (
+        "preference",
+        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+    ),
     "scored": ("scored", {"prompt": "Q", "responses": ["x", "y"], "scores": [2, 1]}),
 }
 """Records in packstore's own names, and their kinds."""
@@ -100,7 +105,9 @@ def stops(name: str, extra: dict[str, Any], **settings: Any) -> bool:
 
 
 def spelled(name: str) -> list[str]:
-    """Return a name as others write it: in camelCase, with dashes, with spaces, in capitals."""
+    """Return a name as others write it: in camelCase, with dashes, with spaces, in
+    capitals.
+    """
     words = name.split("_")
     camel = words[0] + "".join(word.capitalize() for word in words[1:])
     return [name, camel, "-".join(words), " ".join(words).title(), name.upper()]
@@ -116,7 +123,11 @@ def test_a_judgement_beside_a_single_answer_stops(name):
             assert refused is not None, (base, spelling, value)
             assert refused.reason == "unpaired_feedback"
             assert spelling in refused.detail
-        for nested in ({"a": {spelling: 1}}, json.dumps({"a": {spelling: 1}}), [{spelling: 1}]):
+        for nested in (
+            {"a": {spelling: 1}},
+            json.dumps({"a": {spelling: 1}}),
+            [{spelling: 1}],
+        ):
             assert stops(base, {"metadata": nested}), (base, nested)
         inner = {"a": json.dumps({"b": json.dumps({spelling: 1})})}
         assert stops(base, {"metadata": inner})
@@ -127,9 +138,13 @@ def test_a_judgement_beside_a_single_answer_stops(name):
 
 
 def test_a_label_that_calls_an_answer_good_is_no_reason_not_to_learn_it():
-    for name, value in itertools.product(LABELS, (True, 1, "true", "Good", "thumbs up", 1.0)):
+    for name, value in itertools.product(
+        LABELS, (True, 1, "true", "Good", "thumbs up", 1.0)
+    ):
         assert not stops("text", {name: value})
-    for name, value in itertools.product(LABELS, (False, 0, "false", "bad", 2, "1 of 5", [1])):
+    for name, value in itertools.product(
+        LABELS, (False, 0, "false", "bad", 2, "1 of 5", [1])
+    ):
         assert stops("text", {name: value})
     for value in (True, 1, "Good"):
         assert stops("text", {"is_correct": value, "rating": value})
@@ -144,9 +159,18 @@ def test_the_sources_of_each_name_are_listed():
 
 @pytest.mark.parametrize("word", [*GOOD_WORDS, *BAD_WORDS])
 def test_a_word_of_judgement_beside_a_single_answer_stops(word):
-    for base, spelling in itertools.product(SINGLE, (word, word.upper(), word.replace("_", " "))):
-        for value in (spelling, f" {spelling}.", {"by": spelling}, json.dumps({"by": spelling})):
-            if "\\u" not in str(value):  # JSON text with escapes is not parsed for a word
+    for base, spelling in itertools.product(
+        SINGLE, (word, word.upper(), word.replace("_", " "))
+    ):
+        for value in (
+            spelling,
+            f" {spelling}.",
+            {"by": spelling},
+            json.dumps({"by": spelling}),
+        ):
+            if "\\u" not in str(
+                value
+            ):  # JSON text with escapes is not parsed for a word
                 assert stops(base, {"opinion": value}), value
     assert not stops("text", {"opinion": f"a {word} one"})
     for base in COMPARED:
@@ -156,9 +180,41 @@ def test_a_word_of_judgement_beside_a_single_answer_stops(word):
 @pytest.mark.parametrize(
     "value",
     [
-        *(True, False, "true", "No", "yes", 0, 1, "0", "positive", "negative", "up", "down"),
-        *("high", "low", "web", "easy", "stop", 0.73, "left", "safe", "success", "neutral"),
-        *(["good"], {"tag": "math"}, '{"score_of": 1}', "[INST] good", "{", "2024-05-01", b""),
+        *(
+            True,
+            False,
+            "true",
+            "No",
+            "yes",
+            0,
+            1,
+            "0",
+            "positive",
+            "negative",
+            "up",
+            "down",
+        ),
+        *(
+            "high",
+            "low",
+            "web",
+            "easy",
+            "stop",
+            0.73,
+            "left",
+            "safe",
+            "success",
+            "neutral",
+        ),
+        *(
+            ["good"],
+            {"tag": "math"},
+            '{"score_of": 1}',
+            "[INST] good",
+            "{",
+            "2024-05-01",
+            b"",
+        ),
         *(None, "", [], {}, float("nan")),
         "a long text about a score of 5, good or bad, " * 20,
     ],
@@ -178,16 +234,30 @@ def test_a_value_that_says_nothing_needs_a_name(value):
     """.split(),  # noqa: SIM905
 )
 def test_only_whole_names_count(name):
-    for base, value in itertools.product(RECORDS, (3, "web", 0.5, {"a": 1}, ["a", "b"])):
+    for base, value in itertools.product(
+        RECORDS, (3, "web", 0.5, {"a": 1}, ["a", "b"])
+    ):
         assert not stops(base, {name: value})
 
 
 def test_the_number_and_order_of_records_change_nothing():
-    values = ["web", "good", 3, {"score": 1}, None, [Q, A], [Q, B], '{"rating": 2}', "", [TOOL]]
+    values = [
+        "web",
+        "good",
+        3,
+        {"score": 1},
+        None,
+        [Q, A],
+        [Q, B],
+        '{"rating": 2}',
+        "",
+        [TOOL],
+    ]
     columns = ["id", "channel", "rating", "meta", "weight", "messages", "history"]
     chance = random.Random(0)
     extras = [
-        {name: chance.choice(values) for name in chance.sample(columns, 3)} for _ in range(300)
+        {name: chance.choice(values) for name in chance.sample(columns, 3)}
+        for _ in range(300)
     ]
 
     def outcomes(order: list[int]) -> dict[int, tuple[str, str] | None]:
@@ -277,7 +347,12 @@ def test_a_copy_says_all_that_is_read_and_no_more():
 
 
 def test_what_token_ids_stand_for_is_not_unread():
-    extra = {"messages": [Q, A], "schemas": [TOOL], "history": [["a", "b"]], "sys_prompt": "S"}
+    extra = {
+        "messages": [Q, A],
+        "schemas": [TOOL],
+        "history": [["a", "b"]],
+        "sys_prompt": "S",
+    }
     for base in ("ids", "id pair"):
         assert not stops(base, extra)
         assert stops(base, {"images": ["a.png"]})
@@ -287,7 +362,12 @@ def test_what_token_ids_stand_for_is_not_unread():
 @pytest.mark.parametrize("name", sorted(names_of(HISTORIES)))
 def test_histories_stop(name):
     for base in OF_TEXT:
-        for value in ([["a", "b"]], ["a", "b"], [{"user": "a", "assistant": "b"}], '[["a", "b"]]'):
+        for value in (
+            [["a", "b"]],
+            ["a", "b"],
+            [{"user": "a", "assistant": "b"}],
+            '[["a", "b"]]',
+        ):
             assert stops(base, {name: value})
             assert stops(base, {"meta": {name: value}})
         for value in ("a text about history", [], [1, 2], None, 3):
@@ -330,14 +410,18 @@ def test_system_prompts_stop_unless_they_are_read(name):
     assert refusal_of("sft", {"messages": [system, Q, A], name: "Be rude."}) is not None
 
 
-@pytest.mark.parametrize("name", ["enable_thinking", "chatTemplate", "reasoning_effort"])
+@pytest.mark.parametrize(
+    "name", ["enable_thinking", "chatTemplate", "reasoning_effort"]
+)
 def test_variables_of_the_template_stop(name):
     for base in OF_TEXT:
         assert stops(base, {name: "{{ x }}"})
     assert not stops("ids", {name: True})
 
 
-@pytest.mark.parametrize("name", ["loss_mask", "mask", "completion_mask", "lossMask", "train_on"])
+@pytest.mark.parametrize(
+    "name", ["loss_mask", "mask", "completion_mask", "lossMask", "train_on"]
+)
 def test_masks_that_leave_something_out_stop(name):
     for base in OF_TEXT:
         assert stops(base, {name: [0, 1]})
@@ -365,11 +449,17 @@ def test_padding_and_other_sequences_among_ids_stop(name, whole, parts):
 def test_parts_of_objects_beside_those_that_are_read():
     answers = [{"text": "x", "rating": 1, "weight": 0.5}, {"text": "y", "rating": 2}]
     record = {"q": "Q", "answers": answers}
-    fields = {"prompt": "q", "responses": "answers[].text", "scores": "answers[].rating"}
+    fields = {
+        "prompt": "q",
+        "responses": "answers[].text",
+        "scores": "answers[].rating",
+    }
     refused = refusal_of("scored", record, fields=fields)
     assert refused is not None
     assert "answers[].weight" in refused.detail
-    assert refusal_of("scored", record, fields=fields, ignore=["answers[].weight"]) is None
+    assert (
+        refusal_of("scored", record, fields=fields, ignore=["answers[].weight"]) is None
+    )
     single = {"q": "Q", "answer": {"text": "x", "rating": 1}}
     fields = {"prompt": "q", "response": "answer.text"}
     refused = refusal_of("sft", single, fields=fields)
@@ -389,13 +479,21 @@ def test_what_is_ignored_is_absent_with_all_inside():
         for name in ("metadata", "a.b", "", '"', "-x", "a b", "x[", "Größe"):
             assert stops("text", {name: value}) is (value != 5)
             assert not stops("text", {name: value}, ignore=[name])
-    assert not stops("text", {"meta": {"score": 1, "by": "bad"}}, ignore=["meta.score", "meta.by"])
+    assert not stops(
+        "text", {"meta": {"score": 1, "by": "bad"}}, ignore=["meta.score", "meta.by"]
+    )
     assert stops("text", {"meta": {"score": 1, "by": "bad"}}, ignore=["meta.score"])
     assert not stops("text", {"meta": {"weight": 3}}, ignore=["meta.score"])
 
 
 def test_all_columns_are_named_at_once():
-    extra = {"rating": 3, "weight": 2, "images": ["a"], "meta": {"score": 1}, "chat": [Q, B]}
+    extra = {
+        "rating": 3,
+        "weight": 2,
+        "images": ["a"],
+        "meta": {"score": 1},
+        "chat": [Q, B],
+    }
     refused = refusal("text", {**extra, "channel": "web"})
     assert refused is not None
     for name in ("rating", "weight", "images", "meta.score", "chat"):
@@ -408,15 +506,33 @@ def test_all_columns_are_named_at_once():
 
 
 SIBLINGS = [
-    *(("response_a", "response_b"), ("response_1", "response_2"), ("responseA", "responseB")),
-    *(("answer0", "answer1"), ("a_text", "b_text"), ("model_a_output", "model_b_output")),
+    *(
+        ("response_a", "response_b"),
+        ("response_1", "response_2"),
+        ("responseA", "responseB"),
+    ),
+    *(
+        ("answer0", "answer1"),
+        ("a_text", "b_text"),
+        ("model_a_output", "model_b_output"),
+    ),
     *(("first", "second"), ("LEFT_reply", "RIGHT_reply"), ("text one", "text two")),
     *(("answers.a.text", "answers.b.text"), ("A", "B"), ("answera", "answerb")),
     *(("output-1st", "output-2nd"), ("reply_x", "reply_y"), ("answer", "answer2")),
 ]
 NO_SIBLINGS = [
-    *(("chosen", "rejected"), ("good", "bad"), ("preferred", "other"), ("human", "gpt")),
-    *(("chosen_1", "rejected_2"), ("text", "test"), ("a1", "b2"), ("answer", "answers")),
+    *(
+        ("chosen", "rejected"),
+        ("good", "bad"),
+        ("preferred", "other"),
+        ("human", "gpt"),
+    ),
+    *(
+        ("chosen_1", "rejected_2"),
+        ("text", "test"),
+        ("a1", "b2"),
+        ("answer", "answers"),
+    ),
     *(("chosen_1", "rejected_1"), ("better.text", "worse.text"), ("a", "a")),
 ]
 
@@ -432,7 +548,9 @@ def test_other_names_are_no_siblings(one, other):
     assert find_siblings(one, other) is None
 
 
-@pytest.mark.parametrize(("one", "other"), [names for names in SIBLINGS if "." not in names[0]])
+@pytest.mark.parametrize(
+    ("one", "other"), [names for names in SIBLINGS if "." not in names[0]]
+)
 def test_sides_mapped_from_siblings_need_a_verdict(one, other):
     record = {"prompt": "Q", one: "x", other: "y"}
     for chosen, rejected in ((one, other), (other, one)):
@@ -449,9 +567,14 @@ def test_sides_mapped_from_siblings_need_a_verdict(one, other):
                 assert "chosen=" not in refused.remedy
         harmless = dict.fromkeys(sorted(IDS_AND_SOURCES - record.keys()), "x")
         empty = {"verdict": None, "notes": "", "tags": [], "score": float("nan")}
-        assert refusal_of("preference", {**record, **harmless, **empty}, fields=fields) is None
+        assert (
+            refusal_of("preference", {**record, **harmless, **empty}, fields=fields)
+            is None
+        )
         judged = {**record, "overall": 2}
-        assert refusal_of("preference", judged, fields=fields, ignore=["overall"]) is None
+        assert (
+            refusal_of("preference", judged, fields=fields, ignore=["overall"]) is None
+        )
 
 
 def test_a_value_that_names_a_side_needs_no_mapping():
@@ -464,7 +587,8 @@ def test_a_value_that_names_a_side_needs_no_mapping():
         settings = settings_of(advise_siblings({**record, "best": value}, "shell"))
         assert settings["verdict"] == values
     for value in (0, "5", "the first one", 0.3, True):
-        # Nobody knows which value means which side: no number is shown that may reverse them.
+        # Nobody knows which value means which side: no number is shown that may reverse
+        # them.
         settings = settings_of(advise_siblings({**record, "best": value}, "shell"))
         assert set(settings["verdict"].values()) == {"VALUE"}
 
@@ -472,7 +596,13 @@ def test_a_value_that_names_a_side_needs_no_mapping():
 def test_records_without_two_siblings_get_no_such_advice():
     for record in (
         {"content": "x", "summary": "y"},
-        {"prompt": "Q", "response_a": "x", "response_b": "y", "response_c": "z", "best": "a"},
+        {
+            "prompt": "Q",
+            "response_a": "x",
+            "response_b": "y",
+            "response_c": "z",
+            "best": "a",
+        },
         {"prompt": "Q", "model_a": "m", "model_b": "n"},
         {},
     ):
@@ -502,11 +632,20 @@ def test_a_placeholder_is_one_where_trainers_write_it(text, is_refused):
         ("scored", {"prompt": [question], "responses": ["x", "y"], "scores": [1, 2]}),
     ]:
         assert (refusal_of(kind, record) is not None) is is_refused
-    assert refusal_of("preference", {"prompt": "Q", "chosen": text, "rejected": "y"}) is None
+    assert (
+        refusal_of("preference", {"prompt": "Q", "chosen": text, "rejected": "y"})
+        is None
+    )
 
 
 def test_values_are_shown_in_one_short_line():
-    record = {"a": "x\ny" * 500, "b": {"k": [1, 2]}, "c": b"12345", "d": None, "e": {1, 2}}
+    record = {
+        "a": "x\ny" * 500,
+        "b": {"k": [1, 2]},
+        "c": b"12345",
+        "d": None,
+        "e": {1, 2},
+    }
     shown = first_values(record, record)
     assert all(len(text) <= 200 and text.isprintable() for text in shown.values())
     assert (shown["b"], shown["c"], shown["d"]) == ('{"k": [1, 2]}', "5 bytes", "null")
@@ -525,8 +664,12 @@ def test_settings_are_spelled_as_they_are_typed(door):
 
 
 def settings_of(remedy: str, door: str = "shell", number: int = 0) -> dict[str, Any]:
-    """Return the settings in the brackets of a remedy, as the command line or Python takes them."""
-    marks = r"\((--.*?)\)(?=[,;. ]|$)" if door == "shell" else r"\((\w+=.*?)\)(?=[,;. ]|$)"
+    """Return the settings in the brackets of a remedy, as the command line or Python
+    takes them.
+    """
+    marks = (
+        r"\((--.*?)\)(?=[,;. ]|$)" if door == "shell" else r"\((\w+=.*?)\)(?=[,;. ]|$)"
+    )
     written = re.findall(marks, remedy)[number]
     if door == "python":
         return dict(eval(f"dict({written})"))
@@ -606,14 +749,27 @@ def files(tmp_path_factory, byte_level):
 
 @pytest.fixture
 def pack_file(files, tmp_path, capsys):
-    """Packs a record by the command line; returns what it said if it failed, else None."""
+    """Packs a record by the command line; returns what it said if it failed,
+    else None.
+    """
 
     def go(record: dict[str, Any], flags: list[str]) -> str | None:
         source = tmp_path / "records.jsonl"
         source.write_text(json.dumps(record) + "\n", encoding="utf-8")
         out = tmp_path / f"out-{len(list(tmp_path.iterdir()))}"
-        arguments = ["pack", str(source), str(out), "--tokenizer", str(files / "tokenizer.json")]
-        template = ["--chat-template", str(files / "template.jinja"), "--pack-size", "4096"]
+        arguments = [
+            "pack",
+            str(source),
+            str(out),
+            "--tokenizer",
+            str(files / "tokenizer.json"),
+        ]
+        template = [
+            "--chat-template",
+            str(files / "template.jinja"),
+            "--pack-size",
+            "4096",
+        ]
         code = main([*arguments, *template, *flags])
         said = capsys.readouterr().err
         return said if code else None
@@ -661,7 +817,10 @@ def test_the_remedies_in_python_work(pack, byte_level):
     scored, carried, ignored = [eval(f"dict({remedy})") for remedy in remedies[:3]]
     assert ignored == {"ignore": ["rating", "weight"]}
     assert pack(byte_level(), record, **ignored).learned == ["x</s>"]
-    assert pack(byte_level(), record, **scored, **carried).dataset.manifest.kind == "scored"
+    assert (
+        pack(byte_level(), record, **scored, **carried).dataset.manifest.kind
+        == "scored"
+    )
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

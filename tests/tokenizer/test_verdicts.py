@@ -20,7 +20,10 @@ SECOND = ["Q«y</s>»", "Q«x</s>»"]
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
-        *((value, FIRST) for value in ("A", "a", " A ", "model_a", "response_a", "Response_A")),
+        *(
+            (value, FIRST)
+            for value in ("A", "a", " A ", "model_a", "response_a", "Response_A")
+        ),
         *((value, SECOND) for value in ("B", "b", "model_b", "Model B", "response_b")),
     ],
 )
@@ -48,7 +51,10 @@ def test_sides_of_any_names(columns, values, pack, byte_level):
         record[name] = {member: text} if dot else text
     fields = {"first": columns[0], "second": columns[1], "verdict": "best"}
     for value, expected in zip(values, (FIRST, SECOND), strict=True):
-        assert pack(byte_level(), {**record, "best": value}, fields=fields).marked == expected
+        assert (
+            pack(byte_level(), {**record, "best": value}, fields=fields).marked
+            == expected
+        )
 
 
 @pytest.mark.parametrize("value", [1, 2, 0, 1.0, -1, True, "1", "2", "0.5", "1st?"])
@@ -68,13 +74,20 @@ def test_a_number_is_never_interpreted_without_a_list(value, pack, byte_level):
         ({"first": 1, "second": 2, "tie": 0}, (1, "1", 1.0), (2, "2"), (0, "0")),
         ({"first": 0, "second": 1}, (0, "0"), (1,), ()),
         ({"first": True, "second": False}, (True, "true"), (False, "False"), ()),
-        ({"first": "yes", "second": "no", "tie": "same"}, ("yes", " YES "), ("no",), ("same",)),
+        (
+            {"first": "yes", "second": "no", "tie": "same"},
+            ("yes", " YES "),
+            ("no",),
+            ("same",),
+        ),
         ({"first": [1, 2], "second": [-1, -2], "tie": 0}, (1, 2), (-2,), (0,)),
     ],
 )
 def test_a_list_of_values(verdict, first, second, tie, pack, byte_level):
     def go(value):
-        return pack(byte_level(), {**TWO, "winner": value}, fields=FIELDS, verdict=verdict)
+        return pack(
+            byte_level(), {**TWO, "winner": value}, fields=FIELDS, verdict=verdict
+        )
 
     assert all(go(value).marked == FIRST for value in first)
     assert all(go(value).marked == SECOND for value in second)
@@ -84,7 +97,11 @@ def test_a_list_of_values(verdict, first, second, tie, pack, byte_level):
 def test_ties_are_left_out_and_other_values_are_of_a_wrong_type(pack, byte_level):
     values = ["A", "tie", "B", "both bad", None, 3, ["A"]]
     records = [{**TWO, "winner": value} for value in values]
-    settings = {"fields": FIELDS, "verdict": {"tie": "both bad"}, "on": {"missing_field": "drop"}}
+    settings = {
+        "fields": FIELDS,
+        "verdict": {"tie": "both bad"},
+        "on": {"missing_field": "drop"},
+    }
     packed = pack(byte_level(), *records, **settings)
     assert packed.dropped == {"tie": 2, "missing_field": 1, "wrong_type": 2}
     assert packed.marked == [*FIRST, *SECOND]
@@ -107,7 +124,9 @@ def test_answers_may_be_messages(pack, byte_level):
     turn = {"role": "user", "content": "Q"}
     sides = {name: [turn, {"role": "assistant", "content": text}]
              for name, text in (("response_a", "x"), ("response_b", "y"))}  # fmt: skip
-    packed = pack(byte_level(template=TEMPLATE), {**sides, "winner": "B"}, fields=FIELDS)
+    packed = pack(
+        byte_level(template=TEMPLATE), {**sides, "winner": "B"}, fields=FIELDS
+    )
     assert packed.marked == ["[u]Q<e>[a]«y<e>»", "[u]Q<e>[a]«x<e>»"]
 
 
@@ -149,11 +168,15 @@ def test_on_the_command_line(byte_level, tmp_path):
         "memory://verdicts",
         str(tmp_path / "t.json"),
     )
-    (expected,) = packstore.scan(reference, tokens=True).collect()["input_ids"].to_list()
+    (expected,) = (
+        packstore.scan(reference, tokens=True).collect()["input_ids"].to_list()
+    )
     assert newest == expected
 
 
-def test_both_answers_alike_in_name_are_not_mapped_as_better_and_worse(pack, byte_level):
+def test_both_answers_alike_in_name_are_not_mapped_as_better_and_worse(
+    pack, byte_level
+):
     """Half of the pairs would be reversed."""
     record = {**TWO, "overall": 2}
     with pytest.raises(RecordError) as caught:
@@ -161,4 +184,8 @@ def test_both_answers_alike_in_name_are_not_mapped_as_better_and_worse(pack, byt
     assert "first" in str(caught.value)
     assert "chosen" not in str(caught.value).partition("found")[2]
     with pytest.raises(RecordError, match="overall"):
-        pack(byte_level(), record, fields={"chosen": "response_a", "rejected": "response_b"})
+        pack(
+            byte_level(),
+            record,
+            fields={"chosen": "response_a", "rejected": "response_b"},
+        )

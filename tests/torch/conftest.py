@@ -46,7 +46,9 @@ torch.set_num_threads(1)  # threads cost more than they bring on tensors of this
 VOCAB = 50
 NUMBERS = itertools.count()
 
-if len(tempfile.gettempdir()) > 70:  # torch's workers would wait for ever, on sockets there
+if (
+    len(tempfile.gettempdir()) > 70
+):  # torch's workers would wait for ever, on sockets there
     tempfile.tempdir = tempfile.mkdtemp(dir="/tmp")
 
 
@@ -55,9 +57,13 @@ def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:
     return fill(examples, to_offsets(np.array(sizes)), layout)
 
 
-def row(pairs: int = 2, layout: str = "concat", kind: str = "preference", seed: int = 0) -> Any:
+def row(
+    pairs: int = 2, layout: str = "concat", kind: str = "preference", seed: int = 0
+) -> Any:
     """A batch of one pack with so many random examples."""
-    return collate(packed(random_examples(pairs, seed=seed, kind=kind), [pairs], layout), kind)
+    return collate(
+        packed(random_examples(pairs, seed=seed, kind=kind), [pairs], layout), kind
+    )
 
 
 WINDOWED = ["sliding_attention", "full_attention"]
@@ -75,7 +81,10 @@ INKLING = {
     "unpadded_vocab_size": VOCAB,
 }
 LAYERS = {"d_model": 32, "decoder_layers": 2, "encoder_layers": 1}
-SEQ2SEQ = {**LAYERS, **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4)}
+SEQ2SEQ = {
+    **LAYERS,
+    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
+}
 DECODER = {"is_decoder": True, "pad_token_id": 0}
 GEMMA = {
     "layer_types": WINDOWED,
@@ -84,16 +93,27 @@ GEMMA = {
     "hidden_size_per_layer_input": 8,
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}
-OTHER_NAMES = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads"), ...)
+OTHER_NAMES = dict.fromkeys(
+    ("hidden_size", "num_hidden_layers", "num_attention_heads"), ...
+)
 SPECIAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA),
-    **dict.fromkeys(("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"), MLA),
+    **dict.fromkeys(
+        ("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32"), MLA
+    ),
+    **dict.fromkeys(
+        ("glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "longcat_flash"), MLA
+    ),
     **dict.fromkeys(("minicpm3", "youtu"), MLA),
     **dict.fromkeys(("axk2", "hy_v4"), INDEXED),
-    **{n: {"mamba_n_heads": 4, "mamba_d_head": 16} for n in ("bamba", "granitemoehybrid")},
+    **{
+        n: {"mamba_n_heads": 4, "mamba_d_head": 16}
+        for n in ("bamba", "granitemoehybrid")
+    },
     "bart": {"decoder_layers": 2, "encoder_layers": 1},
     **{n: {**SEQ2SEQ, "decoder_ffn_dim": 48} for n in ("blenderbot", "plbart")},
-    **dict.fromkeys(("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), DECODER),
+    **dict.fromkeys(
+        ("camembert", "data2vec-text", "roberta", "roberta-prelayernorm"), DECODER
+    ),
     **dict.fromkeys(("xlm-roberta", "xlm-roberta-xl"), DECODER),
     **{n: {"rotary_dim": 8} for n in ("codegen", "gptj")},
     "cohere_compass_text": {
@@ -102,10 +122,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "cwm": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
     "falcon": {"head_dim": ...},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8},
+    "falcon_h1": {
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+    },
     "gemma3_text": {"layer_types": WINDOWED},
-    "gemma3n_text": {**GEMMA, "laurel_rank": 4, "activation_sparsity_pattern": [0.0, 0.0]},
-    **{n: {**GEMMA, "global_head_dim": 8} for n in ("gemma4_text", "gemma4_unified_text")},
+    "gemma3n_text": {
+        **GEMMA,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    **{
+        n: {**GEMMA, "global_head_dim": 8}
+        for n in ("gemma4_text", "gemma4_unified_text")
+    },
     "gpt_neo": {
         "attention_types": [[["global", "local"], 1]],
         "num_heads": 4,
@@ -119,7 +151,12 @@ SPECIAL: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("pad_token_id", "cls_token_id", "bos_token_id"), 0),
         **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
     },
-    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 1},
+    "nemotron_h": {
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "ssm_state_size": 8,
+        "n_groups": 1,
+    },
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
     "phimoe": {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0},
     "prophetnet": {
@@ -129,7 +166,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
     },
     "sarvam_mla": {**MLA, "head_dim": ...},
-    "roc_bert": {**DECODER, "pronunciation_vocab_size": VOCAB, "shape_vocab_size": VOCAB},
+    "roc_bert": {
+        **DECODER,
+        "pronunciation_vocab_size": VOCAB,
+        "shape_vocab_size": VOCAB,
+    },
     "whisper": {**SEQ2SEQ, "num_attention_heads": ...},
     "xlm": {
         "causal": True,
@@ -160,9 +201,13 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "num_key_value_heads"), 2),
     **dict.fromkeys(("num_attention_heads", "n_head", "sliding_window"), 4),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **dict.fromkeys(
+        ("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1
+    ),
     **dict.fromkeys(("linear_num_heads", "linear_num_value_heads"), 4),
-    **dict.fromkeys(("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8),
+    **dict.fromkeys(
+        ("linear_head_dim", "linear_key_head_dim", "linear_value_head_dim"), 8
+    ),
     "linear_num_key_heads": 2,
     "num_experts_per_tok": 2,
     "head_dim": 8,
@@ -183,7 +228,8 @@ def has(config: Any, name: str) -> bool:
 def tiny_family(
     name: str, dtype: torch.dtype = torch.float64, head: str = "logits", **settings: Any
 ) -> Any:
-    """A random model of any family, with transformers' own plain attention, without dropout.
+    """A random model of any family, with transformers' own plain attention, without
+    dropout.
 
     `head`: ``logits``, or ``score`` for a reward model.
     """
@@ -194,7 +240,9 @@ def tiny_family(
     small = {key: value for key, value in SMALL.items() if has(known, key)}
     small |= {key: 0.0 for key in vars(known) if "dropout" in key or "pdrop" in key}
     chosen = {**small, **SPECIAL.get(name, {}), **settings}
-    config = config_class(**{key: value for key, value in chosen.items() if value is not ...})
+    config = config_class(
+        **{key: value for key, value in chosen.items() if value is not ...}
+    )
     torch.manual_seed(0)
     classes = MODEL_FOR_CAUSAL_LM_MAPPING
     if head == "score":
@@ -206,7 +254,9 @@ def tiny_family(
     return model
 
 
-def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any) -> Any:
+def tiny_model(
+    name: str = "llama", dtype: torch.dtype = torch.float64, **settings: Any
+) -> Any:
     """A random model as it comes, whose norms compute in float64 if it does."""
     model = tiny_family(name, dtype, **{"max_position_embeddings": 2048, **settings})
     model.set_attn_implementation("sdpa")
@@ -214,7 +264,9 @@ def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settin
         for parent in list(model.modules()):
             for child, module in list(parent.named_children()):
                 if type(module).__name__.endswith("RMSNorm"):
-                    exact = nn.RMSNorm(len(module.weight), module.variance_epsilon, dtype=dtype)
+                    exact = nn.RMSNorm(
+                        len(module.weight), module.variance_epsilon, dtype=dtype
+                    )
                     setattr(parent, child, exact)
     return model
 
@@ -222,7 +274,9 @@ def tiny_model(name: str = "llama", dtype: torch.dtype = torch.float64, **settin
 class Exact(TorchFunctionMode):
     """Keeps float64 where model code goes down to float32 (norms, softmax, routers)."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = dict(kwargs or {})
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             casts = (Tensor.to, Tensor.type)
@@ -230,7 +284,9 @@ class Exact(TorchFunctionMode):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 kwargs["dtype"] = torch.float64
-            if func is Tensor.matmul:  # by positions, which were int64 (transformers < 5.20)
+            if (
+                func is Tensor.matmul
+            ):  # by positions, which were int64 (transformers < 5.20)
                 args = (args[0], args[1].double(), *args[2:])
         return func(*args, **kwargs)
 
@@ -262,7 +318,9 @@ def new_backend(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], str]:
 
 @pytest.fixture
 def inductor() -> None:
-    """Skips under an ASCII locale: torch's compiler reads its own files as the locale's text."""
+    """Skips under an ASCII locale: torch's compiler reads its own files as the locale's
+    text.
+    """
     if locale.getpreferredencoding(False).lower() != "utf-8":
         pytest.skip("torch's compiler cannot read its own files under this locale")
 
@@ -271,14 +329,18 @@ def inductor() -> None:
 def one_rank(tmp_path: Path) -> Iterator[None]:
     """A process group, of this process alone."""
     store = f"file://{tmp_path}/store"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=store, rank=0, world_size=1
+    )
     yield
     torch.distributed.destroy_process_group()
 
 
 @pytest.fixture
 def poisoned_memory() -> Iterator[None]:
-    """Fresh memory is NaN, in torch's own C++ as well: what reads it before writing shows."""
+    """Fresh memory is NaN, in torch's own C++ as well: what reads it before writing
+    shows.
+    """
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     assert torch.empty(1).isnan().all()
@@ -286,11 +348,15 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def write(url: str, packs: Packs, kind: str = "preference", layout: str = "concat") -> Dataset:
+def write(
+    url: str, packs: Packs, kind: str = "preference", layout: str = "concat"
+) -> Dataset:
     """A committed dataset with row groups of a few packs."""
     location = Location(url)
     size = int(np.diff(packs.token_offsets).max())
-    shape = PackShape(kind=kind, layout=layout, pack_size=size, carry={}, vocab_size=VOCAB)
+    shape = PackShape(
+        kind=kind, layout=layout, pack_size=size, carry={}, vocab_size=VOCAB
+    )
     config = PackConfig.of(row_group_tokens=100, shard_tokens=600, pack_size=size)
     provenance = {"sources": [], "tokenizer": {"vocab_size": VOCAB}, "settings": {}}
     provenance["package_version"] = "0"

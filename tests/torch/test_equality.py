@@ -1,4 +1,6 @@
-"""Packing is invisible to training: loss and every gradient, packed or not, in any packs."""
+"""Packing is invisible to training: loss and every gradient, packed or not, in any
+packs.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ from packstore.torch import (
 
 BETA, SFT_WEIGHT = 0.1, 0.3
 EXAMPLES = random_examples(6, seed=3)
-REFERENCE = torch.from_numpy(np.random.default_rng(0).normal(-20, 3, EXAMPLES.num_sequences))
+REFERENCE = torch.from_numpy(
+    np.random.default_rng(0).normal(-20, 3, EXAMPLES.num_sequences)
+)
 ORDER = np.array([4, 0, 2, 1])
 """The pairs of a step."""
 PACKINGS: dict[str, list[int]] = {
@@ -55,7 +59,9 @@ CELLS: list[Cell] = list(
 LAYOUTS = pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 
 
-def unpacked(model: Any, examples: Examples, reference: Tensor, sft_weight: float = 0.0) -> Tensor:
+def unpacked(
+    model: Any, examples: Examples, reference: Tensor, sft_weight: float = 0.0
+) -> Tensor:
     """The DPO loss with each sequence fed alone, as the paper states it."""
     logps, tokens = zip(*alone(model, examples), strict=True)
     gain = torch.stack(logps) - reference.to(logps[0].dtype)
@@ -64,9 +70,14 @@ def unpacked(model: Any, examples: Examples, reference: Tensor, sft_weight: floa
 
 
 def expected_step(model: Any, attention: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradients of the step, unpacked, with an attention that is not packstore's."""
+    """Loss and gradients of the step, unpacked, with an attention that is not
+    packstore's.
+    """
     model.set_attn_implementation(attention)
-    examples, reference = EXAMPLES.take(np.arange(6)[ORDER]), REFERENCE.view(-1, 2)[ORDER]
+    examples, reference = (
+        EXAMPLES.take(np.arange(6)[ORDER]),
+        REFERENCE.view(-1, 2)[ORDER],
+    )
     loss = unpacked(model, examples, reference.flatten(), SFT_WEIGHT)
     loss.backward()
     return loss.detach(), take_gradients(model)
@@ -79,7 +90,9 @@ def share(packing: str, layout: str, parts: int) -> Iterator[PackedBatch]:
     for part in range(parts):
         mine = range(part, len(sizes), parts) or [0]
         pairs = ORDER[np.concatenate([starts[i] + np.arange(sizes[i]) for i in mine])]
-        packs = fill(EXAMPLES.take(pairs), to_offsets(np.array([sizes[i] for i in mine])), layout)
+        packs = fill(
+            EXAMPLES.take(pairs), to_offsets(np.array([sizes[i] for i in mine])), layout
+        )
         ref = REFERENCE.view(-1, 2)[torch.from_numpy(pairs)].flatten()
         batch = collate(packs, "preference", fillers=int(part >= len(sizes)))
         yield batch.replace(ref_logps=ref)
@@ -130,7 +143,9 @@ WRAPPERS: dict[str, Callable[[PackedPolicy], Any]] = {
     "fsdp by accelerate": fsdp_by_accelerate,
 }
 OnRanks = tuple[str, bool, bool, bool, int, str]
-"""Wrapper, tied weights, gradient checkpointing, compiled layers, batches a rank, layout."""
+"""Wrapper, tied weights, gradient checkpointing, compiled layers, batches a rank,
+layout.
+"""
 ON_RANKS: list[OnRanks] = [
     (*cell, layout)
     for i, cell in enumerate(product(WRAPPERS, (0, 1), (0, 1), (0, 1), (1, 2)))
@@ -140,7 +155,9 @@ ON_RANKS: list[OnRanks] = [
 
 def on_rank(task: dict[str, Any]) -> list[Any]:
     """Loss and gradients of the step on one of the ranks, in each cell."""
-    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor")  # the compiler's
+    warnings.filterwarnings(
+        "ignore", "The .grad attribute of a Tensor"
+    )  # the compiler's
     rank, world, found = dist.get_rank(), dist.get_world_size(), []
     for wrapper, tied, recomputes, compiled, accumulation, layout in task["cells"]:
         model = use_packed_attention(deepcopy(task["models"][tied]), "sdpa").train()
@@ -161,7 +178,9 @@ def on_rank(task: dict[str, Any]) -> list[Any]:
                 loss.backward()
             total = total + loss.detach() / world
         dist.all_reduce(total)
-        weights = {n.removeprefix("module."): w.grad for n, w in policy.named_parameters()}
+        weights = {
+            n.removeprefix("module."): w.grad for n, w in policy.named_parameters()
+        }
         assert list(weights) == names  # also tied ones
         for name in names:
             grad = weights.pop(name)
@@ -205,7 +224,9 @@ def test_every_way_to_pack(kit: SimpleNamespace, name: str) -> None:
 
 
 @LAYOUTS
-def test_float32_against_the_model_as_it_comes(kit: SimpleNamespace, layout: str) -> None:
+def test_float32_against_the_model_as_it_comes(
+    kit: SimpleNamespace, layout: str
+) -> None:
     """By the default backend, from logits and from hidden states."""
     model = kit.tiny_model(dtype=torch.float32)
     expected = expected_step(model, "eager")
@@ -237,7 +258,9 @@ def test_gradient_checkpointing_and_a_config_that_caches(
     assert len(attended) == 2  # forward, and again in backward
 
 
-def test_fresh_memory_does_not_matter(kit: SimpleNamespace, request: pytest.FixtureRequest) -> None:
+def test_fresh_memory_does_not_matter(
+    kit: SimpleNamespace, request: pytest.FixtureRequest
+) -> None:
     model = use_packed_attention(kit.tiny_model("mistral")).train()
     policy, cell = PackedPolicy(model), ("[4]", 1, "shared_prefix", "sdpa")
     expected = step(model, policy, cell)
@@ -245,7 +268,9 @@ def test_fresh_memory_does_not_matter(kit: SimpleNamespace, request: pytest.Fixt
     assert_equal(step(model, policy, cell), expected, 1e-10, cell)
 
 
-def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNamespace) -> None:
+def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(
+    kit: SimpleNamespace,
+) -> None:
     model = kit.tiny_model()
     loss_fn = PreferenceLoss("dpo", beta=BETA)
     expected = unpacked(model, EXAMPLES, REFERENCE)
@@ -253,4 +278,6 @@ def test_padded_inputs_of_an_unchanged_model_give_the_same_loss(kit: SimpleNames
         batch = collate(kit.packed(EXAMPLES, [2, 4], layout), "preference")
         logits = batch.unpad(model(**batch.model_inputs("padded")).logits)
         out = loss_fn(segment_logps(batch, logits=logits), batch, REFERENCE)
-        assert abs(out.loss - expected) < 1e-6  # transformers' own mask adds float32 constants
+        assert (
+            abs(out.loss - expected) < 1e-6
+        )  # transformers' own mask adds float32 constants

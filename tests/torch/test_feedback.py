@@ -1,4 +1,6 @@
-"""Losses of sequences, by one table: in any packs, on one rank or two, what each alone gives."""
+"""Losses of sequences, by one table: in any packs, on one rank or two, what each alone
+gives.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ SIZES = (110, 200, 10_000)
 
 
 class Data:
-    """Examples of a kind; and of each sequence its rank and the log-prob of a reference."""
+    """Examples of a kind; and of each sequence its rank and the log-prob of a
+    reference.
+    """
 
     def __init__(self, kind: str, number: int) -> None:
         rng = np.random.default_rng(0)
@@ -42,7 +46,9 @@ class Data:
         self.examples = replace(examples, columns={"trust": rng.uniform(0, 2, number)})
         self.sequences = list(pairwise(examples.example_offsets.tolist()))
         self.reference = torch.from_numpy(rng.normal(-15, 3, examples.num_sequences))
-        self.rank = np.arange(examples.num_sequences)[::-1] % 2  # of a pair, the first is better
+        self.rank = (
+            np.arange(examples.num_sequences)[::-1] % 2
+        )  # of a pair, the first is better
         if kind == "scored":  # some equal, never compared
             self.rank = examples.reward
             self.rank[:] = rng.integers(-1, 3, examples.num_sequences)
@@ -59,7 +65,9 @@ class Data:
         return [(a, b) for a, b in found if self.rank[a] > self.rank[b]]
 
 
-DATA = {kind: Data(kind, n) for kind, n in (("scored", 7), ("preference", 10), ("sft", 30))}
+DATA = {
+    kind: Data(kind, n) for kind, n in (("scored", 7), ("preference", 10), ("sft", 30))
+}
 Values = list[Tensor]
 """Log-probs of the tokens of each sequence, or its score."""
 
@@ -82,7 +90,9 @@ def likelihood(values: Values, data: Data, average: str = "token") -> Tensor:
     best = [values[max(range(*e), key=lambda s: data.rank[s])] for e in data.sequences]
     if average == "token":
         return -torch.cat(best).mean()
-    return -torch.stack([x.sum() if average == "sequence_sum" else x.mean() for x in best]).mean()
+    return -torch.stack(
+        [x.sum() if average == "sequence_sum" else x.mean() for x in best]
+    ).mean()
 
 
 def both(values: Values, data: Data, average: str) -> Tensor:
@@ -100,7 +110,10 @@ def unpaired(values: Values, data: Data) -> Tensor:
 def reward(scores: Values, data: Data) -> Tensor:
     """Bradley-Terry with margin and centering, over pairs."""
     pairs = data.couples("all")
-    gaps = [scores[a] - scores[b] - 0.4 * float(data.rank[a] - data.rank[b]) for a, b in pairs]
+    gaps = [
+        scores[a] - scores[b] - 0.4 * float(data.rank[a] - data.rank[b])
+        for a, b in pairs
+    ]
     sums = torch.stack([scores[a] + scores[b] for a, b in pairs])
     return -torch.sigmoid(torch.stack(gaps)).log().mean() + 0.05 * (sums**2).mean()
 
@@ -122,7 +135,9 @@ def weights(values: Values, data: Data) -> Tensor:
 
 
 def mix(values: Values, data: Data) -> Tensor:
-    """0.8 DPO and 0.2 hinge over pairs, and the likelihood of the best over its tokens."""
+    """0.8 DPO and 0.2 hinge over pairs, and the likelihood of the best over its
+    tokens.
+    """
     hinge = (1 - 0.1 * margins(values, data)).clamp(min=0).mean()
     return 0.8 * dpo(values, data) + 0.2 * hinge + 0.3 * likelihood(values, data)
 
@@ -167,7 +182,9 @@ TABLE = {
     ),
     "ranking": Row("scored", ranking, PreferenceLoss("plackett_luce"), "score"),
     "weights": Row("scored", weights, PreferenceLoss("dpo", weight_field="trust")),
-    "mix": Row("scored", mix, PreferenceLoss({"dpo": 0.8, "hinge": 0.2}, sft_weight=0.3)),
+    "mix": Row(
+        "scored", mix, PreferenceLoss({"dpo": 0.8, "hinge": 0.2}, sft_weight=0.3)
+    ),
 }
 CELLS = list(product(("concat", "shared_prefix"), SIZES))
 Step = tuple[Tensor, dict[str, Tensor], int]
@@ -207,7 +224,9 @@ def on_rank(task: dict[str, Any]) -> dict[tuple[str, str, int], Step]:
 def test_loss_and_gradients_are_those_of_sequences_alone(
     kit: SimpleNamespace, tmp_path: Path, world: int
 ) -> None:
-    """Both layouts, three sizes of packs, some batches a step, 1 and 2 ranks, in float64."""
+    """Both layouts, three sizes of packs, some batches a step, 1 and 2 ranks, in
+    float64.
+    """
     cells = CELLS[::2] if world == 1 else CELLS
     models = {head: kit.tiny_model(head=head) for head in ("logits", "score")}
     expected = {}

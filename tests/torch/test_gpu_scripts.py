@@ -1,4 +1,6 @@
-"""``benchmarks/gpu_session.py`` on CPU, with the packages that its GPU machine lacks blocked."""
+"""``benchmarks/gpu_session.py`` on CPU, with the packages that its GPU machine lacks
+blocked.
+"""
 
 from __future__ import annotations
 
@@ -45,20 +47,26 @@ def run(
 
 @pytest.mark.slow
 def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
-    """The second goes on where the first was cut; a training run is killed and resumed."""
+    """The second goes on where the first was cut; a training run is killed and
+    resumed.
+    """
     from gpu import prepare, sizes
 
     data = tmp_path / "data"
     prepare.write_data(data, sizes.DRY)  # packing needs numba, reading does not
     done = run(tmp_path)
-    told = "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
+    told = (
+        "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
+    )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", told + "\n")
     arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path))
     done = run(tmp_path, *arguments, "--only", "head/", "--end", str(time.time() + 1e3))
     assert done.returncode == 0, done.stdout + done.stderr
     before = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     (tmp_path / "out").mkdir()
-    done = run(tmp_path, *arguments, "--end", str(time.time() + 1e3), out=tmp_path / "out")
+    done = run(
+        tmp_path, *arguments, "--end", str(time.time() + 1e3), out=tmp_path / "out"
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     kept = (tmp_path / "results.json").read_text(encoding="utf-8")
     assert (tmp_path / "out" / "results.json").read_text(encoding="utf-8") == kept
@@ -136,9 +144,13 @@ def test_compiled_layers_that_are_not_compiled_fail(
     monkeypatch.setattr(compiled, "GRAPHS", 1)
     with torch._dynamo.config.patch(recompile_limit=1):  # the limit of an older torch
         fast.group(session, *group, compiled=True)
-    reasons = [case["why"] for case in session.cases.values() if case["verdict"] == "FAILED"]
+    reasons = [
+        case["why"] for case in session.cases.values() if case["verdict"] == "FAILED"
+    ]
     assert reasons
-    assert all(re.search(r"RuntimeError: \d+ of \d+ frames", reason) for reason in reasons)
+    assert all(
+        re.search(r"RuntimeError: \d+ of \d+ frames", reason) for reason in reasons
+    )
     monkeypatch.delattr(fast, "Trial")
     fast.group(Session(tmp_path, DRY, "qwen3", 4e9), *group)
 
@@ -156,6 +168,8 @@ def test_the_page_gives_what_is_counted() -> None:
             if names[1] == profile
         ]
         row = re.escape(" | ".join(over))
-        assert re.search("{}, {}, {}".format(*medians) + r"[^|]*\| " + row, page), profile
+        assert re.search("{}, {}, {}".format(*medians) + r"[^|]*\| " + row, page), (
+            profile
+        )
     over = [x["trainer"] for x in compiled.values()]
     assert f"counted {min(over):.1f} to {max(over):.1f} times" in page

@@ -1,7 +1,8 @@
 """A planned DPO step reads no value of a tensor: on a GPU the host never waits for it.
 
-It runs on the `meta` device, whose tensors have shapes and no values: `item`, `tolist`, copies to
-the CPU, `nonzero`, masks as indices and `repeat_interleave` without a size raise there.
+It runs on the `meta` device, whose tensors have shapes and no values: `item`, `tolist`,
+copies to the CPU, `nonzero`, masks as indices and `repeat_interleave` without a size
+raise there.
 """
 
 from __future__ import annotations
@@ -27,14 +28,22 @@ from packstore.torch.attention import flash
 
 
 @pytest.fixture
-def policy(kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PackedPolicy]:
-    monkeypatch.setattr(flash, "DEVICES", ("meta",))  # no kernel takes tensors without values
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)  # there is none on meta
+def policy(
+    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., PackedPolicy]:
+    monkeypatch.setattr(
+        flash, "DEVICES", ("meta",)
+    )  # no kernel takes tensors without values
+    monkeypatch.setattr(
+        torch, "is_autocast_enabled", lambda *_: False
+    )  # there is none on meta
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
     def make(name: str) -> PackedPolicy:
         model = kit.tiny_family(name, torch.bfloat16)
-        made = PackedPolicy(use_packed_attention(model, "sdpa"))  # looks at the head's values
+        made = PackedPolicy(
+            use_packed_attention(model, "sdpa")
+        )  # looks at the head's values
         use_packed_attention(model, "torch_varlen")
         return made.to("meta")
 
@@ -55,7 +64,9 @@ def test_a_planned_step(policy: Any, name: str, layout: Any) -> None:
         batch = batch.to("meta")
         with torch.no_grad():
             ref_logps = frozen(batch)
-        out = loss_fn(trained(batch), batch, ref_logps, divisor=count_step([batch], loss_fn))
+        out = loss_fn(
+            trained(batch), batch, ref_logps, divisor=count_step([batch], loss_fn)
+        )
         out.loss.backward()
         metrics.add(out.metrics)
     torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
@@ -67,7 +78,10 @@ def test_a_step_of_scores_that_is_counted_before_it_is_copied(
     kit: SimpleNamespace, policy: Any, pairs: Any
 ) -> None:
     """And the figures of each example."""
-    trained, loss_fn = policy("llama"), PreferenceLoss("dpo", pairs=pairs, sft_weight=0.2)
+    trained, loss_fn = (
+        policy("llama"),
+        PreferenceLoss("dpo", pairs=pairs, sft_weight=0.2),
+    )
     on_cpu = kit.row(4, kind="scored")
     divisor = count_step([on_cpu], loss_fn, device=torch.device("meta"))
     assert divisor.count > 4

@@ -1,8 +1,9 @@
 """Engines that run the workers: one file and one line per engine.
 
-An engine is a function ``run(work, items, num_workers) -> Iterator`` that applies the picklable
-`work` to every item and yields the results in the order of the items, holding only a bounded number
-of items in flight. The result of a job never depends on the engine or its number of workers.
+An engine is a function ``run(work, items, num_workers) -> Iterator`` that applies the
+picklable `work` to every item and yields the results in the order of the items, holding
+only a bounded number of items in flight. The result of a job never depends on the
+engine or its number of workers.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ from packstore.registry import Registry
 Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[Any]]
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""An engine and its number of workers, or ``map``: yields the results on items, in order."""
+"""An engine and its number of workers, or ``map``: yields the results on items, in
+order.
+"""
 
 ENGINES: Registry[Engine] = Registry(
     "engine",
-    {"local": "packstore.etl.engines.local:run", "ray": "packstore.etl.engines.ray:run"},
+    {
+        "local": "packstore.etl.engines.local:run",
+        "ray": "packstore.etl.engines.ray:run",
+    },
     extras={"ray": "ray"},
 )
 
@@ -39,7 +45,9 @@ def in_order(
     result: Callable[[Any], Any] = Future.result,
     cancel: Callable[[Any], Any] = Future.cancel,
 ) -> Iterator[Any]:
-    """Yields the results of the items' tasks, in order; `most` may wait. An error cancels them."""
+    """Yields the results of the items' tasks, in order; `most` may wait. An error
+    cancels them.
+    """
     pending: deque[Any] = deque()
 
     def first() -> Any:

@@ -1,10 +1,12 @@
-"""Runs work on this machine: in threads, and in worker processes where threads wait for the GIL.
+"""Runs work on this machine: in threads, and in worker processes where threads wait for
+the GIL.
 
-Each worker process loads the work once, and has one thread here that serves it. Questions and
-answers are pickles, in pipes of its own. It is not one of multiprocessing, whose forks break
-numba's OpenMP layer, s3fs and obstore, and whose other children run a user's script again; nor of
-loky, which no daemon of multiprocessing may use, whose workers outlive a job that is killed by a
-minute and more, and which ends them before they can remove their files.
+Each worker process loads the work once, and has one thread here that serves it.
+Questions and answers are pickles, in pipes of its own. It is not one of
+multiprocessing, whose forks break numba's OpenMP layer, s3fs and obstore, and whose
+other children run a user's script again; nor of loky, which no daemon of
+multiprocessing may use, whose workers outlive a job that is killed by a minute and
+more, and which ends them before they can remove their files.
 """
 
 from __future__ import annotations
@@ -39,50 +41,66 @@ MAX_PROCESSES = 16
 """One process reads and writes for all workers."""
 
 WORTH_SECONDS, QUICK_SECONDS = 1.0, 4.0
-"""Time of the first worker alone, before others are started: each takes one to three seconds of a
-core to load packages and a tokenizer. The quick one is done with 100 MB by then, which is mostly
-all there is."""
+"""Time of the first worker alone, before others are started: each takes one to three
+seconds of a core to load packages and a tokenizer. The quick one is done with 100 MB by
+then, which is mostly all there is.
+"""
 
 WAIT_SECONDS = 60
-"""Time for which a process that waits for a job is given one; it ends half a minute later."""
+"""Time for which a process that waits for a job is given one; it ends half a minute
+later.
+"""
 
 ITEM_SECONDS = 900
-"""Processor time of a worker process for an item, which mostly takes less than a second; beyond it
-the job fails."""
+"""Processor time of a worker process for an item, which mostly takes less than a
+second; beyond it the job fails.
+"""
 
 ONE_THREAD = {
     "TOKENIZERS_PARALLELISM": "false",
     "RAYON_NUM_THREADS": "1",
     "POLARS_MAX_THREADS": "1",
 }
-"""Environment of a worker process: there is one per core, so threads inside would only contend."""
+"""Environment of a worker process: there is one per core, so threads inside would only
+contend.
+"""
 
 _ENDED = (EOFError, OSError, pickle.UnpicklingError)
 """What a pipe raises whose other process has ended, perhaps amid an answer."""
 
 _waiting: list[WorkerProcess] = []
-"""Processes, at most one or two, that wait for a job; they end after a while, or with this one."""
+"""Processes, at most one or two, that wait for a job; they end after a while, or with
+this one.
+"""
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_waiting.clear)  # they serve the parent
 
 
-def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
-    """Yields ``work(item)`` for every item, in order; holds at most two for each worker.
+def run(
+    work: Callable[[T], R], items: Iterable[T], num_workers: int | None
+) -> Iterator[R]:
+    """Yields ``work(item)`` for every item, in order; holds at most two for each
+    worker.
 
-    First this process works, for ``work.alone`` seconds (default 0), or one in its place if `work`
-    raises :class:`NeedsWorkerProcess`. Then `num_workers` processes work, by default one per core,
-    each of which calls ``work.load()`` once, if there is that. Where no number is set and
-    ``work.in_threads`` is true, threads of this process work instead.
+    First this process works, for ``work.alone`` seconds (default 0), or one in its
+    place if `work` raises :class:`NeedsWorkerProcess`. Then `num_workers` processes
+    work, by default one per core, each of which calls ``work.load()`` once, if there is
+    that. Where no number is set and ``work.in_threads`` is true, threads of this
+    process work instead.
     """
-    most = max(num_workers, 1) if num_workers is not None else min(cores(), MAX_PROCESSES)
+    most = (
+        max(num_workers, 1) if num_workers is not None else min(cores(), MAX_PROCESSES)
+    )
     alone = getattr(work, "alone", 0.0)
     with (
         ThreadPoolExecutor(most, "packstore-work") as pool,
         contextlib.closing(_Processes(work, pool, most)) as processes,
     ):
         if num_workers is None and getattr(work, "in_threads", False):
-            yield from in_order(lambda item: pool.submit(processes.here, item), items, 2 * most)
+            yield from in_order(
+                lambda item: pool.submit(processes.here, item), items, 2 * most
+            )
         else:
             if most == 1:
                 alone = math.inf
@@ -100,7 +118,9 @@ def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> 
 
 
 def prepare() -> None:
-    """Starts a worker process, for a job that will need one: it loads packages meanwhile."""
+    """Starts a worker process, for a job that will need one: it loads packages
+    meanwhile.
+    """
     if not _waiting:
         _waiting.append(WorkerProcess())
 
@@ -114,7 +134,9 @@ def cores() -> int:
 class _Processes:
     """Worker processes: a function of an item, which one that is idle works on."""
 
-    def __init__(self, work: Callable[[Any], Any], pool: ThreadPoolExecutor, most: int) -> None:
+    def __init__(
+        self, work: Callable[[Any], Any], pool: ThreadPoolExecutor, most: int
+    ) -> None:
         self._work, self._pool, self._most = work, pool, most
         self._all: list[WorkerProcess] = []
         self._starting, self._needed = threading.Lock(), False
@@ -134,12 +156,16 @@ class _Processes:
                 self._idle.put(self._all[-1])
 
     def submit(self, item: Any) -> Future[Any]:
-        """Lets a thread wait for the result of an item; one more process may work on it."""
+        """Lets a thread wait for the result of an item; one more process may work on
+        it.
+        """
         self.start(min(len(self._all) + 1, self._most))
         return self._pool.submit(self, item)
 
     def here(self, item: Any) -> Any:
-        """Works on an item in this thread; from the first that needs a process on, in one."""
+        """Works on an item in this thread; from the first that needs a process on, in
+        one.
+        """
         if not self._needed:
             try:
                 return self._work(item)
@@ -160,7 +186,9 @@ class _Processes:
             self._idle.put(process)
 
     def keep_one(self) -> None:
-        """Lets a process wait for the next job, without the memory of this work; all are idle."""
+        """Lets a process wait for the next job, without the memory of this work; all
+        are idle.
+        """
         kept = next((process for process in self._all if process.has_work), None)
         if kept is not None and not _waiting:
             with contextlib.suppress(PackstoreError):  # it died meanwhile
@@ -187,7 +215,8 @@ class WorkerProcess:
 
     def __init__(self) -> None:
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines import local; "
+            f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines "
+            "import local; "
             f"local.serve({template.RENDER_SECONDS}, {template.RENDER_MEMORY})"
         )
         self._waits_from = time.monotonic()
@@ -201,7 +230,9 @@ class WorkerProcess:
                 start_new_session=True,  # Ctrl-C is for the job's own process
             )
         except OSError as error:
-            raise PackstoreError(f"a worker process cannot be started: {error}") from error
+            raise PackstoreError(
+                f"a worker process cannot be started: {error}"
+            ) from error
 
     @property
     def waits(self) -> bool:
@@ -210,7 +241,9 @@ class WorkerProcess:
         return waited < WAIT_SECONDS and self._process.poll() is None
 
     def load(self, work: Callable[[Any], Any] | None) -> None:
-        """Sends the work, and waits until it is loaded; None: waits for that of another job."""
+        """Sends the work, and waits until it is loaded; None: waits for that of another
+        job.
+        """
         self._waits_from = time.monotonic()
         self._ask(True, work)
         self.has_work = work is not None
@@ -243,11 +276,15 @@ class WorkerProcess:
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
             remedy = "Look for a slow regular expression in the tokenizer"
-        return PackstoreError(f"a worker process died ({cause}); nothing was committed. {remedy}.")
+        return PackstoreError(
+            f"a worker process died ({cause}); nothing was committed. {remedy}."
+        )
 
     @staticmethod
     def end(processes: Sequence[WorkerProcess]) -> None:
-        """Ends processes, whatever they do; they have two seconds to remove their files."""
+        """Ends processes, whatever they do; they have two seconds to remove their
+        files.
+        """
         for process in processes:
             process._process.terminate()
         for process in processes:
@@ -259,7 +296,8 @@ class WorkerProcess:
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Runs in a worker process: receives the work, then items, until the other process ends.
+    """Runs in a worker process: receives the work, then items, until the other process
+    ends.
 
     A record may take so many seconds of processor time and bytes of memory to render.
     """
@@ -279,17 +317,22 @@ def serve(seconds: float, memory: int) -> None:
                     work, result = item, None
                     gc.unfreeze()
                     getattr(work, "load", lambda: None)()
-                    gc.freeze()  # what is loaded is not searched for garbage again and again
+                    # what is loaded is not searched for garbage again and again
+                    gc.freeze()
                 else:
                     result = work(item)
                 answer = True, result
             except Exception as error:
                 answer = False, _picklable(error)
-            _send(answers, answer)  # fails if there was no item: the other process has ended
+            _send(
+                answers, answer
+            )  # fails if there was no item: the other process has ended
 
 
 def _end_after(seconds: float, processor_seconds: float) -> None:
-    """Lets the kernel end this process after so much time, or processor time; 0: not."""
+    """Lets the kernel end this process after so much time, or processor time;
+    0: not.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)
@@ -305,7 +348,9 @@ def _picklable(error: Exception) -> Exception:
 
 
 def _send(pipe: IO[bytes], value: object) -> None:
-    """Sends a value, its arrays beside its pickle: what cannot be read is received whole, too."""
+    """Sends a value, its arrays beside its pickle: what cannot be read is received
+    whole, too.
+    """
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
     pickle.dump((data, buffers), pipe, 5)

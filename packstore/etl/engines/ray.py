@@ -1,7 +1,8 @@
-"""Runs work in tasks of a Ray cluster: connected, named by RAY_ADDRESS, or started locally.
+"""Runs work in tasks of a Ray cluster: connected, named by RAY_ADDRESS, or started
+locally.
 
-Ray repeats a task whose worker is lost, and results are yielded in the order of the items, so
-neither timing nor failures change the dataset.
+Ray repeats a task whose worker is lost, and results are yielded in the order of the
+items, so neither timing nor failures change the dataset.
 """
 
 from __future__ import annotations
@@ -25,14 +26,22 @@ MAX_RETRIES = 3
 """Maximum repeats of a task whose worker was lost."""
 
 
-def run(work: Callable[[T], R], items: Iterable[T], num_workers: int | None) -> Iterator[R]:
-    """Yields ``work(item)`` in order; `num_workers` None: a task for each core of the cluster."""
+def run(
+    work: Callable[[T], R], items: Iterable[T], num_workers: int | None
+) -> Iterator[R]:
+    """Yields ``work(item)`` in order; `num_workers` None: a task for each core of the
+    cluster.
+    """
     started = not ray.is_initialized()
     try:
         try:
             if started:
                 # A worker of an earlier call would keep its tokenizer in memory.
-                ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+                ray.init(
+                    log_to_driver=False,
+                    include_dashboard=False,
+                    configure_logging=False,
+                )
             cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
         except Exception as error:  # of Ray's own, and bare ones
             rule = "must start, or be reached (RAY_ADDRESS)"
@@ -54,14 +63,17 @@ def _result(task: Any) -> Any:
         raise error.cause from None
     except RayError as error:
         raise PackstoreError(
-            f"a Ray task was lost {MAX_RETRIES + 1} times ({type(error).__name__}); nothing was "
-            "written. Look at the chat template and the memory of workers; set num_workers lower."
+            f"a Ray task was lost {MAX_RETRIES + 1} times ({type(error).__name__}); "
+            "nothing was "
+            "written. Look at the chat template and the memory of workers; set "
+            "num_workers lower."
         ) from error
 
 
 _loaded: tuple[str, Any] = "", None
-"""Id of the work that this process has loaded, and the work: a tokenizer loads as long as 30 MB of
-text are tokenized."""
+"""Id of the work that this process has loaded, and the work: a tokenizer loads as long
+as 30 MB of text are tokenized.
+"""
 
 
 def _work_on(shared: Sequence[Any], item: Any) -> Any:

@@ -1,8 +1,8 @@
 """Finished partitions, and the notes by which a rerun reuses them.
 
-A note is found by the name of its run: settings, tokenizer, sizes of the inputs and the package's
-version (``provenance.run_name``). Its partition is reused if its blocks, duplicates and libraries
-are the same, and its inputs and shards are unchanged.
+A note is found by the name of its run: settings, tokenizer, sizes of the inputs and the
+package's version (``provenance.run_name``). Its partition is reused if its blocks,
+duplicates and libraries are the same, and its inputs and shards are unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A finished partition: `written` has its packs in each dataset, `resumed` if reused."""
+    """A finished partition: `written` has its packs in each dataset, `resumed` if
+    reused.
+    """
 
     contents: Contents
     written: list[Written]
@@ -44,10 +46,16 @@ class Partition:
     @property
     def packs(self) -> int:
         """Number of packs, over all datasets."""
-        return sum(shard.shard.rows for written in self.written for shard in written.shards)
+        return sum(
+            shard.shard.rows for written in self.written for shard in written.shards
+        )
 
-    def note(self, notes: Sequence[PartitionNotes], item: Item, versions: dict[int, str]) -> None:
-        """Puts its note into each dataset, with the versions of its inputs before the read."""
+    def note(
+        self, notes: Sequence[PartitionNotes], item: Item, versions: dict[int, str]
+    ) -> None:
+        """Puts its note into each dataset, with the versions of its inputs before the
+        read.
+        """
         for place, written in zip(notes, self.written, strict=True):
             place.put(item[0], Note(identity(item), versions, self.contents, written))
 
@@ -56,15 +64,21 @@ class Note(msgspec.Struct):
     """The note of a partition in one dataset."""
 
     identity: str
-    versions: dict[int, str]  # ordinal of an input -> its version in the store, or empty
+    versions: dict[
+        int, str
+    ]  # ordinal of an input -> its version in the store, or empty
     contents: Contents
     written: Written
 
 
 def identity(item: Item) -> str:
-    """Hashes all that decides the shards, except the settings and the contents of files."""
+    """Hashes all that decides the shards, except the settings and the contents of
+    files.
+    """
     _, slices, repeated = item
-    cut = [[s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices]
+    cut = [
+        [s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices
+    ]
     made_by = [VERSION, version("pyarrow"), version("numpy"), version("polars")]
     digest = hashlib.sha256(repr([cut, made_by]).encode(errors="surrogatepass"))
     digest.update(b"" if repeated is None else repeated.tobytes())
@@ -74,7 +88,8 @@ def identity(item: Item) -> str:
 def reuse_finished_partition(
     notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str], rejects: bool
 ) -> Partition | None:
-    """Returns the partition of an earlier run; None if it has no note, or anything has changed.
+    """Returns the partition of an earlier run; None if it has no note, or anything has
+    changed.
 
     `hashes`, ordinal of an input -> its sha256, grows.
     """
@@ -88,17 +103,27 @@ def reuse_finished_partition(
         return None
     for part in slices:
         ordinal = part.input.ordinal
-        if not _is_same(part.input, contents.sources[ordinal], versions[ordinal], hashes):
+        if not _is_same(
+            part.input, contents.sources[ordinal], versions[ordinal], hashes
+        ):
             return None
     partition = Partition(contents, [note.written for note in noted], resumed=True)
-    if not all(n.are_whole(w.shards) for n, w in zip(notes, partition.written, strict=True)):
+    if not all(
+        n.are_whole(w.shards) for n, w in zip(notes, partition.written, strict=True)
+    ):
         return None
-    partition.note(notes, item, versions)  # again: `clean` takes all files of the run for recent
+    partition.note(
+        notes, item, versions
+    )  # again: `clean` takes all files of the run for recent
     return partition
 
 
-def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]) -> bool:
-    """Returns True if a file is unchanged, by its version in the store, else by its hash."""
+def _is_same(
+    item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]
+) -> bool:
+    """Returns True if a file is unchanged, by its version in the store, else by its
+    hash.
+    """
     if version and item.location.object_version() == version:
         return True
     if item.location.size() != source["bytes"]:
@@ -110,7 +135,9 @@ def _is_same(item: Input, source: Mapping[str, Any], version: str, hashes: dict[
 
 
 def check_growth(first: Partition, partitions: int, places: Sequence[Location]) -> None:
-    """Refuses a job whose manifests would be larger than readers accept, by its first partition."""
+    """Refuses a job whose manifests would be larger than readers accept, by its first
+    partition.
+    """
     for place, written in zip(places, first.written, strict=True):
         size = partitions * manifest_bytes([shard.shard for shard in written.shards])
         if size > 1.5 * commit.MAX_MANIFEST_BYTES:

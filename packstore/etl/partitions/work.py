@@ -2,9 +2,9 @@
 
     read -> tokenize -> select -> spill -> plan -> fill -> write -> note
 
-One machine reads a few partitions at once, in one pass over their files, and writes them one after
-another while it reads the next ones. On a cluster, or many cores, each task makes one. Partitions
-with a valid note of an earlier run are reused.
+One machine reads a few partitions at once, in one pass over their files, and writes
+them one after another while it reads the next ones. On a cluster, or many cores, each
+task makes one. Partitions with a valid note of an earlier run are reused.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ from packstore.tokenizer.dialogue import template
 T = TypeVar("T")
 
 PASSES = 2
-"""Maximum passes of one machine over a file; each reads some of the partitions. With more passes, a
-killed job loses less, but each takes 3 % of the time of tokenizing, or 10 % for gzip."""
+"""Maximum passes of one machine over a file; each reads some of the partitions. With
+more passes, a killed job loses less, but each takes 3 % of the time of tokenizing, or
+10 % for gzip.
+"""
 
 
 class Spilled:
     """A partition while it is read; its examples are on the local disk."""
 
     def __init__(
-        self, item: Item, config: PackConfig, paths: Mapping[int, str], known: U64 | None
+        self,
+        item: Item,
+        config: PackConfig,
+        paths: Mapping[int, str],
+        known: U64 | None,
     ) -> None:
         self.number, self.slices, repeated = self.item = item
         self._config = config
@@ -65,7 +71,9 @@ class Spilled:
         """Adds the examples of the next block."""
         examples, tally = part
         for spill, kept in zip(self.spills, self._select(examples, tally), strict=True):
-            spill.append(kept, sizes(kept, self._config.layout, self._config.pad_to_multiple))
+            spill.append(
+                kept, sizes(kept, self._config.layout, self._config.pad_to_multiple)
+            )
         if tally.rejected:
             self._rejects.append(compressed(tally.rejected))
         self._tally.add(tally)
@@ -87,15 +95,17 @@ class Spilled:
 
 
 Group = tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part, int]]]
-"""Partitions that are read together, and the parts of those that are not there yet, with the bytes
-of the input that each part took."""
+"""Partitions that are read together, and the parts of those that are not there yet,
+with the bytes of the input that each part took.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class PackPartitions:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
-    `known` has the keys of duplicates of a dataset that grows, where a partition finds its own.
+    `known` has the keys of duplicates of a dataset that grows, where a partition finds
+    its own.
     """
 
     notes: Sequence[PartitionNotes]
@@ -113,7 +123,9 @@ class PackPartitions:
         run: Run,
         counter: ProgressCounter | None = None,
     ) -> Iterator[Partition]:
-        """Yields the partitions in order; `counter` may refuse one before its writing."""
+        """Yields the partitions in order; `counter` may refuse one before its
+        writing.
+        """
         at_once = -(-(self.config.partitions or 1) // PASSES)
         remaining, collects = iter(items), self.config.rejects is not None
 
@@ -130,8 +142,12 @@ class PackPartitions:
 
         return self._write_groups(groups(), counter or ProgressCounter())
 
-    def pack_examples(self, parts: Iterable[Part], counter: ProgressCounter) -> Iterator[Partition]:
-        """Yields the only partition, of examples that come from no files: it cannot be resumed."""
+    def pack_examples(
+        self, parts: Iterable[Part], counter: ProgressCounter
+    ) -> Iterator[Partition]:
+        """Yields the only partition, of examples that come from no files: it cannot be
+        resumed.
+        """
         tokenized = iter(parts)  # refuses settings before there is a folder to remove
         only = self._start_partition((0, (), None))
         return self._write_groups(
@@ -172,7 +188,9 @@ class PackPartitions:
         self._started.append(Spilled(item, self.config, self.paths, self.known))
         return self._started[-1]
 
-    def _write(self, spilled: Spilled, contents: Contents, counter: ProgressCounter) -> Partition:
+    def _write(
+        self, spilled: Spilled, contents: Contents, counter: ProgressCounter
+    ) -> Partition:
         """Plans, fills and writes a partition, and puts its note."""
         written = [
             self._write_packs(spilled.number, spill, notes, counter)
@@ -190,8 +208,12 @@ class PackPartitions:
         if not spill.num_examples:
             return Written([])
         config = self.config
-        if number:  # the first one keeps the seed: its plan equals packstore.plan(lengths)
-            config = replace(config, seed=seeds.derive(config.seed, "partition", number) >> 1)
+        if (
+            number
+        ):  # the first one keeps the seed: its plan equals packstore.plan(lengths)
+            config = replace(
+                config, seed=seeds.derive(config.seed, "partition", number) >> 1
+            )
         packing = plan(spill.lengths(), config=config)
         last = number + 1 == config.partitions and notes is self.notes[-1]
         run = f"{notes.run}-p{number:05d}"
@@ -206,13 +228,17 @@ class PackPartitions:
                 counter.add_packs(len(packs), left if last else None)
             shards = writer.finish()
         # The plan counts padded lengths; only the writer counts the tokens.
-        planning = replace(packing, tokens=sum(part.shard.tokens for part in shards)).statistics()
+        planning = replace(
+            packing, tokens=sum(part.shard.tokens for part in shards)
+        ).statistics()
         planning["seed"] = self.config.seed
         return Written(shards, planning)
 
 
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
-    """Returns the result of `work` on one item, in this process, which can be ended meanwhile."""
+    """Returns the result of `work` on one item, in this process, which can be ended
+    meanwhile.
+    """
     template.require_worker()
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, 0)  # it may take longer than a block
@@ -223,10 +249,11 @@ def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
 def prefetch(
     items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
 ) -> Generator[T, None, None]:
-    """Yields the items, which another thread computes at most `depth` ahead; raises its errors.
+    """Yields the items, which another thread computes at most `depth` ahead; raises its
+    errors.
 
-    Closing the generator sets `stop`, so that a slow item can end early, and ends the thread before
-    the next item.
+    Closing the generator sets `stop`, so that a slow item can end early, and ends the
+    thread before the next item.
     """
     stop = stop or threading.Event()
     stream, end = iter(items), object()

@@ -1,1 +1,3 @@
-"""Reports before a job, which write no dataset: doctor, estimate, check, and all of them."""
+"""Reports before a job, which write no dataset: doctor, estimate, check, and all of
+them.
+"""

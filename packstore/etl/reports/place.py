@@ -1,6 +1,7 @@
 """Tests a location before a job: listing, reading, writing, committing, and speed.
 
-Finds errors that a job would hit after an hour, with small files that are removed afterwards.
+Finds errors that a job would hit after an hour, with small files that are removed
+afterwards.
 """
 
 from __future__ import annotations
@@ -35,20 +36,25 @@ from packstore.io.store.storage_errors import EXTRAS, as_storage_errors
 from packstore.version import VERSION
 
 TRIAL_BYTES = 16 << 20
-"""Bytes written and read to measure speed: two parts of an upload, as one is put at once."""
+"""Bytes written and read to measure speed: two parts of an upload, as one is put at
+once.
+"""
 
 
 @dataclass(frozen=True)
 class Finding:
     """The outcome of one check.
 
-    Of records, a `problem` harms training or drops them, a `remark` may be fine; checks without a
-    hit are left out. Of a place, a `problem` stops a job, a `remark` was not tried.
+    Of records, a `problem` harms training or drops them, a `remark` may be fine; checks
+    without a hit are left out. Of a place, a `problem` stops a job, a `remark` was not
+    tried.
     """
 
     check: str
     level: Literal["ok", "remark", "problem"]
-    text: str = ""  # what it means or measured; of a place, with the remedy of a problem
+    text: str = (
+        ""  # what it means or measured; of a place, with the remedy of a problem
+    )
     records: int | None = None  # with a hit; None: not of records
     examples: tuple[str, ...] = ()  # places of a few of them
 
@@ -58,15 +64,18 @@ class Finding:
         return self.level != "problem"
 
 
-def check(url: str, *, storage_options: Mapping[str, Any] | None = None) -> list[Finding]:
-    """Tests a location as a job would use it: lists, reads, writes, commits, measures speed.
+def check(
+    url: str, *, storage_options: Mapping[str, Any] | None = None
+) -> list[Finding]:
+    """Tests a location as a job would use it: lists, reads, writes, commits, measures
+    speed.
 
         >>> all(finding.ok for finding in packstore.check("s3://bucket/prefs-8k"))
         True
 
     Args:
-        url: a local folder or an fsspec URL: of a dataset, or for a new one. Files that are there
-            are not changed; those of the test are removed.
+        url: a local folder or an fsspec URL: of a dataset, or for a new one. Files that
+            are there are not changed; those of the test are removed.
         storage_options: passed to fsspec's filesystem. They override
             :data:`packstore.config.CHECK_RETRIES`.
 
@@ -101,7 +110,9 @@ def _outcome(check: str, action: Callable[[], str]) -> Finding:
 def _versions(location: Location) -> str:
     releases = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
     scheme = location.url.partition("://")[0]
-    client = "huggingface_hub" if scheme == "hf" else PACKAGES.get(EXTRAS.get(scheme, ""))
+    client = (
+        "huggingface_hub" if scheme == "hf" else PACKAGES.get(EXTRAS.get(scheme, ""))
+    )
     for name in ("fsspec", "pyarrow", client):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             releases += [f"{name} {importlib.metadata.version(name)}"] if name else []
@@ -114,12 +125,17 @@ def _list(location: Location) -> str:
         began = time.perf_counter()
         files = len(location.files())
         times.append(time.perf_counter() - began)
-    return f"{files} files directly in it, {statistics.median(times) * 1000:.0f} ms a request"
+    return (
+        f"{files} files directly in it, {statistics.median(times) * 1000:.0f} ms a "
+        "request"
+    )
 
 
 def _try_to_read(location: Location) -> Iterator[Finding]:
     try:
-        dataset = open(location.url, location.storage_options) if versions(location) else None
+        dataset = (
+            open(location.url, location.storage_options) if versions(location) else None
+        )
     except PackstoreError as error:
         yield Finding("dataset", "problem", message_with_notes(error))
         return
@@ -130,7 +146,9 @@ def _try_to_read(location: Location) -> Iterator[Finding]:
     yield Finding("dataset", "ok", f"version {dataset.version}, {shards} shards")
     if shards:
         yield _outcome("first shard", lambda: _read_group(dataset, 0))
-        yield _outcome("last shard", lambda: _read_group(dataset, len(dataset.row_groups) - 1))
+        yield _outcome(
+            "last shard", lambda: _read_group(dataset, len(dataset.row_groups) - 1)
+        )
 
 
 def _read_group(dataset: Dataset, group: int) -> str:
@@ -201,6 +219,12 @@ def _measure(location: Location, name: str) -> str:
     if back != data:
         rule = f"must give back the {len(data)} bytes that were written"
         remedy = "Do not use it: it damages what it stores"
-        raise IntegrityError(sentence(location.display, rule, f"{len(back)} others", remedy))
+        raise IntegrityError(
+            sentence(location.display, rule, f"{len(back)} others", remedy)
+        )
     mb = len(data) / 1e6
-    return f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in one stream)"
+    return (
+        f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in "
+        "one "
+        "stream)"
+    )

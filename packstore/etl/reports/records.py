@@ -1,7 +1,7 @@
 """Reads records, or a sample of them, once, and tells what a job would make of them.
 
-No dataset is written. What packing would drop or note, what lint finds, and the packs of a sample
-come from the same pass.
+No dataset is written. What packing would drop or note, what lint finds, and the packs
+of a sample come from the same pass.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 STRATEGIES = ("pool",)
 
 SAMPLE = 20_000
-"""Default maximum of sampled records; the error of the fill rate is then about 0.1 %."""
+"""Default maximum of sampled records; the error of the fill rate is then about 0.1 %.
+"""
 
 
 def doctor(
@@ -54,8 +55,8 @@ def doctor(
 ) -> Report:
     """Tokenizes all records like ``packstore.pack`` and counts their errors.
 
-    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes for every record.
-    Duplicates are the examples that `dedup` would drop.
+    Policies set to ``error`` count here instead of stopping. Memory: 16 bytes for every
+    record. Duplicates are the examples that `dedup` would drop.
 
     Args:
         source, tokenizer, config, adapter, storage_options, progress, settings: see
@@ -68,7 +69,9 @@ def doctor(
     config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
     config = _with_keys(_lenient(config))
     block_bytes = BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES
-    reader = open_examples(source, tokenizer, config, storage_options or {}, block_bytes, loaded)
+    reader = open_examples(
+        source, tokenizer, config, storage_options or {}, block_bytes, loaded
+    )
     if sample is not None:
         _draw(reader, sample, config.seed, progress)
     return _read(reader, config, progress, lint=True)
@@ -93,25 +96,30 @@ def estimate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Tokenizes a sample of the records of `source` and plans every combination of settings.
+    """Tokenizes a sample of the records of `source` and plans every combination of
+    settings.
 
     Reads the whole input; of an iterable of unknown length, only the first records.
 
     Args:
-        source, tokenizer, adapter, storage_options, progress: see :func:`packstore.pack`.
-        pack_sizes, layouts, strategies: values to combine. None: the settings `pack_size`,
-            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and `STRATEGIES`.
+        source, tokenizer, adapter, storage_options, progress: see
+        :func:`packstore.pack`. pack_sizes, layouts, strategies: values to combine.
+        None: the settings `pack_size`,
+            `layout` and `strategy` if given, else `PACK_SIZES`, `LAYOUTS` and
+            `STRATEGIES`.
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
         world_size: ranks of a training run, for the steps of an epoch.
         packs_per_batch, gradient_accumulation_steps, examples_per_step: see
-            :class:`packstore.config.BatchConfig`; logs a warning where steps are far larger.
-        config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and `strategy`
-            are not used; `seed` also decides the sample.
+            :class:`packstore.config.BatchConfig`; logs a warning where steps are far
+            larger.
+        config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and
+            `strategy` are not used; `seed` also decides the sample.
         settings: fields of :class:`packstore.PackConfig`, which override `config`.
 
     Raises:
-        ConfigError: a setting is not supported here, is out of range, or is given twice.
+        ConfigError: a setting is not supported here, is out of range, or is given
+            twice.
         InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
@@ -146,10 +154,16 @@ def estimate(
     report = _read(reader, base, progress, measured)
     report.tally.dropped.pop("overlong", None)  # of no combination
     if not report.tally.kept:
-        raise InputError("no record of the sample could be used: run `packstore doctor` on it.")
+        raise InputError(
+            "no record of the sample could be used: run `packstore doctor` on it."
+        )
     choices: list[Choice] = []
-    for (pack_size, layout), alike in groupby(configs, lambda c: (c.pack_size, c.layout)):
-        if truncates and isinstance(reader, RecordExampleReader):  # the cut depends on both
+    for (pack_size, layout), alike in groupby(
+        configs, lambda c: (c.pack_size, c.layout)
+    ):
+        if truncates and isinstance(
+            reader, RecordExampleReader
+        ):  # the cut depends on both
             again = reader.sized(pack_size, layout)
             projection = Projection(drawn, total, [layout], base.pad_to_multiple, again)
         choices += [projection.choice(config, batching, world_size) for config in alike]
@@ -172,36 +186,49 @@ def dry_run(
     progress: Progress | None = None,
     **settings: Any,
 ) -> tuple[Report, list[Finding]]:
-    """Lints and plans a sample of the records, in one pass, and tries the destination of a job.
+    """Lints and plans a sample of the records, in one pass, and tries the destination
+    of a job.
 
-    At most `sample` records are tokenized; all lines of them that are no JSON are listed. All other
-    arguments: see :func:`packstore.pack`.
+    At most `sample` records are tokenized; all lines of them that are no JSON are
+    listed. All other arguments: see :func:`packstore.pack`.
 
     Returns:
-        A report with the settings of the job as its only choice, and the findings at the
-        destination. If these are all ok, the job can be expected to commit.
+        A report with the settings of the job as its only choice, and the findings at
+        the destination. If these are all ok, the job can be expected to commit.
     """
     config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
-    options = storage_options if source_storage_options is None else source_storage_options
+    options = (
+        storage_options if source_storage_options is None else source_storage_options
+    )
     lint = tokenizer is not None  # else they are token ids, or a dataset
     read_by = _lenient(config)
     if lint:
         read_by = _with_keys(read_by)
-    # The name of a file of rejects makes tallies list every dropped record; nothing is written.
+    # The name of a file of rejects makes tallies list every dropped record; nothing is
+    # written.
     read_by = replace(read_by, rejects=os.devnull)
-    reader = open_examples(source, tokenizer, read_by, options or {}, SAMPLE_BLOCK_BYTES, loaded)
+    reader = open_examples(
+        source, tokenizer, read_by, options or {}, SAMPLE_BLOCK_BYTES, loaded
+    )
     drawn = _draw(reader, sample, config.seed, progress)
     total = drawn.total or drawn.records
     projection = Projection(drawn, total, [config.layout], config.pad_to_multiple)
     report = _read(reader, read_by, progress, projection, lint)
     report = projection.planned(report, [projection.choice(config, BatchConfig(), 1)])
     place = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
-    return report, [*try_place(place), *_version(place, config), _drops(report.tally, config)]
+    return report, [
+        *try_place(place),
+        *_version(place, config),
+        _drops(report.tally, config),
+    ]
 
 
 def _lenient(config: PackConfig) -> PackConfig:
     """Return settings that count what would stop a job."""
-    on = {reason: "drop" if answer == "error" else answer for reason, answer in config.on.items()}
+    on = {
+        reason: "drop" if answer == "error" else answer
+        for reason, answer in config.on.items()
+    }
     return replace(config, on=on)
 
 
@@ -210,10 +237,14 @@ def _with_keys(config: PackConfig) -> PackConfig:
     return replace(config, dedup="pair")
 
 
-def _draw(reader: ExampleReader, sample: int, seed: int, progress: Progress | None) -> Sampling:
+def _draw(
+    reader: ExampleReader, sample: int, seed: int, progress: Progress | None
+) -> Sampling:
     """Reduces what a reader reads to a sample."""
     _require_positive("sample", sample)
-    report = None if progress is None else lambda n: progress("sample", n, None, "records")
+    report = (
+        None if progress is None else lambda n: progress("sample", n, None, "records")
+    )
     return reader.sample(sample, seed, report)
 
 
@@ -239,7 +270,9 @@ def _read(
     if broken_lines:  # all of them, so that they can be corrected at once
         other_samples = [s for s in tally.samples if s.reason != "not_json"]
         tally.samples = [*other_samples, *broken_lines]
-    return Report(kind=reader.kind, tally=tally, findings=[*find(tally, reader.kind, config)])
+    return Report(
+        kind=reader.kind, tally=tally, findings=[*find(tally, reader.kind, config)]
+    )
 
 
 def _require_positive(name: str, value: int) -> None:
@@ -248,7 +281,10 @@ def _require_positive(name: str, value: int) -> None:
 
 
 def _tried(
-    name: str, asked: Sequence[Any] | None, settings: Mapping[str, Any], usual: Sequence[Any]
+    name: str,
+    asked: Sequence[Any] | None,
+    settings: Mapping[str, Any],
+    usual: Sequence[Any],
 ) -> Sequence[Any]:
     """Returns the values of a setting to combine."""
     if asked is not None and not asked:
@@ -273,16 +309,29 @@ def _warn_of_large_steps(report: Report, wanted: int, world_size: int) -> None:
 def _version(place: Location, config: PackConfig) -> Iterator[Finding]:
     there = find_dataset(place.url, place.storage_options)
     if there is not None:
-        then = "the job replaces it" if config.overwrite else "another job needs --overwrite"
+        then = (
+            "the job replaces it"
+            if config.overwrite
+            else "another job needs --overwrite"
+        )
         level: Literal["ok", "remark"] = "ok" if config.overwrite else "remark"
         yield Finding("version", level, f"version {there.version} is there; {then}")
 
 
 def _drops(tally: Tally, config: PackConfig) -> Finding:
-    """Finds out whether refused records, or their share of all, would make a job fail."""
-    if stops := [reason for reason in tally.dropped if config.on.get(reason) == "error"]:
-        text = f"the job stops at the first {stops[0]}; --on {stops[0]}=drop leaves it out"
+    """Finds out whether refused records, or their share of all, would make a
+    job fail.
+    """
+    if stops := [
+        reason for reason in tally.dropped if config.on.get(reason) == "error"
+    ]:
+        text = (
+            f"the job stops at the first {stops[0]}; --on {stops[0]}=drop leaves it out"
+        )
         return Finding("records", "problem", text)
     rate = count_unrequested_drops(tally) / max(tally.read, 1)
-    text = f"{100 * rate:.3g}% are dropped; max_drop_rate allows {100 * config.max_drop_rate:g}%"
+    text = (
+        f"{100 * rate:.3g}% are dropped; max_drop_rate allows "
+        f"{100 * config.max_drop_rate:g}%"
+    )
     return Finding("records", "ok" if rate <= config.max_drop_rate else "problem", text)

@@ -1,9 +1,9 @@
 """A local cache of row groups and footers, shared by many processes.
 
-A file is named by the dataset's place, the sha256 of its shard and its byte range, and is checked
-against the manifest's checksum on every read, so damaged bytes are fetched again, and those of a
-copy elsewhere are never used.
-(``filecache::`` of fsspec returns unfinished files to other threads.)
+A file is named by the dataset's place, the sha256 of its shard and its byte range, and
+is checked against the manifest's checksum on every read, so damaged bytes are fetched
+again, and those of a copy elsewhere are never used. (``filecache::`` of fsspec returns
+unfinished files to other threads.)
 """
 
 from __future__ import annotations
@@ -30,14 +30,20 @@ FREE = 0.1
 
 @dataclass(frozen=True)
 class Cache:
-    """Files in a private folder of the user below `folder`. Picklable; keeps no file open."""
+    """Files in a private folder of the user below `folder`. Picklable; keeps no file
+    open.
+    """
 
     folder: str
 
-    def read(self, name: str, good: Callable[[bytes], bool], fetch: Callable[[], bytes]) -> bytes:
-        """Returns the cached bytes of that name, or fetches and caches those that are `good`.
+    def read(
+        self, name: str, good: Callable[[bytes], bool], fetch: Callable[[], bytes]
+    ) -> bytes:
+        """Returns the cached bytes of that name, or fetches and caches those that are
+        `good`.
 
-        A folder that fails (full, read-only, removed) is warned of once, and then bypassed.
+        A folder that fails (full, read-only, removed) is warned of once, and then
+        bypassed.
         """
         with self._bypassing_errors():
             data = Path(self.home(), name).read_bytes()
@@ -51,7 +57,9 @@ class Cache:
         return data
 
     def home(self) -> str:
-        """Returns the user's folder in the cache; creates it, refuses one open to others."""
+        """Returns the user's folder in the cache; creates it, refuses one open to
+        others.
+        """
         home = os.path.join(self.folder, f"packstore-{os.getuid()}")
         with as_storage_errors("write", home, {}):
             with contextlib.suppress(FileExistsError):
@@ -60,7 +68,9 @@ class Cache:
             status = os.lstat(home)
         mode = stat.filemode(status.st_mode)
         if mode != "drwx------" or status.st_uid != os.getuid():
-            rule = "a cache folder must be the user's own, and closed to others (mode 700)"
+            rule = (
+                "a cache folder must be the user's own, and closed to others (mode 700)"
+            )
             found = f"owner {status.st_uid}, mode {mode}"
             raise StorageError(sentence(home, rule, found, "Name another cache_dir"))
         return home

@@ -47,15 +47,26 @@ class RowGroupTable:
 
 
 class Dataset:
-    """A committed version of a dataset, which never changes. Picklable; opens files when it reads.
+    """A committed version of a dataset, which never changes. Picklable; opens files
+    when it reads.
 
-    `location` is its folder, `version` the number of its `manifest`; `cache` keeps row groups.
+    `location` is its folder, `version` the number of its `manifest`; `cache` keeps row
+    groups.
     """
 
     def __init__(
-        self, location: Location, manifest: Manifest, version: int, cache: Cache | None = None
+        self,
+        location: Location,
+        manifest: Manifest,
+        version: int,
+        cache: Cache | None = None,
     ) -> None:
-        self.location, self.manifest, self.version, self.cache = location, manifest, version, cache
+        self.location, self.manifest, self.version, self.cache = (
+            location,
+            manifest,
+            version,
+            cache,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Dataset, (self.location, self.manifest, self.version, self.cache)
@@ -66,14 +77,18 @@ class Dataset:
     def __repr__(self) -> str:
         m = self.manifest
         return (
-            f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, packs={len(self)}, "
-            f"examples={m.totals.examples}, tokens={m.totals.tokens}, fill_rate={m.fill_rate:.4f})"
+            f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, "
+            f"packs={len(self)}, "
+            f"examples={m.totals.examples}, tokens={m.totals.tokens}, "
+            f"fill_rate={m.fill_rate:.4f})"
         )
 
     def _repr_html_(self) -> str:
         parts: list[int] = []
         if len(self):
-            with contextlib.suppress(PackstoreError):  # a notebook shows the facts without a store
+            with contextlib.suppress(
+                PackstoreError
+            ):  # a notebook shows the facts without a store
                 parts = self.read_packs(0).row(0).example_tokens.tolist()
         title = f"Dataset {self.url}, version {self.version}"
         return card(title, self.manifest.facts, parts, self.manifest.pack_size)
@@ -87,8 +102,8 @@ class Dataset:
     def shard_urls(self) -> list[str]:
         """URLs of the shards of this version, for readers that do not read manifests.
 
-        After an overwrite the folder also contains shards of older versions, so pass this list,
-        not the folder, to Polars, DuckDB or ``datasets``.
+        After an overwrite the folder also contains shards of older versions, so pass
+        this list, not the folder, to Polars, DuckDB or ``datasets``.
         """
         return [self.location.join(shard.path).url for shard in self.manifest.shards]
 
@@ -98,7 +113,9 @@ class Dataset:
         return self.manifest.schema
 
     def cached(self, reading: ReadConfig) -> Dataset:
-        """Returns this dataset with the local cache of the settings, if they name one."""
+        """Returns this dataset with the local cache of the settings, if they
+        name one.
+        """
         if reading.cache_dir is None:
             return self
         cache = Cache(os.path.abspath(reading.cache_dir))
@@ -121,7 +138,9 @@ class Dataset:
 
     @cached_property
     def group_offsets(self) -> Int64:
-        """int64 `[G + 1]`, number of the first pack of each row group, in file order."""
+        """int64 `[G + 1]`, number of the first pack of each row group, in file
+        order.
+        """
         return to_offsets(self.group_rows)
 
     @cached_property
@@ -153,34 +172,51 @@ class Dataset:
         reader, index = self._reader(group)
         return reader.read_packs(index)
 
-    def read_columns(self, group: int, names: Sequence[str]) -> tuple[pa.RecordBatch, str, int]:
-        """Returns columns as stored (all of an Arrow shard), their place, and their id base."""
+    def read_columns(
+        self, group: int, names: Sequence[str]
+    ) -> tuple[pa.RecordBatch, str, int]:
+        """Returns columns as stored (all of an Arrow shard), their place, and their id
+        base.
+        """
         reader, index = self._reader(group)
         batch = reader.read_columns(index, names)
         return batch, self.group_name(group), reader.shard.example_id_base
 
     def fetch(self, group: int) -> Fetched:
-        """Returns the bytes of a row group, not verified yet; raises like :meth:`read_packs`."""
+        """Returns the bytes of a row group, not verified yet; raises like
+        :meth:`read_packs`.
+        """
         reader, index = self._reader(group)
         return reader.fetch(index)
 
     def decode(self, group: int, fetched: Fetched) -> Packs:
-        """Verifies and decodes the bytes of a row group; raises like :meth:`read_packs`.
+        """Verifies and decodes the bytes of a row group; raises like
+        :meth:`read_packs`.
 
-        What the pack index tells of it, by which loaders plan and losses divide, must be so.
+        What the pack index tells of it, by which loaders plan and losses divide, must
+        be so.
         """
         reader, index = self._reader(group)
         packs = reader.decode(index, fetched)
-        self._sizes.require_same(int(self.group_offsets[group]), packs, self.group_name(group))
+        self._sizes.require_same(
+            int(self.group_offsets[group]), packs, self.group_name(group)
+        )
         return packs
 
     @property
     def is_mapped(self) -> bool:
-        """True if row groups are memory-mapped local files, which are cheap to decode."""
-        return self.manifest.file_format == "arrow" and self.location.local_path is not None
+        """True if row groups are memory-mapped local files, which are cheap to
+        decode.
+        """
+        return (
+            self.manifest.file_format == "arrow"
+            and self.location.local_path is not None
+        )
 
     def prefetch(self, group: int) -> None:
-        """Makes the system prefetch a row group of a mapped file from disk; never raises."""
+        """Makes the system prefetch a row group of a mapped file from disk; never
+        raises.
+        """
         reader, index = self._reader(group)
         reader.prefetch(index)
 
@@ -190,25 +226,36 @@ class Dataset:
         return f"{reader.where}, row group {index}"
 
     def iter_packs(self) -> Iterator[Packs]:
-        """Yields all packs in file order, by row group; raises like :meth:`read_packs`."""
+        """Yields all packs in file order, by row group; raises like
+        :meth:`read_packs`.
+        """
         return map(self.read_packs, range(len(self.row_groups)))
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields all packs as Arrow batches of :attr:`schema`, one for each row group."""
+        """Yields all packs as Arrow batches of :attr:`schema`, one for each row
+        group.
+        """
         return (to_arrow(packs, self.schema) for packs in self.iter_packs())
 
-    def verify(self, progress: Progress | None = None, jobs: int | None = None) -> VerifyReport:
-        """Reads the whole dataset, checks every hash, invariant and count; returns all problems.
+    def verify(
+        self, progress: Progress | None = None, jobs: int | None = None
+    ) -> VerifyReport:
+        """Reads the whole dataset, checks every hash, invariant and count; returns all
+        problems.
 
-        `progress` is called after each shard; `jobs` are read in parallel, by default one for each
-        processor, at most 4.
+        `progress` is called after each shard; `jobs` are read in parallel, by default
+        one for each processor, at most 4.
         """
         return verify(self.location, self.manifest, progress, jobs)
 
     def require_files(self) -> None:
-        """Raises :class:`MissingFilesError` if the dataset lacks a file of this version."""
+        """Raises :class:`MissingFilesError` if the dataset lacks a file of this
+        version.
+        """
         rule = f"must have all files that version {self.version} names"
-        remedy = "Open another version, or pack it again with overwrite=True (--overwrite)"
+        remedy = (
+            "Open another version, or pack it again with overwrite=True (--overwrite)"
+        )
         require_files(self.location, self.manifest.files, rule, remedy)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
@@ -221,7 +268,11 @@ class Dataset:
 
     @cached_property
     def _readers(self) -> PerProcess[Callable[[int], ShardReader]]:
-        location, manifest, cache = self.location, self.manifest, self.cache  # no circle of self
+        location, manifest, cache = (
+            self.location,
+            self.manifest,
+            self.cache,
+        )  # no circle of self
 
         def reader(shard: int) -> ShardReader:
             return ShardReader(location, manifest, manifest.shards[shard], cache=cache)
@@ -249,17 +300,24 @@ def open(
         StorageError: the store refuses.
     """
     location = Location(url, storage_options or {})
-    return Dataset(location, *read_manifest(location, version)).cached(reading or ReadConfig())
+    return Dataset(location, *read_manifest(location, version)).cached(
+        reading or ReadConfig()
+    )
 
 
 def find_dataset(
     source: object, storage_options: Mapping[str, Any] | None = None
 ) -> Dataset | None:
-    """Opens the dataset at `source`; returns None for any other source (file, glob, table)."""
+    """Opens the dataset at `source`; returns None for any other source (file, glob,
+    table).
+    """
     if not isinstance(source, str) and not hasattr(source, "__fspath__"):
         return None
     url = os.fspath(source)
-    if any(c in url for c in "*?[") and not Location(url, storage_options or {}).is_dir():
+    if (
+        any(c in url for c in "*?[")
+        and not Location(url, storage_options or {}).is_dir()
+    ):
         return None
     try:
         return open(url, storage_options)

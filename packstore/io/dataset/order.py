@@ -1,16 +1,20 @@
-"""The global order of packs: a pure function of (row groups, seed, epoch), the same for all ranks.
+"""The global order of packs: a pure function of (row groups, seed, epoch), the same for
+all ranks.
 
 1. Permute the row groups over the whole dataset.
-2. Concatenate their rows, and cut the sequence into `lanes` contiguous lanes of equal length.
-3. Take packs from the lanes in turn: pack ``i`` is number ``i // lanes`` of lane ``i % lanes``.
+2. Concatenate their rows, and cut the sequence into `lanes` contiguous lanes of equal
+   length.
+3. Take packs from the lanes in turn: pack ``i`` is number ``i // lanes`` of lane ``i %
+   lanes``.
 4. Permute the rows inside each row group.
 
-A batch thus mixes as many row groups as there are lanes, while each lane reads whole row groups
-one after another. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so the sequence does not
-depend on the number of ranks, and the position is one number.
-With `strata`, step 4 instead sorts the rows of each row group by stratum and assigns them to
-positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of that sequence is
-spread evenly over 0 to 1, so every section of packs is spread about evenly over the strata.
+A batch thus mixes as many row groups as there are lanes, while each lane reads whole
+row groups one after another. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so
+the sequence does not depend on the number of ranks, and the position is one number.
+With `strata`, step 4 instead sorts the rows of each row group by stratum and assigns
+them to positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of
+that sequence is spread evenly over 0 to 1, so every section of packs is spread about
+evenly over the strata.
 """
 
 from __future__ import annotations
@@ -28,10 +32,11 @@ _ROUNDS = 4
 
 
 class PackOrder:
-    """Maps the i-th pack of an epoch to its row group and row; four integers per row group.
+    """Maps the i-th pack of an epoch to its row group and row; four integers per row
+    group.
 
-    Without `shuffle` the order is that of the files; `group_rows` and `strata`, a value for each
-    pack such as its examples, are in that order.
+    Without `shuffle` the order is that of the files; `group_rows` and `strata`, a value
+    for each pack such as its examples, are in that order.
     """
 
     def __init__(
@@ -53,17 +58,23 @@ class PackOrder:
         self._offsets = to_offsets(group_rows[self._groups])
         self._strata, self._first_rows = strata, to_offsets(group_rows)
         if strata is not None and len(strata) != len(self):
-            raise ConfigError(f"strata must be those of {len(self)} packs; found {len(strata)}.")
+            raise ConfigError(
+                f"strata must be those of {len(self)} packs; found {len(strata)}."
+            )
 
     def __len__(self) -> int:
         return int(self._offsets[-1])
 
     def lane(self, indices: Int64) -> Int64:
-        """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file order."""
+        """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file
+        order.
+        """
         return indices % self.lanes if self.shuffle else np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Returns row groups, and rows in them, of the packs at `indices`, int64 `[n]` each."""
+        """Returns row groups, and rows in them, of the packs at `indices`, int64 `[n]`
+        each.
+        """
         indices = np.asarray(indices, np.int64)
         if not len(indices):
             return indices, indices
@@ -79,7 +90,9 @@ class PackOrder:
         return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
 
     def _places(self, indices: Int64) -> Int64:
-        """Returns positions in the row sequence; with an uneven cut, first lanes are one longer."""
+        """Returns positions in the row sequence; with an uneven cut, first lanes are
+        one longer.
+        """
         length, longer = divmod(len(self), self.lanes)
         lane, step = indices % self.lanes, indices // self.lanes
         return lane * length + np.minimum(lane, longer) + step
@@ -100,7 +113,9 @@ class PackOrder:
         return keys_at(groups.astype(np.uint64), self.seed, purpose, self.epoch)
 
     def _stratified(self, places: Int64, rows: Int64, strata: Int64) -> Int64:
-        """Returns the row at each of `places`, given positions `rows` in their row groups."""
+        """Returns the row at each of `places`, given positions `rows` in their row
+        groups.
+        """
         distinct, which = np.unique(self._slots(places), return_inverse=True)
         groups, firsts = self._groups[distinct], self._offsets[distinct]
         sizes = self._rows[groups]
@@ -117,7 +132,9 @@ class PackOrder:
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
-    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key ``keys[i]``."""
+    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key
+    ``keys[i]``.
+    """
     bits = np.frexp(sizes - 1)[1].astype(np.uint64)
     out = values.astype(np.uint64)
     limit = sizes.astype(np.uint64)

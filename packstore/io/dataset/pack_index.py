@@ -1,10 +1,11 @@
 """The pack index: the sizes of all packs, without opening shards.
 
-A small Parquet file beside the manifest, which names it. It has a row for each pack, in dataset
-order, and a row group for each shard, and is optional: without it sizes are read from the shards.
-It also has the divisors of losses (:data:`packstore.format.arrays.COUNTS`). An index of an earlier
-release lacks these columns; they are null for shards that were not counted. Nothing in it is
-believed: figures that no pack can have are refused, and loaders compare each with its pack.
+A small Parquet file beside the manifest, which names it. It has a row for each pack, in
+dataset order, and a row group for each shard, and is optional: without it sizes are
+read from the shards. It also has the divisors of losses
+(:data:`packstore.format.arrays.COUNTS`). An index of an earlier release lacks these
+columns; they are null for shards that were not counted. Nothing in it is believed:
+figures that no pack can have are refused, and loaders compare each with its pack.
 """
 
 from __future__ import annotations
@@ -38,17 +39,22 @@ THREADS = 4
 """Shards read in parallel without an index."""
 
 KEPT_SHARDS = 128
-"""Shards whose sizes a table caches: more than the lanes of an order, each in one shard."""
+"""Shards whose sizes a table caches: more than the lanes of an order, each in one
+shard.
+"""
 
 _NEEDED = ("seq_boundaries", "example_ids")
 _REMEDY = "The index or the shard was replaced: run `packstore verify`"
 
 
-def put_index(location: Location, sizes: Iterable[PackSizes], version: int) -> StoredFile | None:
-    """Stores the index of a version from the sizes of each shard; returns None without any.
+def put_index(
+    location: Location, sizes: Iterable[PackSizes], version: int
+) -> StoredFile | None:
+    """Stores the index of a version from the sizes of each shard; returns None without
+    any.
 
-    The number is part of the name: packs of equal sizes have equal indexes, and `clean` may be
-    removing that of an old version.
+    The number is part of the name: packs of equal sizes have equal indexes, and `clean`
+    may be removing that of an old version.
     """
     shards = iter(sizes)
     first = next(shards, None)
@@ -74,9 +80,13 @@ def _table(sizes: PackSizes) -> pa.Table:
 
 
 class PackIndex:
-    """The index of a dataset, in memory as stored, a few bytes for each pack; verified."""
+    """The index of a dataset, in memory as stored, a few bytes for each pack;
+    verified.
+    """
 
-    def __init__(self, location: Location, manifest: Manifest, info: StoredFile) -> None:
+    def __init__(
+        self, location: Location, manifest: Manifest, info: StoredFile
+    ) -> None:
         self.where = location.join(info.path).display
         self._shards, self._manifest = manifest.shards, manifest
         self._data = read_stored(location, info)
@@ -85,12 +95,23 @@ class PackIndex:
             groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
             rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
-        begins = (s for s in (SCHEMA, _WITHOUT_COUNTS) if list(schema)[: len(s)] == list(s))
-        self._columns: list[str] = next((s.names for s in begins), [])  # further ones may follow
-        some = not {*COUNTS}.isdisjoint(schema.names) and len(self._columns) < len(SCHEMA)
+        begins = (
+            s for s in (SCHEMA, _WITHOUT_COUNTS) if list(schema)[: len(s)] == list(s)
+        )
+        self._columns: list[str] = next(
+            (s.names for s in begins), []
+        )  # further ones may follow
+        some = not {*COUNTS}.isdisjoint(schema.names) and len(self._columns) < len(
+            SCHEMA
+        )
         if not self._columns or some or rows != [s.rows for s in self._shards]:
-            rule = f"it must have columns {', '.join(SCHEMA.names)}, and a row group for each shard"
-            raise IntegrityError(sentence(self.where, rule, f"{quote(schema.names)}, rows {rows}"))
+            rule = (
+                f"it must have columns {', '.join(SCHEMA.names)}, and a row group "
+                "for each shard"
+            )
+            raise IntegrityError(
+                sentence(self.where, rule, f"{quote(schema.names)}, rows {rows}")
+            )
 
     def shard(self, number: int) -> PackSizes:
         """Returns the sizes of the packs of a shard, checked. Thread-safe."""
@@ -103,7 +124,9 @@ class PackIndex:
             columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
             known, counts = batch.columns[len(_SIZES) :], None
             if any(column.null_count not in (0, rows) for column in known):
-                raise IntegrityError("its counts must be of all packs of a row group, or of none")
+                raise IntegrityError(
+                    "its counts must be of all packs of a row group, or of none"
+                )
             if known and not any(column.null_count for column in known):
                 counts = np.stack([as_numpy(column) for column in known], axis=1)
             sizes = PackSizes(*columns, counts=counts)
@@ -116,12 +139,18 @@ class SizeTable:
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
         self._location, self._manifest = location, manifest
-        self._starts = to_offsets(np.array([shard.rows for shard in manifest.shards], np.int64))
+        self._starts = to_offsets(
+            np.array([shard.rows for shard in manifest.shards], np.int64)
+        )
         self.shard = functools.lru_cache(KEPT_SHARDS)(self._load)
-        self._compared = set[int]()  # first packs of row groups: checksums keep them as they were
+        self._compared = set[
+            int
+        ]()  # first packs of row groups: checksums keep them as they were
 
     def take(self, packs: Int64) -> PackSizes:
-        """Returns the sizes of packs; `packs`: their numbers in file order, int64 `[n]`."""
+        """Returns the sizes of packs; `packs`: their numbers in file order, int64
+        `[n]`.
+        """
         shards = np.searchsorted(self._starts, packs, side="right") - 1
         order = np.argsort(shards, kind="stable")
         distinct, firsts = np.unique(shards[order], return_index=True)
@@ -133,12 +162,16 @@ class SizeTable:
         return PackSizes.concat(parts).take(np.argsort(order, kind="stable"))
 
     def require_same(self, first: int, packs: Packs, where: str) -> None:
-        """Refuses packs, number `first` and on, whose sizes are not those of the index."""
+        """Refuses packs, number `first` and on, whose sizes are not those of
+        the index.
+        """
         if self._index is not None and first not in self._compared:
             shard = int(np.searchsorted(self._starts, first, side="right")) - 1
             start = first - int(self._starts[shard])
             recorded = self.shard(shard).take(slice(start, start + len(packs)))
-            require_same(recorded, sizes_of(packs, self._manifest.kind), self._index.where, where)
+            require_same(
+                recorded, sizes_of(packs, self._manifest.kind), self._index.where, where
+            )
             self._compared.add(first)
 
     def all(self) -> PackSizes:
@@ -155,11 +188,16 @@ class SizeTable:
         return None if info is None else PackIndex(self._location, self._manifest, info)
 
     def _load(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard, from the index, or two columns, checked."""
+        """Returns the sizes of the packs of a shard, from the index, or two columns,
+        checked.
+        """
         if self._index is not None:
             return self._index.shard(number)
         shard = self._manifest.shards[number]
-        reader, parts = ShardReader(self._location, self._manifest, shard), list[PackSizes]()
+        reader, parts = (
+            ShardReader(self._location, self._manifest, shard),
+            list[PackSizes](),
+        )
         for group, rows in enumerate(shard.row_groups.rows.tolist()):
             batch = reader.read_columns(group, _NEEDED)
             with decoding(f"{reader.where}, row group {group}"):
@@ -167,7 +205,9 @@ class SizeTable:
                 check_counts(columns, rows)
                 (bounds, packs), (_, examples) = columns.values()
                 steps, first = np.diff(bounds.astype(np.int64)), packs[:-1]
-                steps[first[1:] - 1] = 0  # from the end of one pack to the start of the next
+                steps[first[1:] - 1] = (
+                    0  # from the end of one pack to the start of the next
+                )
                 tokens, squares = (np.add.reduceat(x, first) for x in (steps, steps**2))
             parts.append(PackSizes(tokens, np.diff(examples), squares))
         sizes = PackSizes.concat(parts)
@@ -176,7 +216,9 @@ class SizeTable:
 
 
 def require_same(recorded: PackSizes, real: PackSizes, index: str, where: str) -> None:
-    """Raises IntegrityError unless `index` has recorded the real sizes of the packs at `where`."""
+    """Raises IntegrityError unless `index` has recorded the real sizes of the packs at
+    `where`.
+    """
     for name in (*_SIZES, "counts"):
         a, b = getattr(recorded, name), getattr(real, name)
         if a is not None and not np.array_equal(a, b):
@@ -187,27 +229,44 @@ def require_same(recorded: PackSizes, real: PackSizes, index: str, where: str) -
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
-    """Refuses out-of-range offsets and counts; callers compare the sums with the manifest."""
+    """Refuses out-of-range offsets and counts; callers compare the sums with the
+    manifest.
+    """
     for name, (values, offsets) in columns.items():
         if len(offsets) != rows + 1:
-            raise IntegrityError(f"column {name} must have {rows} rows; found {len(offsets) - 1}")
+            raise IntegrityError(
+                f"column {name} must have {rows} rows; found {len(offsets) - 1}"
+            )
         if name in ("lengths", "num_responses") and len(values) and values.min() < 1:
-            raise IntegrityError(f"column {name} must hold positive numbers; found {values.min()}")
+            raise IntegrityError(
+                f"column {name} must hold positive numbers; found {values.min()}"
+            )
     if "seq_boundaries" in columns:
         bounds, offsets = columns["seq_boundaries"]
         steps = np.diff(bounds.astype(np.int64))
-        steps[offsets[1:-1] - 1] = 1  # from the end of one pack to the start of the next
-        if np.any(np.diff(offsets) < 2) or np.any(bounds[offsets[:-1]]) or np.any(steps < 1):
+        steps[offsets[1:-1] - 1] = (
+            1  # from the end of one pack to the start of the next
+        )
+        if (
+            np.any(np.diff(offsets) < 2)
+            or np.any(bounds[offsets[:-1]])
+            or np.any(steps < 1)
+        ):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
 
 
 def _check(sizes: PackSizes, number: int, manifest: Manifest, where: str) -> None:
-    """Refuses sizes that do not add up to those of the shard, or that no pack can have."""
+    """Refuses sizes that do not add up to those of the shard, or that no pack
+    can have.
+    """
     shard = manifest.shards[number]
     sums = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
     expected = (shard.rows, shard.examples, shard.tokens)
     if sums != expected:
-        rule = f"its packs must have (rows, examples, tokens) {expected}, as the manifest says"
+        rule = (
+            f"its packs must have (rows, examples, tokens) {expected}, as the "
+            "manifest says"
+        )
         raise IntegrityError(sentence(where, rule, str(sums)))
     for rule, values, ok in _bounds(sizes, manifest):
         if not ok.all():
@@ -220,9 +279,17 @@ def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[tuple[str, Int64, 
     """Yields what must hold, the values, and whether it does, for each pack."""
     tokens, examples, squares = sizes.tokens, sizes.examples, sizes.squares
     size, responses = manifest.pack_size, manifest.num_responses or 1
-    yield f"tokens must be 1 to {size}, the pack size", tokens, (tokens > 0) & (tokens <= size)
+    yield (
+        f"tokens must be 1 to {size}, the pack size",
+        tokens,
+        (tokens > 0) & (tokens <= size),
+    )
     ok = (examples > 0) & (examples * responses <= tokens)
-    yield "examples must be at least 1, and each of its sequences have a token", examples, ok
+    yield (
+        "examples must be at least 1, and each of its sequences have a token",
+        examples,
+        ok,
+    )
     ok = (squares >= tokens) & (squares <= tokens**2)
     yield "squares must be those of segments", squares, ok
     if sizes.counts is None:

@@ -1,8 +1,9 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
-The order is known, so positions are planned well before their packs are yielded, and their row
-groups are submitted to threads in the order of first use. Each is dropped when its lane has moved
-on to the next one. If another lane ends in it, it is kept till then, within `KEPT_BYTES`.
+The order is known, so positions are planned well before their packs are yielded, and
+their row groups are submitted to threads in the order of first use. Each is dropped
+when its lane has moved on to the next one. If another lane ends in it, it is kept till
+then, within `KEPT_BYTES`.
 """
 
 from __future__ import annotations
@@ -35,14 +36,18 @@ _PLANNED = 512
 _FAR = 8 * _PLANNED
 """Maximum packs planned ahead."""
 _REFUSALS = 4
-"""Attempts at errors that rarely pass: keys of a running training may be renewed meanwhile."""
+"""Attempts at errors that rarely pass: keys of a running training may be renewed
+meanwhile.
+"""
 
 
 @dataclass(slots=True)
 class _OpenGroup:
     bytes: int  # approximate, decoded
     is_started: bool = False  # True once reading has started
-    job: Future[Packs | None] | None = None  # reads it in a thread; None: reads when yielded
+    job: Future[Packs | None] | None = (
+        None  # reads it in a thread; None: reads when yielded
+    )
     is_read: bool = False  # True once its first pack is yielded
     packs: Packs | None = None  # what was read; None if it is quarantined
     uses: int = 0  # packs planned from it and not yet yielded
@@ -50,7 +55,9 @@ class _OpenGroup:
 
 
 class ReadAhead:
-    """Yields the packs at given positions, batch by batch; quarantined ones go to `quarantined`."""
+    """Yields the packs at given positions, batch by batch; quarantined ones go to
+    `quarantined`.
+    """
 
     def __init__(
         self,
@@ -65,17 +72,24 @@ class ReadAhead:
         self._batches = iter(batches)
         local = dataset.location.local_path is not None
         self._far_bytes = config.ahead(local)
-        # One thread decodes, so that its allocations reuse one heap and memory stays small.
+        # One thread decodes, so that its allocations reuse one heap and memory stays
+        # small.
         self._decoder = ThreadPoolExecutor(1, "packstore-decode")
-        self._fetchers = None if local else ThreadPoolExecutor(config.requests, "packstore-fetch")
+        self._fetchers = (
+            None if local else ThreadPoolExecutor(config.requests, "packstore-fetch")
+        )
         self._pid, self._stopping = os.getpid(), threading.Event()
-        self._planned: deque[list[tuple[int, int]]] = deque()  # row group and row of each pack
+        self._planned: deque[list[tuple[int, int]]] = (
+            deque()
+        )  # row group and row of each pack
         self._far = self._ahead = 0
         self._open, self._waiting = dict[int, _OpenGroup](), deque[int]()
         self._of_lane: dict[int, int] = {}
         last = np.arange(max(len(order) - order.lanes, 0), len(order))
         groups, lanes = order.locate(last)[0].tolist(), order.lane(last).tolist()
-        self._ends = dict(zip(groups, lanes, strict=True))  # row group -> lane that ends in it
+        self._ends = dict(
+            zip(groups, lanes, strict=True)
+        )  # row group -> lane that ends in it
         self._kept = 0  # bytes
         self._good: Packs | None = None
 
@@ -83,7 +97,8 @@ class ReadAhead:
         """Yields the packs of each batch, each as :class:`Packs` of one row."""
         try:
             if self._plan(1):
-                yield self._next_batch()  # planned alone, so that it waits for nothing else
+                # planned alone, so that it waits for nothing else
+                yield self._next_batch()
             self._go_ahead()
             while self._planned or self._plan(_PLANNED):
                 packs = self._next_batch()
@@ -96,9 +111,14 @@ class ReadAhead:
                     pool.shutdown(wait=False, cancel_futures=True)
 
     def _plan(self, packs: int) -> bool:
-        """Plans the next batches, of at least `packs` packs; returns False if there are none."""
+        """Plans the next batches, of at least `packs` packs; returns False if there are
+        none.
+        """
         chunk: list[Int64] = []
-        while sum(map(len, chunk)) < packs and (batch := next(self._batches, None)) is not None:
+        while (
+            sum(map(len, chunk)) < packs
+            and (batch := next(self._batches, None)) is not None
+        ):
             chunk.append(np.asarray(batch, np.int64))
         if not chunk:
             return False
@@ -112,7 +132,9 @@ class ReadAhead:
 
     def _open_groups(self, groups: Int64, lanes: Int64) -> None:
         """Opens new row groups, and drops those that all lanes have left."""
-        distinct, first, counts = np.unique(groups, return_index=True, return_counts=True)
+        distinct, first, counts = np.unique(
+            groups, return_index=True, return_counts=True
+        )
         for i in np.argsort(first).tolist():
             group = int(distinct[i])
             if group not in self._open:
@@ -123,7 +145,9 @@ class ReadAhead:
                 self._waiting.append(group)
             self._open[group].uses += int(counts[i])
         visited, last = np.unique(lanes[::-1], return_index=True)
-        for lane, group in zip(visited.tolist(), groups[::-1][last].tolist(), strict=True):
+        for lane, group in zip(
+            visited.tolist(), groups[::-1][last].tolist(), strict=True
+        ):
             left = self._of_lane.get(lane)
             if left != group:
                 self._of_lane[lane] = group
@@ -187,27 +211,36 @@ class ReadAhead:
     def _fetch(self, group: int) -> Fetched:
         retries = self._dataset.location.retries
         refusals = retries.attempts or _REFUSALS
-        return retrying(lambda: self._dataset.fetch(group), retries, refusals, self._pause)
+        return retrying(
+            lambda: self._dataset.fetch(group), retries, refusals, self._pause
+        )
 
     def _pause(self, seconds: float) -> bool:
         """Waits; returns True if results are not needed any more."""
         end = time.monotonic() + seconds
-        # At exit, when the main thread is over, the interpreter waits for these threads.
+        # At exit, when the main thread is over, the interpreter waits for these
+        # threads.
         while threading.main_thread().is_alive() and time.monotonic() < end:
             if self._stopping.wait(min(0.5, seconds)):
                 return True
         return not threading.main_thread().is_alive()
 
     def _read(self, group: int, fetched: Future[Fetched] | None = None) -> Packs | None:
-        """Returns a row group, from its `fetched` bytes if given; None if it is quarantined."""
+        """Returns a row group, from its `fetched` bytes if given; None if it is
+        quarantined.
+        """
         try:
-            with contextlib.suppress(IntegrityError):  # bytes may be damaged on their way
+            with contextlib.suppress(
+                IntegrityError
+            ):  # bytes may be damaged on their way
                 data = self._fetch(group) if fetched is None else fetched.result()
                 return self._dataset.decode(group, data)
             try:
                 return self._dataset.decode(group, self._fetch(group))
             except IntegrityError as error:
-                shard = self._dataset.manifest.shards[self._dataset.row_groups.shard[group]]
+                shard = self._dataset.manifest.shards[
+                    self._dataset.row_groups.shard[group]
+                ]
                 version = self._dataset.location.object_version(shard.path)
                 error.add_note(f"Fetched 2 times{f' of {version}' if version else ''}.")
                 raise
@@ -218,12 +251,16 @@ class ReadAhead:
             return None
 
     def _stand_in(self, group: int) -> Packs:
-        """Returns any readable pack, in place of an unreadable one; it has no weight in losses."""
+        """Returns any readable pack, in place of an unreadable one; it has no weight in
+        losses.
+        """
         self._quarantined.add(group)
         if self._good is None:
             groups = map(self._read, range(len(self._dataset.group_rows)))
             self._good = next((packs for packs in groups if packs is not None), None)
         if self._good is None:
             where = self._dataset.url
-            raise IntegrityError(sentence(where, "at least one row group must be readable", "none"))
+            raise IntegrityError(
+                sentence(where, "at least one row group must be readable", "none")
+            )
         return replace(self._good.row(0), stand_in=True)

@@ -1,7 +1,7 @@
 """Reads row groups of shards, each with one ranged read, and verifies checksums.
 
-A reader keeps no file open: it reads the footer once, and each row group with a single read of its
-byte range. So it is safe to use from many threads and after a fork.
+A reader keeps no file open: it reads the footer once, and each row group with a single
+read of its byte range. So it is safe to use from many threads and after a fork.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from packstore.io.store.location import Location
 
 
 class ShardStream:
-    """The bytes of a shard, for a reader of its row groups in order; hashes the whole file.
+    """The bytes of a shard, for a reader of its row groups in order; hashes the whole
+    file.
 
     Does not map the file: if it were truncated meanwhile, the process would crash.
     """
@@ -57,7 +58,9 @@ class ShardStream:
         self._file.close()
 
     def read(self, start: int, stop: int) -> bytes:
-        """Reads the footer, or bytes `start` to `stop` behind all that were read before."""
+        """Reads the footer, or bytes `start` to `stop` behind all that were read
+        before.
+        """
         size = self._shard.bytes
         if (start, stop) == (size - self._shard.footer_bytes, size):
             return self._location.read_bytes(self._shard.path, start, stop)
@@ -87,8 +90,14 @@ HASHED_BYTES = 1 << 20
 Fetched: TypeAlias = bytes | memoryview
 """The bytes of a fetched row group, not yet verified; of a mapped file, a view."""
 
-_REMEDY = "The file was damaged or replaced: copy the dataset again, or run `packstore verify`"
-_REWRITTEN = "Files that other programs wrote are no version 1: pack them anew by packstore"
+_REMEDY = (
+    "The file was damaged or replaced: copy the dataset again, or run "
+    "`packstore "
+    "verify`"
+)
+_REWRITTEN = (
+    "Files that other programs wrote are no version 1: pack them anew by packstore"
+)
 
 
 class _ForeignFooter(IntegrityError):
@@ -96,7 +105,9 @@ class _ForeignFooter(IntegrityError):
 
 
 class ShardReader:
-    """Reads the row groups of a shard, from `stream` if given; damage is an IntegrityError."""
+    """Reads the row groups of a shard, from `stream` if given; damage is an
+    IntegrityError.
+    """
 
     def __init__(
         self,
@@ -118,7 +129,9 @@ class ShardReader:
         return self.decode(group, self.fetch(group))
 
     def read_columns(self, group: int, names: Sequence[str]) -> pa.RecordBatch:
-        """Returns columns as stored, verified page by page; of an Arrow shard all of them."""
+        """Returns columns as stored, verified page by page; of an Arrow shard all of
+        them.
+        """
         with self.error_context(f"row group {group}"):
             file = self.footer()
             if isinstance(file, ParquetShard):
@@ -133,7 +146,11 @@ class ShardReader:
     def _fetch(self, group: int) -> Fetched:
         file = self.footer()
         start, end = file.range(group)
-        if isinstance(file, ArrowFile) and self._path and not (self._stream or self._cache):
+        if (
+            isinstance(file, ArrowFile)
+            and self._path
+            and not (self._stream or self._cache)
+        ):
             with self._location.guard("read", self.shard.path):
                 return local.map_part(self._path, start, end)
 
@@ -148,7 +165,9 @@ class ShardReader:
         return self._cached(start, end, good)
 
     def prefetch(self, group: int) -> None:
-        """Makes the system prefetch row group `group` of a mapped file from disk; never raises."""
+        """Makes the system prefetch row group `group` of a mapped file from disk; never
+        raises.
+        """
         with contextlib.suppress(PackstoreError, *DECODER_ERRORS):
             local.advise_will_read(self._path, *self.footer().range(group))
 
@@ -164,20 +183,35 @@ class ShardReader:
                 allocate=pooled_array,
             )
             sizes = (len(packs), len(packs.example_ids), len(packs.signed_ids))
-            expected = tuple(int(c[group]) for c in (groups.rows, groups.examples, groups.tokens))
+            expected = tuple(
+                int(c[group]) for c in (groups.rows, groups.examples, groups.tokens)
+            )
             if sizes != expected:
                 rule = f"must have (rows, examples, tokens) {expected}"
                 raise IntegrityError(f"{rule}; found {sizes}")
-            segments = check_structure(packs, manifest.layout, manifest.pack_size, self.where)
-            longest, most = int(groups.longest[group]), manifest.statistics.longest_sequence
+            segments = check_structure(
+                packs, manifest.layout, manifest.pack_size, self.where
+            )
+            longest, most = (
+                int(groups.longest[group]),
+                manifest.statistics.longest_sequence,
+            )
             found = int(segments.max()), int(packs.lengths.max())
             if found[0] != longest or found[1] > most:
-                rule = f"a longest segment of {longest} tokens, and no sequence over {most}"
-                raise IntegrityError(f"must have {rule}, as the manifest says; found {found}")
+                rule = (
+                    f"a longest segment of {longest} tokens, and no sequence over "
+                    f"{most}"
+                )
+                raise IntegrityError(
+                    f"must have {rule}, as the manifest says; found {found}"
+                )
             first, last = packs.example_ids.min(), packs.example_ids.max()
             base = self.shard.example_id_base
             if first < 0 or last > TOP - base:
-                rule = f"must have example ids of at least 0, and below 2^63 with the base {base}"
+                rule = (
+                    "must have example ids of at least 0, and below 2^63 with the "
+                    f"base {base}"
+                )
                 raise IntegrityError(f"{rule}; found {first} to {last}")
             packs.example_ids += base
             return packs
@@ -208,15 +242,26 @@ class ShardReader:
 
                 footer = self._cached(size - self.shard.footer_bytes, size, good)
                 if not good(footer):
-                    raise IntegrityError("its footer must have the sha256 that the manifest tells")
-                expected, groups = self._manifest.stored_schema, len(self.shard.row_groups)
+                    raise IntegrityError(
+                        "its footer must have the sha256 that the manifest tells"
+                    )
+                expected, groups = (
+                    self._manifest.stored_schema,
+                    len(self.shard.row_groups),
+                )
                 names = [f.name for f in expected if f.type != ANY_LIST]
-                kind = ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
+                kind = (
+                    ArrowFile if self._manifest.file_format == "arrow" else ParquetShard
+                )
                 file = kind(footer, self.shard, names)
                 if other := schema_difference(file.schema, expected):
-                    raise _ForeignFooter(f"its schema must be that of the manifest; found {other}")
+                    raise _ForeignFooter(
+                        f"its schema must be that of the manifest; found {other}"
+                    )
                 if file.num_groups != groups:
-                    raise IntegrityError(f"must have {groups} row groups; found {file.num_groups}")
+                    raise IntegrityError(
+                        f"must have {groups} row groups; found {file.num_groups}"
+                    )
                 self._opened = file
             return self._opened
 
@@ -228,7 +273,8 @@ class ShardReader:
     def _cached(self, start: int, end: int, good: Callable[[bytes], bool]) -> bytes:
         if self._cache is None:
             return self._read(start, end)
-        # Of this dataset's place: a forged copy of it elsewhere fits the checksums, too.
+        # Of this dataset's place: a forged copy of it elsewhere fits the checksums,
+        # too.
         name = f"{self._location.digest}-{self.shard.sha256}-{start}-{end}"
         return self._cache.read(name, good, lambda: self._read(start, end))
 
@@ -239,25 +285,32 @@ class ShardReader:
             data = self._location.read_bytes(self.shard.path, start, end)
         if len(data) != end - start:
             size = self.shard.bytes
-            raise IntegrityError(f"must have {size} bytes; found only {start + len(data)} bytes")
+            raise IntegrityError(
+                f"must have {size} bytes; found only {start + len(data)} bytes"
+            )
         return data
 
     @contextlib.contextmanager
     def error_context(self, part: str) -> Iterator[None]:
-        """Adds shard and row group to errors; turns decoder errors into :class:`IntegrityError`."""
+        """Adds shard and row group to errors; turns decoder errors into
+        :class:`IntegrityError`.
+        """
         where = f"{self.where}, {part}"
         with decoding(where, _REMEDY):
             try:
                 yield
             except _ForeignFooter as error:
-                raise IntegrityError(sentence(where, str(error), remedy=_REWRITTEN)) from error
+                raise IntegrityError(
+                    sentence(where, str(error), remedy=_REWRITTEN)
+                ) from error
             except StorageError as error:
                 add_place(error, where)
                 raise
 
 
-# Row groups are freed in another order than they were decoded. An allocator would keep the gaps,
-# so that the process grows; memory from the system is zeroed, a fifth of the time of decoding.
+# Row groups are freed in another order than they were decoded. An allocator would keep
+# the gaps, so that the process grows; memory from the system is zeroed, a fifth of the
+# time of decoding.
 KEPT_BYTES = 32 << 20
 """Maximum bytes of decoded row groups kept for reuse."""
 _UNIT = 64 << 10
@@ -266,7 +319,9 @@ _free_buffers: list[mmap.mmap] = []
 
 
 def pooled_array(n: int) -> Int32:
-    """Returns an uninitialized int32 array `[n]`; its memory is reused after its last view."""
+    """Returns an uninitialized int32 array `[n]`; its memory is reused after its last
+    view.
+    """
     size = max(-(-4 * n // _UNIT), 1) * _UNIT
     memory = None
     with contextlib.suppress(IndexError):  # another thread may take the last one
@@ -274,7 +329,8 @@ def pooled_array(n: int) -> Int32:
     if memory is None or len(memory) < size:
         memory = mmap.mmap(-1, size, **_PRIVATE)
     array = np.frombuffer(memory, np.int32, n)
-    # The base of all views is `array`, not the mmap, so it is finalized after the last view.
+    # The base of all views is `array`, not the mmap, so it is finalized after the last
+    # view.
     weakref.finalize(array, _recycle, memory).atexit = False
     return array
 
@@ -284,4 +340,8 @@ def _recycle(memory: mmap.mmap) -> None:
         _free_buffers.append(memory)
 
 
-_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
+_PRIVATE = (
+    {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
+    if hasattr(mmap, "MAP_PRIVATE")
+    else {}
+)

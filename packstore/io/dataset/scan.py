@@ -1,8 +1,9 @@
-"""A dataset as a Polars LazyFrame: a row for each example, read and verified as it is needed.
+"""A dataset as a Polars LazyFrame: a row for each example, read and verified as it is
+needed.
 
-Row groups are read one after another, of each only the columns that the query uses. Of a condition
-on `pack` and `shard` alone, row groups without a match are not read; if token ids are wanted, other
-conditions are evaluated on their own columns first.
+Row groups are read one after another, of each only the columns that the query uses. Of
+a condition on `pack` and `shard` alone, row groups without a match are not read; if
+token ids are wanted, other conditions are evaluated on their own columns first.
 """
 
 from __future__ import annotations
@@ -42,21 +43,23 @@ def scan(
     tokens: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyFrame:
-    """Returns the examples of a dataset as a ``polars.LazyFrame``, in file order, unread.
+    """Returns the examples of a dataset as a ``polars.LazyFrame``, in file order,
+    unread.
 
         >>> frame = packstore.scan("prefs-8k")
-        >>> frame.filter(pl.col("lengths").list.max() > 4096).select("example_id").collect()
+        >>> is_long = pl.col("lengths").list.max() > 4096
+        >>> frame.filter(is_long).select("example_id").collect()
 
-    Columns: `example_id`; `pack`, its number in the dataset, and `shard`, its position in the
-    manifest, from 0; `lengths` and `rewards`, lists with a value for each response (preference:
-    chosen, then rejected); and the carried columns, named ``NAME_carried`` if one of these has its
-    name. What is read is verified by checksum.
+    Columns: `example_id`; `pack`, its number in the dataset, and `shard`, its position
+    in the manifest, from 0; `lengths` and `rewards`, lists with a value for each
+    response (preference: chosen, then rejected); and the carried columns, named
+    ``NAME_carried`` if one of these has its name. What is read is verified by checksum.
 
     Args:
         url: folder or fsspec URL of the dataset, or the opened dataset.
         version: number of an older version.
-        tokens: adds `input_ids` and `labels` (-100 where unsupervised) of each response, whole,
-            also in layout ``shared_prefix``.
+        tokens: adds `input_ids` and `labels` (-100 where unsupervised) of each
+            response, whole, also in layout ``shared_prefix``.
         storage_options: passed to the fsspec filesystem.
 
     Raises:
@@ -66,9 +69,15 @@ def scan(
     from polars.io.plugins import register_io_source
 
     options = dict(storage_options or {})
-    dataset = url if isinstance(url, Dataset) else open_dataset(os.fspath(url), options, version)
+    dataset = (
+        url
+        if isinstance(url, Dataset)
+        else open_dataset(os.fspath(url), options, version)
+    )
     source = ExampleSource(dataset, tokens)
-    return register_io_source(source, schema=source.schema, is_pure=True, explain_name="packstore")
+    return register_io_source(
+        source, schema=source.schema, is_pure=True, explain_name="packstore"
+    )
 
 
 class ExampleSource:
@@ -77,7 +86,8 @@ class ExampleSource:
     def __init__(self, dataset: Dataset, tokens: bool) -> None:
         self._dataset, self._tokens = dataset, tokens
         self._carried = {
-            f"{name}_carried" if name in _OWN else name: name for name in dataset.manifest.carried
+            f"{name}_carried" if name in _OWN else name: name
+            for name in dataset.manifest.carried
         }
 
     @property
@@ -85,7 +95,12 @@ class ExampleSource:
         """Type of each column."""
         import polars as pl
 
-        types = {"string": pl.String, "int64": pl.Int64, "float64": pl.Float64, "bool": pl.Boolean}
+        types = {
+            "string": pl.String,
+            "int64": pl.Int64,
+            "float64": pl.Float64,
+            "bool": pl.Boolean,
+        }
         carry = self._dataset.manifest.carried
         lists = pl.List(pl.List(pl.Int32))
         return {
@@ -103,7 +118,9 @@ class ExampleSource:
         n_rows: int | None,
         batch_size: int | None,
     ) -> Iterator[DataFrame]:
-        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for them."""
+        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for
+        them.
+        """
         import polars as pl
 
         names = list(self.schema) if with_columns is None else with_columns
@@ -121,11 +138,17 @@ class ExampleSource:
                 ones = np.ones(groups.rows[group], np.int64)
                 if pl.DataFrame(self._places(group, ones)).filter(predicate).is_empty():
                     continue
-            elif predicate is not None and tokens.isdisjoint(needed) and tokens & set(names):
+            elif (
+                predicate is not None
+                and tokens.isdisjoint(needed)
+                and tokens & set(names)
+            ):
                 head = self._frame(group, sorted(needed)).head(count)
                 if head.filter(predicate).is_empty():
                     continue
-            frame = self._frame(group, list(dict.fromkeys([*names, *sorted(needed)]))).head(count)
+            frame = self._frame(
+                group, list(dict.fromkeys([*names, *sorted(needed)]))
+            ).head(count)
             if predicate is not None:
                 frame = frame.filter(predicate)
             together.append(frame.select(names))
@@ -136,34 +159,51 @@ class ExampleSource:
             yield pl.concat(together)
 
     def _places(self, group: int, counts: Int64) -> dict[str, Int64]:
-        """Returns `pack` and `shard` of the rows of a row group; `counts`: rows of each pack."""
+        """Returns `pack` and `shard` of the rows of a row group; `counts`: rows of each
+        pack.
+        """
         first, end = self._dataset.group_offsets[group : group + 2].tolist()
         packs = np.repeat(np.arange(first, end), counts)
-        return {"pack": packs, "shard": np.full(len(packs), self._dataset.row_groups.shard[group])}
+        return {
+            "pack": packs,
+            "shard": np.full(len(packs), self._dataset.row_groups.shard[group]),
+        }
 
     def _frame(self, group: int, names: Sequence[str]) -> DataFrame:
         import polars as pl
 
         if not set(_TOKENS).isdisjoint(names):
-            arrays = _arrays_of_packs(self._dataset.read_packs(group), names, self._carried)
+            arrays = _arrays_of_packs(
+                self._dataset.read_packs(group), names, self._carried
+            )
         else:
             arrays = self._arrays_of_columns(group, names)
         places = self._places(group, arrays.pop("counts"))
-        arrays |= {name: as_arrow(values, pa.int64()) for name, values in places.items()}
+        arrays |= {
+            name: as_arrow(values, pa.int64()) for name, values in places.items()
+        }
         return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
 
     def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
-        k, per_response = KINDS[self._dataset.manifest.kind], set(names) & {"lengths", "rewards"}
+        k, per_response = (
+            KINDS[self._dataset.manifest.kind],
+            set(names) & {"lengths", "rewards"},
+        )
         stored = {"example_ids", *(_STORED[n] for n in names if n in _STORED)}
         stored |= {"num_responses"} if per_response and k is None else set()
         carried = {n: self._carried[n] for n in names if n in self._carried}
-        batch, where, base = self._dataset.read_columns(group, sorted(stored | {*carried.values()}))
+        batch, where, base = self._dataset.read_columns(
+            group, sorted(stored | {*carried.values()})
+        )
         with decoding(where):
             flat = {name: flat_column(batch, name, None) for name in stored}
             check_counts(flat, int(self._dataset.row_groups.rows[group]))
             ids, examples = flat["example_ids"]
             example_id = as_arrow(ids + base, pa.int64())
-            arrays: dict[str, Any] = {"counts": np.diff(examples), "example_id": example_id}
+            arrays: dict[str, Any] = {
+                "counts": np.diff(examples),
+                "example_id": example_id,
+            }
             for name in per_response:
                 counts = flat["num_responses"][0] if k is None else np.full(len(ids), k)
                 arrays[name] = _lists(flat[_STORED[name]][0], to_offsets(counts))
@@ -172,7 +212,9 @@ class ExampleSource:
                 column.validate(full=True)
                 arrays[name] = column.flatten()
                 if len(arrays[name]) != len(ids):
-                    raise FormatError(f"column {name} must have {len(ids)} values [columns-agree].")
+                    raise FormatError(
+                        f"column {name} must have {len(ids)} values [columns-agree]."
+                    )
         return arrays
 
 
@@ -193,7 +235,9 @@ def _arrays_of_packs(
     for name, values in (("input_ids", ids), ("labels", labels)):
         if name in names:
             lists = _lists(values, examples.sequence_offsets)
-            arrays[name] = pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), lists)
+            arrays[name] = pa.LargeListArray.from_arrays(
+                as_arrow(offsets, pa.int64()), lists
+            )
     return arrays
 
 

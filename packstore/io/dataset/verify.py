@@ -27,7 +27,9 @@ JOBS = 4
 
 
 TOLERANCE = 1e-6
-"""Largest error of a fraction in the statistics: writers may round, and divide otherwise."""
+"""Largest error of a fraction in the statistics: writers may round, and divide
+otherwise.
+"""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,9 @@ class _Checked:
         except PackstoreError as error:
             self.problems.append(str(error))
 
-    def compare(self, where: str, recorded: object, real: object, names: Iterable[str]) -> None:
+    def compare(
+        self, where: str, recorded: object, real: object, names: Iterable[str]
+    ) -> None:
         """Adds a problem for each named attribute that is wrong in the manifest."""
         for name in names:
             a, b = getattr(recorded, name), getattr(real, name)
@@ -83,7 +87,10 @@ class _Checked:
 
 
 def verify(
-    location: Location, manifest: Manifest, progress: Progress | None, jobs: int | None = None
+    location: Location,
+    manifest: Manifest,
+    progress: Progress | None,
+    jobs: int | None = None,
 ) -> VerifyReport:
     """Verifies a dataset in 16 bytes per example, and two row groups for each job."""
     if jobs is not None and jobs < 1:
@@ -95,7 +102,10 @@ def verify(
     for file in manifest.further_files:
         with whole.collecting_errors():
             check_stored(location, file)
-    numbers, check = range(len(manifest.shards)), partial(_check_shard, location, manifest, index)
+    numbers, check = (
+        range(len(manifest.shards)),
+        partial(_check_shard, location, manifest, index),
+    )
     with ThreadPoolExecutor(jobs or min(JOBS, os.cpu_count() or 1)) as pool:
         for done, checked in enumerate(pool.map(check, numbers), 1):
             whole.problems += checked.problems
@@ -109,9 +119,14 @@ def verify(
         recorded = manifest.statistics
         real = whole.counter.statistics(manifest.pack_size, recorded.planning)
         whole.compare(where, manifest.totals, totals, vars(totals))
-        whole.compare(where, recorded, real, [n for n in vars(real) if n != "examples_per_pack"])
         whole.compare(
-            where, recorded.examples_per_pack, real.examples_per_pack, ("min", "mean", "max")
+            where, recorded, real, [n for n in vars(real) if n != "examples_per_pack"]
+        )
+        whole.compare(
+            where,
+            recorded.examples_per_pack,
+            real.examples_per_pack,
+            ("min", "mean", "max"),
         )
     ids = np.concatenate([np.empty(0, np.int64), *whole.example_ids])
     ids.sort()
@@ -150,7 +165,9 @@ def _check_shard(
         if shard.example_id_base == 0 or "combined_from" in manifest.provenance:
             for ids in checked.example_ids if sources else ():
                 if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
-                    rule = f"example ids must be of the {sources} sources of the manifest"
+                    rule = (
+                        f"example ids must be of the {sources} sources of the manifest"
+                    )
                     found = f"{last}, of source {last >> SOURCE_SHIFT}"
                     checked.problems.append(sentence(where, rule, found))
         with checked.collecting_errors():
@@ -159,7 +176,9 @@ def _check_shard(
         if checked.problems:
             return checked
         every = np.concatenate([np.empty((0, 10), np.int64), *figures])
-        checked.sequences, checked.supervised_tokens = every[:, [1, 3]].sum(axis=0).tolist()
+        checked.sequences, checked.supervised_tokens = (
+            every[:, [1, 3]].sum(axis=0).tolist()
+        )
         checked.longest = np.array([packs[:, 4].max() for packs in figures])
         checked.compare(where, shard, checked, ("sequences", "supervised_tokens"))
         checked.compare(where, shard.row_groups, checked, ("longest",))

@@ -1,4 +1,5 @@
-"""Hugging Face ``datasets``: its objects in memory, and the folders that ``save_to_disk`` writes.
+"""Hugging Face ``datasets``: its objects in memory, and the folders that
+``save_to_disk`` writes.
 
 It is not imported. Files: ``save_to_disk`` in ``src/datasets/arrow_dataset.py`` and
 ``dataset_dict.py`` of huggingface/datasets.
@@ -17,7 +18,9 @@ from packstore.errors import InputError, sentence
 from packstore.io.store.location import Location
 
 STATE, INFO, SPLITS = "state.json", "dataset_info.json", "dataset_dict.json"
-"""Files of a saved dataset: what its files are, what its columns are; the splits of several."""
+"""Files of a saved dataset: what its files are, what its columns are; the splits of
+several.
+"""
 
 T = TypeVar("T")
 _Name = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\]+$")]
@@ -25,7 +28,9 @@ _Name = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\]+$")]
 NO_RECORDS = (INFO, "dataset_infos.json")
 """JSON files that describe the records of a folder."""
 
-_SPLIT = re.compile(r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])")
+_SPLIT = re.compile(
+    r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])"
+)
 _SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}")
 
 
@@ -58,49 +63,73 @@ def require_one_split(source: Any) -> Any:
     if isinstance(source, Mapping) and source and all(map(_is_split, source.values())):
         if len(source) > 1:
             first = next(iter(source))
-            raise _several("input", source, f"Give one of them, e.g. dataset[{first!r}]")
+            raise _several(
+                "input", source, f"Give one of them, e.g. dataset[{first!r}]"
+            )
         (source,) = source.values()
     return source
 
 
 def plain(source: Any) -> Any:
-    """Returns a ``Dataset`` in Python's types (torch's round rewards); a user's transform stays."""
+    """Returns a ``Dataset`` in Python's types (torch's round rewards); a user's
+    transform stays.
+    """
     if not _is_split(source):
         return source
-    form = getattr(source, "format", None) or {}  # an IterableDataset has none, and no transform
+    form = (
+        getattr(source, "format", None) or {}
+    )  # an IterableDataset has none, and no transform
     if form.get("type") == "custom":
         return source
     columns = None if form.get("output_all_columns") else form.get("columns")
-    return source.with_format(None, columns=columns) if columns else source.with_format(None)
+    return (
+        source.with_format(None, columns=columns)
+        if columns
+        else source.with_format(None)
+    )
 
 
 def records_of(source: Iterable[Any]) -> Iterable[Any]:
-    """Returns the records of a ``Dataset`` without the null members that Arrow adds to structs, and
-    with the names of class labels; those of any other iterable as they are."""
+    """Returns the records of a ``Dataset`` without the null members that Arrow adds to
+    structs, and with the names of class labels; those of any other iterable as they
+    are.
+    """
     if not _is_split(source):
         return source
     features = getattr(source, "features", None) or {}
     return (
-        {name: _plain_value(value, features.get(name)) for name, value in record.items()}
+        {
+            name: _plain_value(value, features.get(name))
+            for name, value in record.items()
+        }
         for record in source
     )
 
 
 def class_labels(metadata: Mapping[bytes, bytes] | None) -> dict[str, list[str]]:
-    """Returns the names of the values of each column of class labels, from a schema's metadata.
+    """Returns the names of the values of each column of class labels, from a schema's
+    metadata.
 
     Their numbers say nothing: a set may call its good answers 0.
     """
     try:
-        info = msgspec.json.decode((metadata or {})[b"huggingface"], type=_Metadata).info
+        info = msgspec.json.decode(
+            (metadata or {})[b"huggingface"], type=_Metadata
+        ).info
     except (KeyError, msgspec.DecodeError, UnicodeDecodeError):
         return {}
     found = {
         name: feature["names"]
         for name, feature in info.features.items()
-        if isinstance(feature, dict) and feature.get("_type") == "ClassLabel" and "names" in feature
+        if isinstance(feature, dict)
+        and feature.get("_type") == "ClassLabel"
+        and "names" in feature
     }
-    return {name: [*map(str, names)] for name, names in found.items() if isinstance(names, list)}
+    return {
+        name: [*map(str, names)]
+        for name, names in found.items()
+        if isinstance(names, list)
+    }
 
 
 def _plain_value(value: Any, feature: Any) -> Any:
@@ -129,16 +158,26 @@ def _without_nulls(value: Any, feature: Any) -> Any:
 
 
 def check_splits(folder: Location, names: Iterable[str]) -> None:
-    """Refuses a folder of several splits: ``train.jsonl``, ``test_sft-00000-of-00002.parquet``."""
-    splits = {(_SHARD.match(name) or word)[1] for name in names if (word := _SPLIT.match(name))}
+    """Refuses a folder of several splits: ``train.jsonl``,
+    ``test_sft-00000-of-00002.parquet``.
+    """
+    splits = {
+        (_SHARD.match(name) or word)[1]
+        for name in names
+        if (word := _SPLIT.match(name))
+    }
     if len(splits) > 1:
-        first, *others = sorted(splits, key=lambda split: (not split.startswith("train"), split))
+        first, *others = sorted(
+            splits, key=lambda split: (not split.startswith("train"), split)
+        )
         remedy = f"Give a glob for one, e.g. {folder.join(first).display}*"
         raise _several(folder.display, [first, *others], remedy)
 
 
 def saved_files(folder: Location, names: Collection[str]) -> list[Location] | None:
-    """Returns the data files, in order, that ``save_to_disk`` wrote to a folder of `names`."""
+    """Returns the data files, in order, that ``save_to_disk`` wrote to a folder of
+    `names`.
+    """
     if SPLITS in names:
         first, *others = splits = _read(folder, SPLITS, _Splits).splits
         if others:
@@ -164,7 +203,9 @@ def _is_split(value: object) -> bool:
 
 def _several(where: str, splits: Collection[Any], remedy: str) -> InputError:
     found = f"{len(splits)}: {', '.join(map(str, splits))}"
-    return InputError(sentence(where, "records must come from one split", found, remedy))
+    return InputError(
+        sentence(where, "records must come from one split", found, remedy)
+    )
 
 
 def _read(folder: Location, name: str, kind: type[T]) -> T:
@@ -173,4 +214,6 @@ def _read(folder: Location, name: str, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         rule = "it must be as datasets' save_to_disk writes it"
         remedy = "Name the data files themselves, or a glob"
-        raise InputError(sentence(folder.join(name).display, rule, str(error), remedy)) from error
+        raise InputError(
+            sentence(folder.join(name).display, rule, str(error), remedy)
+        ) from error

@@ -1,4 +1,6 @@
-"""Parts of an input file, and the formats: one process reads and cuts, workers parse."""
+"""Parts of an input file, and the formats: one process reads and cuts, workers
+parse.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ MAX_RECORD_BYTES = 64 << 20
 
 
 class Piece(NamedTuple):
-    """A part of a file, about `block_bytes` of whole records; `first` is the first's ordinal."""
+    """A part of a file, about `block_bytes` of whole records; `first` is the first's
+    ordinal.
+    """
 
     first: int
     records: int
@@ -24,8 +28,12 @@ class Piece(NamedTuple):
     share: float | None = None  # of a file that is not read from begin to end
 
 
-def cut(records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]) -> Iterator[Piece]:
-    """Cuts records into pieces of about `block_bytes`, whose payloads are lists of records."""
+def cut(
+    records: Iterable[Any], block_bytes: int, size: Callable[[Any], int]
+) -> Iterator[Piece]:
+    """Cuts records into pieces of about `block_bytes`, whose payloads are lists of
+    records.
+    """
     first, held, total = 0, [], 0
     for record in records:
         held.append(record)
@@ -46,7 +54,9 @@ def refuse_equal_names(names: Sequence[str], where: str) -> None:
 
 
 class ReadOptions(NamedTuple):
-    """Bytes of a piece, which one longer record may exceed; columns whose text is JSON."""
+    """Bytes of a piece, which one longer record may exceed; columns whose text
+    is JSON.
+    """
 
     block_bytes: int
     json_columns: frozenset[str] = frozenset()
@@ -56,9 +66,10 @@ class ReadOptions(NamedTuple):
 class Format:
     """Reader and parser of a file format; all raise :class:`InputError`.
 
-    `read` ``(stream, path, options)`` yields pieces to the end of the stream; `parse` ``(payload,
-    path, first)`` returns ordinals and values of a piece. If there is a `check` ``(stream, path)``
-    of the footer, made before the rest is read, the stream must be seekable.
+    `read` ``(stream, path, options)`` yields pieces to the end of the stream; `parse`
+    ``(payload, path, first)`` returns ordinals and values of a piece. If there is a
+    `check` ``(stream, path)`` of the footer, made before the rest is read, the stream
+    must be seekable.
     """
 
     unit: str
@@ -72,19 +83,31 @@ _TABLES = {"parquet": ".parquet .pq", "arrow": ".arrow .feather .ipc"}
 _MODULES = dict.fromkeys(_TEXT, "text") | dict.fromkeys(_TABLES, "tables")
 FORMATS: Registry[Format] = Registry(
     "input format",
-    {name: f"packstore.io.inputs.{where}:{name.upper()}" for name, where in _MODULES.items()},
+    {
+        name: f"packstore.io.inputs.{where}:{name.upper()}"
+        for name, where in _MODULES.items()
+    },
 )
 
-SUFFIXES = {s: name for name, suffixes in (_TEXT | _TABLES).items() for s in suffixes.split()}
+SUFFIXES = {
+    s: name for name, suffixes in (_TEXT | _TABLES).items() for s in suffixes.split()
+}
 """Suffix of a file name -> its format."""
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 """Last suffix of a file name -> its compression."""
 
-NOT_READ = ".7z .br .bzip2 .gzip .lz .lz4 .lzma .lzo .rar .snappy .sz .tar .z .zip .zlib .zstd"
+NOT_READ = (
+    ".7z .br .bzip2 .gzip .lz .lz4 .lzma .lzo .rar .snappy .sz .tar .z .zip .zlib .zstd"
+)
 """Last suffixes of files in other compressions."""
 
-MAGIC = {b"\x1f\x8b": ".gz", b"\x28\xb5\x2f\xfd": ".zst", b"BZh": ".bz2", b"\xfd7zXZ\0": ".xz"}
+MAGIC = {
+    b"\x1f\x8b": ".gz",
+    b"\x28\xb5\x2f\xfd": ".zst",
+    b"BZh": ".bz2",
+    b"\xfd7zXZ\0": ".xz",
+}
 """First bytes of a compressed file -> the suffix of such files."""
 
 UNITS = {"<table>": "row", "<iterable>": "item", "<standard input>": "line"}
@@ -92,19 +115,27 @@ UNITS = {"<table>": "row", "<iterable>": "item", "<standard input>": "line"}
 
 
 def format_of(path: str) -> tuple[str | None, str | None]:
-    """Returns format and compression by the name of a file; None if the name has none."""
+    """Returns format and compression by the name of a file; None if the name
+    has none.
+    """
     stem, suffix = os.path.splitext(path.lower())
     compression = COMPRESSIONS.get(suffix)
-    return SUFFIXES.get(os.path.splitext(stem)[1] if compression else suffix), compression
+    return SUFFIXES.get(
+        os.path.splitext(stem)[1] if compression else suffix
+    ), compression
 
 
 def suffix_of(start: bytes) -> str:
     """Returns the suffix of compressed files that start so; empty for others."""
-    return next((suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), "")
+    return next(
+        (suffix for magic, suffix in MAGIC.items() if start.startswith(magic)), ""
+    )
 
 
 def place_of(path: str, ordinal: int) -> str:
-    """Returns the place of a record, in the form of :meth:`packstore.format.arrays.Rows.where`."""
+    """Returns the place of a record, in the form of
+    :meth:`packstore.format.arrays.Rows.where`.
+    """
     form, _ = format_of(path)
     unit = FORMATS.load(form).unit if form else UNITS.get(path, "record")
     return f"{path}, {unit} {ordinal + 1}"

@@ -1,4 +1,6 @@
-"""Draws a sample: blocks spread over all of the input, which is read to its end, by a seed."""
+"""Draws a sample: blocks spread over all of the input, which is read to its end, by a
+seed.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,16 @@ def sample_blocks(
     seed: int,
     report: Callable[[int], None] | None = None,
 ) -> tuple[list[B], Sampling]:
-    """Draws one block of every run of neighbours, in input order; keeps only these in memory.
+    """Draws one block of every run of neighbours, in input order; keeps only these in
+    memory.
 
-    Runs are as short as `records` allows; their lengths are powers of two, except the last. At most
-    `records` are drawn, or one block. `blocks`: each with its records; `report` gets those read.
+    Runs are as short as `records` allows; their lengths are powers of two, except the
+    last. At most `records` are drawn, or one block. `blocks`: each with its records;
+    `report` gets those read.
     """
-    kept: list[tuple[int, int, B]] = []  # of each run: the least random number, records, block
+    kept: list[
+        tuple[int, int, B]
+    ] = []  # of each run: the least random number, records, block
     run, held, total, number = 1, 0, 0, 0
     for number, (size, block) in enumerate(blocks):
         total += size
@@ -61,17 +67,26 @@ def sample_blocks(
             kept = [min(kept[i : i + 2], key=_RANDOM) for i in range(0, len(kept), 2)]
             held = sum(map(_SIZE, kept))
     return [block for _, _, block in kept], Sampling(
-        records=held, total=total, places=len(kept), run=run, last_run=number % run + 1, seed=seed
+        records=held,
+        total=total,
+        places=len(kept),
+        run=run,
+        last_run=number % run + 1,
+        seed=seed,
     )
 
 
 def head_blocks(
     blocks: Iterable[tuple[int, B]], records: int, seed: int
 ) -> tuple[list[B], Sampling]:
-    """Takes the first blocks of an input that may be endless; its total is known if it ended."""
+    """Takes the first blocks of an input that may be endless; its total is known if it
+    ended.
+    """
     kept, held, stream = list[B](), 0, iter(blocks)
     while held < records and (pair := next(stream, None)):
         held += pair[0]
         kept.append(pair[1])
     total = held if held < records or next(stream, None) is None else None
-    return kept, Sampling(records=held, total=total, places=len(kept), run=1, last_run=1, seed=seed)
+    return kept, Sampling(
+        records=held, total=total, places=len(kept), run=1, last_run=1, seed=seed
+    )

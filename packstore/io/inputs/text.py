@@ -29,17 +29,24 @@ _DECODER = json.JSONDecoder()
 _ONE = ("prompt", "chosen", "rejected", "completion", "response", "text", "messages")
 """Fields of one text, of one list of messages, or of one list of ids."""
 _WRAPPERS = ("data", "rows", "records", "examples", "items", "instances")
-"""Fields under which a document of one object holds its records; no record has such a field."""
+"""Fields under which a document of one object holds its records; no record has such a
+field.
+"""
 
 
 def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Cuts after the last line end of every `block_bytes`; only the last line may lack its own."""
+    """Cuts after the last line end of every `block_bytes`; only the last line may lack
+    its own.
+    """
     first, remainder, chunk = 0, bytearray(), None
     while chunk != b"":
         chunk = stream.read(options.block_bytes)
         end = chunk.rfind(b"\n") + 1
         if end or not chunk:
-            payload, remainder = b"".join((remainder, memoryview(chunk)[:end])), bytearray()
+            payload, remainder = (
+                b"".join((remainder, memoryview(chunk)[:end])),
+                bytearray(),
+            )
             if first == 0:
                 payload = payload.removeprefix(_BOM)
             ends, records = _count(payload)
@@ -49,7 +56,9 @@ def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[P
         remainder += chunk[end:]
         if len(remainder) > pieces.MAX_RECORD_BYTES:
             rule = f"a line must be at most {pieces.MAX_RECORD_BYTES:,} bytes long"
-            raise _refusal(f"{path}, line {first + 1}", rule, "a longer one", _LINE_REMEDY)
+            raise _refusal(
+                f"{path}, line {first + 1}", rule, "a longer one", _LINE_REMEDY
+            )
 
 
 def _count(payload: bytes) -> tuple[int, int]:
@@ -59,11 +68,15 @@ def _count(payload: bytes) -> tuple[int, int]:
     begins = np.append(-1, ends)[: None if payload[-1:] != b"\n" else -1] + 1
     if payload and data[begins].min() > ord(" "):  # no line begins with white space
         return len(ends), len(begins)
-    lines = np.cumsum(data == ord("\n"), dtype=np.int32)[_INK[data]]  # of each other character
+    lines = np.cumsum(data == ord("\n"), dtype=np.int32)[
+        _INK[data]
+    ]  # of each other character
     return len(ends), int(np.count_nonzero(np.diff(lines))) + bool(len(lines))
 
 
-def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list[object]]:
+def _parse_lines(
+    payload: bytes, path: str, first: int
+) -> tuple[list[int], list[object]]:
     lines = payload.split(b"\n")
     numbers = [i for i, line in enumerate(lines, first) if line.strip()]
     values = [_parse_line(lines[number - first]) for number in numbers]
@@ -72,7 +85,9 @@ def _parse_lines(payload: bytes, path: str, first: int) -> tuple[list[int], list
 
 
 def _parse_line(line: bytes) -> object:
-    """Return the value of a line; a line that is no JSON is left to the setting `on`."""
+    """Return the value of a line; a line that is no JSON is left to the setting
+    `on`.
+    """
     try:
         return _load_json(line, _LINE_REMEDY)
     except _NoJson as error:
@@ -80,25 +95,36 @@ def _parse_line(line: bytes) -> object:
         return BrokenLine(detail, error.remedy)
 
 
-def _read_document(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+def _read_document(
+    stream: BinaryIO, path: str, options: ReadOptions
+) -> Iterator[Piece]:
     """Cuts between records; the payload is the text of each."""
     texts = _texts(stream, path, options.block_bytes)
     return pieces.cut(texts, options.block_bytes, sys.getsizeof)
 
 
-def _parse_document(payload: list[bytes], path: str, first: int) -> tuple[range, list[object]]:
-    values = [parse_json(text, f"{path}, item {i}") for i, text in enumerate(payload, first + 1)]
+def _parse_document(
+    payload: list[bytes], path: str, first: int
+) -> tuple[range, list[object]]:
+    values = [
+        parse_json(text, f"{path}, item {i}")
+        for i, text in enumerate(payload, first + 1)
+    ]
     _refuse_table(values[: not first], path)
     return range(first, first + len(values)), values
 
 
 def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
-    """Yields the text of each record of an array, or of records one after another, by a window."""
+    """Yields the text of each record of an array, or of records one after another, by a
+    window.
+    """
     decode = codecs.getincrementaldecoder("utf-8-sig")().decode
     text, start, ended, item, expected = "", 0, False, 1, "begin"
 
     def refused(rule: str, error: str = "") -> InputError:
-        found = error or (quote(text[start : start + 20]) if text[start:] else "the end")
+        found = error or (
+            quote(text[start : start + 20]) if text[start:] else "the end"
+        )
         return _refusal(f"{path}, item {item}", rule, found, _FILE_REMEDY)
 
     while True:
@@ -108,13 +134,16 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
         if not incomplete and expected in ("record", "first or end", "next record"):
             try:
                 value, end = _DECODER.raw_decode(text, start)
-                # The window may end inside a number, with all but 1 of 1e+5 beyond it or cut.
+                # The window may end inside a number, with all but 1 of 1e+5 beyond it
+                # or cut.
                 incomplete = end + len("e+5") > len(text)
             except RecursionError:
                 raise _too_deep(f"{path}, item {item}") from None
             except ValueError as error:
                 incomplete = text[start] != "]"
-                if incomplete and (ended or len(text) - start > pieces.MAX_RECORD_BYTES):
+                if incomplete and (
+                    ended or len(text) - start > pieces.MAX_RECORD_BYTES
+                ):
                     limit = f"{pieces.MAX_RECORD_BYTES:,} bytes a record"
                     rule = f"must be valid JSON, of at most {limit}"
                     raise refused(rule, _described(error)) from None
@@ -138,7 +167,10 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
             case "comma or end":
                 if character not in (",", "]"):
                     raise refused("an array must go on with ',' or end with ']'")
-                expected, start = ("record" if character == "," else "nothing"), start + 1
+                expected, start = (
+                    ("record" if character == "," else "nothing"),
+                    start + 1,
+                )
             case "nothing":
                 if character:
                     raise refused("nothing must follow the array")
@@ -150,37 +182,63 @@ def _texts(stream: BinaryIO, path: str, chunk_bytes: int) -> Iterator[bytes]:
                     raise refused("a record must stand here")
                 if expected == "next record" and (name := _wrapper(value)):
                     given = f"one object, with the records under {name!r}"
-                    remedy = f"Give the array alone, e.g. jq '.{name}' FILE > RECORDS.json"
+                    remedy = (
+                        f"Give the array alone, e.g. jq '.{name}' FILE > RECORDS.json"
+                    )
                     rule = "must be an array of records, or one record"
                     raise _refusal(path, rule, given, remedy)
                 yield text[start:end].encode()
                 item, start = item + 1, end
-                expected = "next record" if expected == "next record" else "comma or end"
+                expected = (
+                    "next record" if expected == "next record" else "comma or end"
+                )
 
 
 def _wrapper(value: object) -> str | None:
-    """Returns the field of an object that holds records, which are neither texts nor messages."""
+    """Returns the field of an object that holds records, which are neither texts nor
+    messages.
+    """
     for name in _WRAPPERS:
         held = value.get(name) if isinstance(value, dict) else None
-        if isinstance(held, list) and held and all(isinstance(item, dict) for item in held):
-            return None if any(item.keys() & {"role", "from"} for item in held) else name
+        if (
+            isinstance(held, list)
+            and held
+            and all(isinstance(item, dict) for item in held)
+        ):
+            return (
+                None if any(item.keys() & {"role", "from"} for item in held) else name
+            )
     return None
 
 
 def _refuse_table(first: list[object], path: str) -> None:
-    """Raises if the first record is a whole table, by column or by index, as pandas writes it."""
+    """Raises if the first record is a whole table, by column or by index, as pandas
+    writes it.
+    """
     for value in first:
-        if isinstance(value, dict) and (value.keys() == {"columns", "index", "data"} or _by(value)):
-            remedy = "Write records: in pandas, to_json(FILE, orient='records', lines=True)"
-            raise _refusal(path, "must be records, one after another", "a whole table", remedy)
+        if isinstance(value, dict) and (
+            value.keys() == {"columns", "index", "data"} or _by(value)
+        ):
+            remedy = (
+                "Write records: in pandas, to_json(FILE, orient='records', lines=True)"
+            )
+            raise _refusal(
+                path, "must be records, one after another", "a whole table", remedy
+            )
 
 
 def _by(table: dict[str, Any]) -> bool:
     held = [value for value in table.values() if value]
     if held and all(isinstance(value, dict) for value in held):
-        return all(map(str.isdecimal, table)) or all(n.isdecimal() for v in held for n in v)
-    columns = all(isinstance(value, list) for value in held) and len({*map(len, held)}) == 1
-    return columns and any(isinstance(table[n][0], str | list) for n in _ONE if table.get(n))
+        return all(map(str.isdecimal, table)) or all(
+            n.isdecimal() for v in held for n in v
+        )
+    columns = (
+        all(isinstance(value, list) for value in held) and len({*map(len, held)}) == 1
+    )
+    return columns and any(
+        isinstance(table[n][0], str | list) for n in _ONE if table.get(n)
+    )
 
 
 class _NoJson(Exception):
@@ -195,8 +253,8 @@ class _NoJson(Exception):
 
 
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
-    """Return the value of JSON text; accept lone surrogates, NaN and infinities: later rules
-    decide. Errors name the place `where`, and end in `remedy`.
+    """Return the value of JSON text; accept lone surrogates, NaN and infinities: later
+    rules decide. Errors name the place `where`, and end in `remedy`.
     """
     try:
         return _load_json(data, remedy)
@@ -213,22 +271,29 @@ def _load_json(data: bytes, remedy: str) -> object:
         if "depth limit" in str(refusal):
             raise _NoJson(*_TOO_DEEP) from None
         return _parse_strictly(data, remedy)
-    # Cheaper than to see each name, which orjson does not show; texts that quote JSON differ, too.
+    # Cheaper than to see each name, which orjson does not show; texts that quote JSON
+    # differ, too.
     if data.count(b'":') != _count_names(value):
         _parse_strictly(data, remedy)
     return value
 
 
 def _parse_strictly(data: bytes, remedy: str) -> object:
-    """Return the value of JSON text, as Python reads it; raise if a name has two values."""
+    """Return the value of JSON text, as Python reads it; raise if a name has two
+    values.
+    """
     try:
-        return json.loads(data.decode(), object_pairs_hook=partial(_members, remedy=remedy))
+        return json.loads(
+            data.decode(), object_pairs_hook=partial(_members, remedy=remedy)
+        )
     except UnicodeDecodeError as error:
         raise _NoJson(*_not_utf8_parts(error)) from None
     except RecursionError:
         raise _NoJson(*_TOO_DEEP) from None
     except ValueError as error:  # also an integer with more digits than Python converts
-        place = f"column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        place = (
+            f"column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
+        )
         raise _NoJson("must be valid JSON", _described(error), remedy, place) from None
 
 
@@ -247,7 +312,9 @@ def _count_names(value: object) -> int:
 
 
 def _members(pairs: list[tuple[str, object]], remedy: str) -> dict[str, object]:
-    """Return the members of an object; raise if one name has two values: parsers take the last."""
+    """Return the members of an object; raise if one name has two values: parsers take
+    the last.
+    """
     value: dict[str, object] = {}
     for name, member in pairs:
         # As texts: 1, 1.0 and true are equal in Python, and NaN is not equal to itself.
@@ -274,11 +341,18 @@ def _not_utf8_parts(error: UnicodeDecodeError) -> tuple[str, str, str]:
     found = f"byte 0x{error.object[error.start]:02x} at byte {error.start + 1}"
     remedy = "Convert the file to UTF-8"
     if suffix := pieces.suffix_of(error.object):
-        found, remedy = f"a compressed file, as {suffix} files are", f"End its name in {suffix}"
+        found, remedy = (
+            f"a compressed file, as {suffix} files are",
+            f"End its name in {suffix}",
+        )
     return "must be UTF-8", found, remedy
 
 
-_TOO_DEEP = ("JSON must not be nested deeply", "more than about 1000 levels", "Flatten it")
+_TOO_DEEP = (
+    "JSON must not be nested deeply",
+    "more than about 1000 levels",
+    "Flatten it",
+)
 """Rule, finding and remedy."""
 
 
@@ -293,8 +367,11 @@ def _refusal(where: str, rule: str, found: str, remedy: str = "") -> InputError:
 def _read_csv(
     stream: BinaryIO, path: str, options: ReadOptions, *, delimiter: str
 ) -> Iterator[Piece]:
-    """Cuts between rows of RFC 4180, by Python's ``csv``, for reasons in ``README.md``."""
-    # The csv module's limit is global, and its default of 128 KiB a cell is too low for prompts.
+    """Cuts between rows of RFC 4180, by Python's ``csv``, for reasons in
+    ``README.md``.
+    """
+    # The csv module's limit is global, and its default of 128 KiB a cell is too low for
+    # prompts.
     csv.field_size_limit(max(csv.field_size_limit(), pieces.MAX_RECORD_BYTES))
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     rows = csv.reader(_csv_lines(text, path), delimiter=delimiter, strict=True)
@@ -307,7 +384,10 @@ def _read_csv(
         ):
             yield piece._replace(payload=(header, options.json_columns, piece.payload))
     except csv.Error as error:
-        where, remedy = f"{path}, line {rows.line_num}", 'Quote cells; a quote inside is ""'
+        where, remedy = (
+            f"{path}, line {rows.line_num}",
+            'Quote cells; a quote inside is ""',
+        )
         raise _refusal(where, "must be valid CSV", str(error), remedy) from None
     except UnicodeDecodeError as error:
         raise _not_utf8(error, f"{path}, after line {rows.line_num}") from None
@@ -318,10 +398,13 @@ def _read_csv(
 def _parse_csv(
     payload: tuple[list[str], frozenset[str], list[list[str]]], path: str, first: int
 ) -> tuple[range, list[object]]:
-    """Parses rows; cells of columns that are not JSON are text: a prompt ``007`` stays ``007``."""
+    """Parses rows; cells of columns that are not JSON are text: a prompt ``007`` stays
+    ``007``.
+    """
     names, typed, rows = payload
     values = (
-        {n: _value(c) if n in typed else c for n, c in zip(names, row, strict=True)} for row in rows
+        {n: _value(c) if n in typed else c for n, c in zip(names, row, strict=True)}
+        for row in rows
     )
     return range(first, first + len(rows)), list(values)
 
@@ -339,14 +422,18 @@ def _checked(rows: Iterator[list[str]], cells: int, path: str) -> Iterator[list[
     for number, row in enumerate(filter(None, rows), 1):
         if len(row) != cells:
             rule = f"must have {cells} cells, as the header has"
-            remedy = "Put cells with the delimiter, quotes or line ends in double quotes"
+            remedy = (
+                "Put cells with the delimiter, quotes or line ends in double quotes"
+            )
             raise _refusal(f"{path}, row {number}", rule, str(len(row)), remedy)
         yield row
 
 
 def _csv_lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
     """Yields the lines of a file; raises at one that is too long."""
-    for number, line in enumerate(iter(partial(text.readline, pieces.MAX_RECORD_BYTES), ""), 1):
+    for number, line in enumerate(
+        iter(partial(text.readline, pieces.MAX_RECORD_BYTES), ""), 1
+    ):
         if len(line) == pieces.MAX_RECORD_BYTES:
             rule = f"a line must be shorter than {pieces.MAX_RECORD_BYTES:,} characters"
             raise _refusal(f"{path}, line {number}", rule, "a longer one")

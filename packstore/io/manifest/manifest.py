@@ -46,7 +46,13 @@ from packstore.format.typed_json import (
 from packstore.io.manifest.commit import read_committed
 from packstore.io.manifest.partition_notes import Finished
 from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.shard import PackCounter, PackShape, ShardInfo, Statistics, Totals
+from packstore.io.shards.shard import (
+    PackCounter,
+    PackShape,
+    ShardInfo,
+    Statistics,
+    Totals,
+)
 from packstore.io.store.location import Location, check_relative
 
 MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
@@ -60,7 +66,9 @@ _SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes `noted`."""
+    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes
+    `noted`.
+    """
 
     read: Count
     packed: Count
@@ -87,11 +95,17 @@ class Manifest:
     totals: Totals
     statistics: Statistics
     records: Records
-    provenance: Mapping[str, Any]  # `sources`, `tokenizer`, `settings`, `package_version`
+    provenance: Mapping[
+        str, Any
+    ]  # `sources`, `tokenizer`, `settings`, `package_version`
     shards: tuple[ShardInfo, ...]  # in dataset order
-    pack_index: StoredFile | None = None  # the file with the sizes of every pack, if written
+    pack_index: StoredFile | None = (
+        None  # the file with the sizes of every pack, if written
+    )
     further_files: tuple[StoredFile, ...] = ()  # of a later release
-    writer_features: tuple[str, ...] = ()  # who extends or cleans it must support all of them
+    writer_features: tuple[
+        str, ...
+    ] = ()  # who extends or cleans it must support all of them
 
     def _repr_html_(self) -> str:
         return card("Manifest", self.facts)
@@ -104,17 +118,25 @@ class Manifest:
         return {
             "kind": self.kind,
             "examples": self.totals.examples,
-            "packs": f"{self.num_packs:,} of {self.pack_size:,} tokens, layout {self.layout}",
+            "packs": f"{self.num_packs:,} of {self.pack_size:,} tokens, layout "
+            f"{self.layout}",
             "tokens": f"{self.totals.tokens:,}, fill {self.fill_rate:.2%}",
             "records": f"{self.records.read:,} read, {self.records.packed:,} packed",
-            **{f"dropped: {reason}": count for reason, count in self.records.dropped.items()},
-            "tokenizer": tokenizer.get("name") or tokenizer.get("path") or "token ids were given",
+            **{
+                f"dropped: {reason}": count
+                for reason, count in self.records.dropped.items()
+            },
+            "tokenizer": tokenizer.get("name")
+            or tokenizer.get("path")
+            or "token ids were given",
             "sources": ", ".join(names[:3]) + more or "records in memory",
         }
 
     @property
     def num_responses(self) -> int | None:
-        """Number of sequences K of each example; None for kind ``scored``, where it varies."""
+        """Number of sequences K of each example; None for kind ``scored``, where it
+        varies.
+        """
         return KINDS[self.kind]
 
     @property
@@ -152,14 +174,18 @@ class Manifest:
     @property
     def source_names(self) -> list[str]:
         """Names of the input files, or their whole paths where names repeat."""
-        paths = [str(source.get("path")) for source in self.provenance.get("sources") or ()]
+        paths = [
+            str(source.get("path")) for source in self.provenance.get("sources") or ()
+        ]
         names = [PurePosixPath(path).name for path in paths]
         times = Counter(names)
         return [n if times[n] == 1 else p for n, p in zip(names, paths, strict=True)]
 
     @property
     def lineage(self) -> str:
-        """Id shared by all datasets whose examples have equal tokens under equal ids."""
+        """Id shared by all datasets whose examples have equal tokens under
+        equal ids.
+        """
         return str(self.provenance.get("lineage", self.fingerprint))
 
     @property
@@ -174,20 +200,36 @@ class Manifest:
 
     @property
     def stored_schema(self) -> pa.Schema:
-        """The Arrow schema of the shards; others than `carried` have type `ANY_LIST`."""
+        """The Arrow schema of the shards; others than `carried` have type
+        `ANY_LIST`.
+        """
         carry = {**dict.fromkeys(self.carry, ""), **self.carried}
         spans = "label_spans" in self.features
         return pack_schema(self.kind, self.layout, label_spans=spans, carry=carry)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the packs and their order, independent of the other fields."""
-        what = [FORMAT_VERSION, self.kind, self.layout, self.pack_size, self.file_format]
-        parts = [*what, *self.features, *(f"{s.sha256}+{s.example_id_base}" for s in self.shards)]
+        """sha256 (hex) of the packs and their order, independent of the other
+        fields.
+        """
+        what = [
+            FORMAT_VERSION,
+            self.kind,
+            self.layout,
+            self.pack_size,
+            self.file_format,
+        ]
+        parts = [
+            *what,
+            *self.features,
+            *(f"{s.sha256}+{s.example_id_base}" for s in self.shards),
+        ]
         return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
     def require_writable(self, where: str) -> None:
-        """Raises UnsupportedFormatError if only a later release can extend or clean it."""
+        """Raises UnsupportedFormatError if only a later release can extend or
+        clean it.
+        """
         if self.writer_features:
             rule = "who extends or cleans it must know its writer_features"
             remedy = "Upgrade packstore to change this dataset"
@@ -195,47 +237,75 @@ class Manifest:
             raise UnsupportedFormatError(sentence(where, rule, found, remedy))
 
     def require_readable(self, where: str) -> None:
-        """Raises UnsupportedFormatError if a reader skips a column, which nobody may pack anew."""
+        """Raises UnsupportedFormatError if a reader skips a column, which nobody may
+        pack anew.
+        """
         for name in self.carry.keys() - self.carried.keys():
             rule = "carried columns that are packed anew must be known"
             found = f"{quote(name)} of type {quote(self.carry[name])}"
             raise UnsupportedFormatError(sentence(where, rule, found, UPGRADE))
 
     def to_json(self) -> bytes:
-        """Returns canonical JSON: fields as declared, a line for each field and shard."""
+        """Returns canonical JSON: fields as declared, a line for each field and
+        shard.
+        """
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         shards = [_dump_shard(shard) for shard in fields.pop("shards")]
         head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
-        head |= {"kind": fields.pop("kind"), "num_responses": self.num_responses} | fields
+        head |= {
+            "kind": fields.pop("kind"),
+            "num_responses": self.num_responses,
+        } | fields
         for name in ("pack_index", "further_files", "writer_features"):
             if not head[name]:
                 del head[name]
-        counts, optional = dataclasses.asdict(self.records), ("fields_used", "fields_not_used")
+        counts, optional = (
+            dataclasses.asdict(self.records),
+            ("fields_used", "fields_not_used"),
+        )
         head["records"] = {n: v for n, v in counts.items() if v or n not in optional}
-        lines = [b' "%s": %s' % (name.encode(), dump_json(value)) for name, value in head.items()]
+        lines = [
+            b' "%s": %s' % (name.encode(), dump_json(value))
+            for name, value in head.items()
+        ]
         rows = b",\n".join(b"  " + shard for shard in shards)
         lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
         return b"{\n" + b",\n".join(lines) + b"\n}\n"
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
-        """Parses the manifest in `data`; keeps unknown fields of shards, ignores others."""
+        """Parses the manifest in `data`; keeps unknown fields of shards, ignores
+        others.
+        """
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
         rule = "features must not repeat"
-        require_equal(where, rule, features=len(head.features), names=len({*head.features}))
+        require_equal(
+            where, rule, features=len(head.features), names=len({*head.features})
+        )
         check_last(head.sha256, where)
         index = bytes(head.pack_index).decode()
-        require(index != "null", where, "pack_index must be a JSON object", {"pack_index": index})
+        require(
+            index != "null",
+            where,
+            "pack_index must be a JSON object",
+            {"pack_index": index},
+        )
         manifest = decode(data, cls, where)
         further = [
-            {n: msgspec.json.decode(s[n]) for n in s if n not in _SHARD_FIELDS} for s in head.shards
+            {n: msgspec.json.decode(s[n]) for n in s if n not in _SHARD_FIELDS}
+            for s in head.shards
         ]
         if any(further):
             pairs = zip(manifest.shards, further, strict=True)
-            manifest = replace(manifest, shards=tuple(replace(s, further=f) for s, f in pairs))
+            manifest = replace(
+                manifest, shards=tuple(replace(s, further=f) for s, f in pairs)
+            )
         check_manifest(manifest, where)
-        responses, k = bytes(head.num_responses).decode(), json.dumps(manifest.num_responses)
+        responses, k = (
+            bytes(head.num_responses).decode(),
+            json.dumps(manifest.num_responses),
+        )
         rule = f"num_responses must be {k}, as the kind is {manifest.kind}"
         require(responses == k, where, rule, {"num_responses": responses})
         return manifest
@@ -279,8 +349,12 @@ def manifest_bytes(shards: Sequence[ShardInfo]) -> int:
     return sum(len(_dump_shard(shard)) for shard in shards)
 
 
-def read_manifest(location: Location, version: int | None = None) -> tuple[Manifest, int]:
-    """Returns the manifest of a dataset, by default the current one, and its version."""
+def read_manifest(
+    location: Location, version: int | None = None
+) -> tuple[Manifest, int]:
+    """Returns the manifest of a dataset, by default the current one, and its
+    version.
+    """
     data, where, number = read_committed(location, version)
     return Manifest.from_json(data, where), number
 
@@ -350,7 +424,9 @@ class _Provenance(msgspec.Struct):
 
 
 class _About(msgspec.Struct):
-    """Types of what :class:`Manifest` keeps as it is: of all members that anything here uses."""
+    """Types of what :class:`Manifest` keeps as it is: of all members that anything here
+    uses.
+    """
 
     provenance: _Provenance
 
@@ -358,9 +434,17 @@ class _About(msgspec.Struct):
 def check_manifest(manifest: Manifest, where: str) -> None:
     """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
     records, totals, shards = manifest.records, manifest.totals, manifest.shards
-    for name, choices in {"kind": KINDS, "layout": LAYOUTS, "file_format": FILE_FORMATS}.items():
+    for name, choices in {
+        "kind": KINDS,
+        "layout": LAYOUTS,
+        "file_format": FILE_FORMATS,
+    }.items():
         require_known(where, f"field {name}", choices, getattr(manifest, name))
-    counts = {"read": records.read, "packed": records.packed, "dropped": dict(records.dropped)}
+    counts = {
+        "read": records.read,
+        "packed": records.packed,
+        "dropped": dict(records.dropped),
+    }
     whole = records.read == records.packed + sum(records.dropped.values())
     require(whole, where, "records read must be those packed and those dropped", counts)
     rule = "records packed must be the examples"
@@ -377,14 +461,22 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     for file in manifest.further_files:
         named = file.sha256[:16] in file.path.rpartition("/")[2]
         ok = file.path.startswith("data/") and named
-        rule = "a further file must lie in data/, and its name hold 16 digits of its sha256"
+        rule = (
+            "a further file must lie in data/, and its name hold 16 digits of its "
+            "sha256"
+        )
         require(ok, where, rule, {"path": file.path})
     for shard in shards:
         _check_shard(shard, manifest, f"{where}, shard {shard.path}")
     if (index := manifest.pack_index) is not None:
-        place, limit = f"{where}, pack_index", 65536 + 4096 * len(shards) + 32 * totals.packs
+        place, limit = (
+            f"{where}, pack_index",
+            65536 + 4096 * len(shards) + 32 * totals.packs,
+        )
         figures = {"bytes": index.bytes, "limit": limit}
-        require(index.bytes <= limit, place, "its bytes must be few for its packs", figures)
+        require(
+            index.bytes <= limit, place, "its bytes must be few for its packs", figures
+        )
         plain = not index.path.endswith(".parquet")
         require(plain, place, "its name must not end in .parquet", {"path": index.path})
     convert({"provenance": manifest.provenance}, _About, where)
@@ -399,7 +491,12 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
         rule = f"its {name} must be the sum over row groups"
         require_equal(where, rule, shard=getattr(shard, name), sum=real)
     figures = {"footer": shard.footer_bytes, "file": shard.bytes}
-    require(shard.footer_bytes <= shard.bytes, where, "its footer must fit in the file", figures)
+    require(
+        shard.footer_bytes <= shard.bytes,
+        where,
+        "its footer must fit in the file",
+        figures,
+    )
     limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
     rule = f"its footer must have {limit} bytes at most"
     require(shard.footer_bytes <= limit, where, rule, figures)
@@ -422,18 +519,30 @@ def check_columns(names: Iterable[str], where: str) -> None:
     """Raises :class:`FormatError` unless the names of further columns are allowed."""
     for name in names:
         ok = COLUMN_NAME.fullmatch(name.removeprefix("_")) and name not in COLUMNS
-        rule = "columns must have names of their own, of letters, digits and _, a letter first"
+        rule = (
+            "columns must have names of their own, of letters, digits and _, a "
+            "letter first"
+        )
         require(bool(ok), where, rule, {"name": quote(name)})
 
 
 def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
-    """Returns the further columns, name to type, that this release reads; others are skipped."""
+    """Returns the further columns, name to type, that this release reads; others are
+    skipped.
+    """
     return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
 
 
 def check_last(sha256: msgspec.Raw, where: str) -> None:
-    """Raises :class:`FormatError` for a hash of the manifest that is not its last field."""
-    require(not bytes(sha256), where, "sha256 must be the last field", {"another": "follows it"})
+    """Raises :class:`FormatError` for a hash of the manifest that is not its last
+    field.
+    """
+    require(
+        not bytes(sha256),
+        where,
+        "sha256 must be the last field",
+        {"another": "follows it"},
+    )
 
 
 def require_different_paths(paths: Sequence[str], where: str) -> None:
@@ -449,7 +558,9 @@ def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
     try:
         return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | option)
     except orjson.JSONEncodeError as error:
-        raise FormatError(sentence(where, "its texts must be valid Unicode", str(error))) from error
+        raise FormatError(
+            sentence(where, "its texts must be valid Unicode", str(error))
+        ) from error
 
 
 def _dump_shard(shard: ShardInfo) -> bytes:

@@ -1,7 +1,8 @@
 """Merges the manifests of several datasets into one, without rewriting shards.
 
-Example ids stay distinct and still identify the record: the source numbers of a part are shifted by
-the sources of the parts before it, and ``provenance.sources`` lists all sources in that order.
+Example ids stay distinct and still identify the record: the source numbers of a part
+are shifted by the sources of the parts before it, and ``provenance.sources`` lists all
+sources in that order.
 """
 
 from __future__ import annotations
@@ -20,30 +21,51 @@ from packstore.io.shards.shard import PackCounter, ShardInfo
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
-"""Maximum number of sources: ids have 63 bits, the lower ones number the records of a source."""
+"""Maximum number of sources: ids have 63 bits, the lower ones number the records of a
+source.
+"""
 
-_SHAPE = ("kind", "layout", "pack_size", "file_format", "features", "carry", "pad_to_multiple")
+_SHAPE = (
+    "kind",
+    "layout",
+    "pack_size",
+    "file_format",
+    "features",
+    "carry",
+    "pad_to_multiple",
+)
 _TEMPLATES = ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
 
 
 class Member(NamedTuple):
-    """A dataset to merge: its URL without secrets; its manifest, with paths from the new one."""
+    """A dataset to merge: its URL without secrets; its manifest, with paths from the
+    new one.
+    """
 
     url: str
     manifest: Manifest
 
 
 def merge(members: Sequence[Member]) -> Manifest:
-    """Returns the manifest of the packs of `members` in order; it names no pack index."""
+    """Returns the manifest of the packs of `members` in order; it names no pack
+    index.
+    """
     check_members(members)
     manifests = [member.manifest for member in members]
-    counter, plans, shards, sources = PackCounter(), list[Any](), list[ShardInfo](), list[Any]()
+    counter, plans, shards, sources = (
+        PackCounter(),
+        list[Any](),
+        list[ShardInfo](),
+        list[Any](),
+    )
     for m in manifests:
         counter.merge(PackCounter.of_dataset(m.totals, m.statistics))
         plan = m.statistics.planning.get("parts")
         plans += plan if isinstance(plan, list) else [dict(m.statistics.planning)]
         base = len(sources) << SOURCE_SHIFT  # so that ids stay distinct
-        shards += [replace(s, example_id_base=s.example_id_base + base) for s in m.shards]
+        shards += [
+            replace(s, example_id_base=s.example_id_base + base) for s in m.shards
+        ]
         sources += m.provenance["sources"]
     first, came_from = manifests[0], [origin for m in members for origin in origins(m)]
     lineage = [[origin["lineage"], origin["sources"]] for origin in came_from]
@@ -61,7 +83,9 @@ def merge(members: Sequence[Member]) -> Manifest:
         },
         shards=tuple(shards),
         pack_index=None,
-        further_files=tuple(dict.fromkeys(file for m in manifests for file in m.further_files)),
+        further_files=tuple(
+            dict.fromkeys(file for m in manifests for file in m.further_files)
+        ),
     )
 
 
@@ -74,7 +98,9 @@ def check_members(members: Sequence[Member]) -> None:
         check_alike(members[0], member)
     sources = sum(len(member.manifest.provenance["sources"]) for member in members)
     if sources > MAX_SOURCES:
-        raise ConfigError(f"there must be at most {MAX_SOURCES} sources; found {sources}.")
+        raise ConfigError(
+            f"there must be at most {MAX_SOURCES} sources; found {sources}."
+        )
 
 
 def check_alike(first: Member, other: Member) -> None:
@@ -120,10 +146,14 @@ def origins(member: Member) -> list[dict[str, Any]]:
 
 
 def runs(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
-    """Yields first, end (exclusive) and lineage of each part, and of each run of parts as one."""
+    """Yields first, end (exclusive) and lineage of each part, and of each run of parts
+    as one.
+    """
     for first, part in enumerate(parts):
         yield first, first + 1, part["lineage"]
-        text = hashlib.sha256(b'{"parts":[')  # as in `merge`, without its quadratic cost
+        text = hashlib.sha256(
+            b'{"parts":['
+        )  # as in `merge`, without its quadratic cost
         for end, other in enumerate(parts[first:], first + 1):
             comma = "," if end > first + 1 else ""
             text.update(f'{comma}["{other["lineage"]}",{other["sources"]}]'.encode())
@@ -133,7 +163,9 @@ def runs(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
 
 
 def _records(parts: Sequence[Records]) -> Records:
-    sums: dict[str, Any] = {n: sum(getattr(p, n) for p in parts) for n in ("read", "packed")}
+    sums: dict[str, Any] = {
+        n: sum(getattr(p, n) for p in parts) for n in ("read", "packed")
+    }
     for name in (field.name for field in fields(Records) if field.name not in sums):
         total: Counter[str] = Counter()
         for part in parts:

@@ -1,9 +1,10 @@
 """Notes of finished partitions, for a rerun of the same job.
 
-``_packstore/partitions/<run>-<number>.json`` lists the shards of a partition and the other values
-that the manifest needs. It is written in one put after the shards, as object stores can neither
-append nor rename. It has two lines: the hash of the second, and a JSON object. The commit removes
-the notes of its job; ``packstore clean`` removes those of jobs that never commit.
+``_packstore/partitions/<run>-<number>.json`` lists the shards of a partition and the
+other values that the manifest needs. It is written in one put after the shards, as
+object stores can neither append nor rename. It has two lines: the hash of the second,
+and a JSON object. The commit removes the notes of its job; ``packstore clean`` removes
+those of jobs that never commit.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class Finished:
 
 
 class PartitionNotes:
-    """The notes of one run, 12 hexadecimal digits; safe for concurrent threads and machines."""
+    """The notes of one run, 12 hexadecimal digits; safe for concurrent threads and
+    machines.
+    """
 
     def __init__(self, location: Location, run: str) -> None:
         self.location, self.run = location, run
@@ -78,7 +81,9 @@ class PartitionNotes:
         def is_whole(shard: ShardInfo) -> bool:
             try:
                 with self.location.open_read(shard.path) as file:
-                    return hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+                    return (
+                        hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
+                    )
             except StorageError as error:
                 if error.is_missing:
                     return False
@@ -94,12 +99,16 @@ class PartitionNotes:
     def remove(self) -> None:
         """Removes the notes of this run; leaves those it cannot remove to `clean`."""
         with contextlib.suppress(PackstoreError):
-            remove_all(self.location, [path for run, path in self._listed() if run == self.run])
+            remove_all(
+                self.location, [path for run, path in self._listed() if run == self.run]
+            )
         remove_empty(self.location, PARTITIONS)
 
     def _listed(self) -> list[tuple[str, str]]:
         names = (entry.name for entry in self.location.files(PARTITIONS))
-        return [(m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))]
+        return [
+            (m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))
+        ]
 
     def _path(self, number: int) -> str:
         return f"{PARTITIONS}/{self.run}-{number:05d}.json"

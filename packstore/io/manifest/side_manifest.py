@@ -21,7 +21,15 @@ from packstore.errors import (
 )
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.format.schema import ANY, CARRY_TYPES, KINDS, list_of
-from packstore.format.typed_json import TOP, Positive, Sha256, Whole, decode, require, require_known
+from packstore.format.typed_json import (
+    TOP,
+    Positive,
+    Sha256,
+    Whole,
+    decode,
+    require,
+    require_known,
+)
 from packstore.io.manifest.manifest import (
     Manifest,
     check_columns,
@@ -45,8 +53,13 @@ PART_FOLDER = "parts-"
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 
-SIDE_TYPES = {**CARRY_TYPES, "float32": pa.float32(), "list<float32>": list_of(pa.float32())}
-"""Types of columns, with one value for each example; of the list one for each sequence."""
+SIDE_TYPES = {
+    **CARRY_TYPES,
+    "float32": pa.float32(),
+    "list<float32>": list_of(pa.float32()),
+}
+"""Types of columns, with one value for each example; of the list one for each sequence.
+"""
 
 PER_SEQUENCE = "list<float32>"
 
@@ -94,7 +107,9 @@ class SideManifest:
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the shards; columns of a later release have type `ANY`."""
+        """The Arrow schema of the shards; columns of a later release have type
+        `ANY`.
+        """
         fields = [pa.field("example_ids", pa.int64(), nullable=False)]
         for name in self.columns:
             type_ = SIDE_TYPES[self.known[name]] if name in self.known else ANY
@@ -103,7 +118,11 @@ class SideManifest:
 
     def to_json(self) -> bytes:
         """Returns canonical JSON: equal manifests give equal bytes."""
-        head = {"side_version": SIDE_VERSION, "features": [], **dataclasses.asdict(self)}
+        head = {
+            "side_version": SIDE_VERSION,
+            "features": [],
+            **dataclasses.asdict(self),
+        }
         lines = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
         return dump_json(head, "side manifest", lines)
 
@@ -130,23 +149,31 @@ class SideManifest:
             rule = f"{REF_LOGPS} must have type {PER_SEQUENCE}"
             ok = name != REF_LOGPS or type_name == PER_SEQUENCE
             require(ok, place, rule, {"type": quote(type_name)})
-        for name, value in self.provenance.items():  # of a caller; JSON was checked by its type
+        for (
+            name,
+            value,
+        ) in self.provenance.items():  # of a caller; JSON was checked by its type
             ok = value is None or isinstance(value, str | int | float)
-            rule = f"provenance {quote(name)} must be a text, a number, a boolean or null"
+            rule = (
+                f"provenance {quote(name)} must be a text, a number, a boolean or null"
+            )
             require(ok, where, rule, {"value": quote(value)})
         require_different_paths([s.path for s in self.shards], where)
         require_known(where, "field kind", KINDS, self.kind)
 
 
 class Span(NamedTuple):
-    """Example ids of a dataset, both ends included; in a side dataset they count from `first`."""
+    """Example ids of a dataset, both ends included; in a side dataset they count from
+    `first`.
+    """
 
     first: int
     last: int
 
 
 def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
-    """Returns the ids that a side dataset covers: all, or those of a part of a combined dataset.
+    """Returns the ids that a side dataset covers: all, or those of a part of a combined
+    dataset.
 
     Raises CompatibilityError for one that was not derived from these examples.
     """
@@ -160,7 +187,9 @@ def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
             raise CompatibilityError(sentence(where, rule, f"{side.examples}", remedy))
         return [Span(0, TOP)]
     parts, spans, done = data.provenance.get("combined_from", ()), list[Span](), 0
-    starts = [n << SOURCE_SHIFT for n in accumulate((p["sources"] for p in parts), initial=0)]
+    starts = [
+        n << SOURCE_SHIFT for n in accumulate((p["sources"] for p in parts), initial=0)
+    ]
     for first, end, lineage in runs(parts):
         if lineage == side.lineage and first >= done:
             spans.append(Span(starts[first], starts[end] - 1))
@@ -173,16 +202,22 @@ def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
 
 
 def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
-    """Raises unless each id of a dataset is in one of the spans that have column `name`."""
+    """Raises unless each id of a dataset is in one of the spans that have column
+    `name`.
+    """
     done, sources = 0, len(data.provenance["sources"])
     for span in sorted(spans):
         if span.first > done:
             break
         if span.first < done:
-            raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
+            raise ConfigError(
+                f"two columns of the joined packs are named {quote(name)}."
+            )
         done = span.last + 1
     if done < sources << SOURCE_SHIFT:
-        rule = f"side data {quote(name)} must cover all {sources} sources of the dataset"
+        rule = (
+            f"side data {quote(name)} must cover all {sources} sources of the dataset"
+        )
         found = f"none from source {done >> SOURCE_SHIFT} on"
         remedy = "Join the side data of every part, or make one anew from this dataset"
         raise CompatibilityError(sentence("side data", rule, found, remedy))

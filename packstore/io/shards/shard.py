@@ -21,13 +21,16 @@ _crc32 = zlib.crc32
 with contextlib.suppress(ImportError):
     from isal.isal_zlib import crc32 as _faster
 
-    # Every read depends on it, so a native crc32 is used only if it passes the standard test.
+    # Every read depends on it, so a native crc32 is used only if it passes the standard
+    # test.
     if _faster(b"56789", _faster(b"1234")) == _faster(b"123456789") == 0xCBF43926:
         _crc32 = _faster
 
 
 def crc32_of(data: Any, before: int = 0) -> int:
-    """Returns the crc32 of a buffer, continued from the crc32 `before` of earlier bytes."""
+    """Returns the crc32 of a buffer, continued from the crc32 `before` of earlier
+    bytes.
+    """
     return int(_crc32(data, before))
 
 
@@ -68,15 +71,19 @@ class ShardInfo:
     supervised_tokens: Count
     bytes: Count
     sha256: Sha256  # of the file, hexadecimal
-    footer_bytes: Positive  # bytes at the end of the file that a reader needs before any row group
+    # bytes at the end of the file that a reader needs before any row group
+    footer_bytes: Positive
     footer_sha256: Sha256  # of those bytes; page checksums do not cover them
     example_id_base: Count  # added to the example ids in the file
     row_groups: RowGroups
-    further: Any = field(default_factory=dict)  # members of a later release, name to JSON value
+    further: Any = field(
+        default_factory=dict
+    )  # members of a later release, name to JSON value
 
 
 def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
-    """Returns sizes and hashes of a file and its footer, named as in :class:`ShardInfo`.
+    """Returns sizes and hashes of a file and its footer, named as in
+    :class:`ShardInfo`.
 
     It ends with the footer, the footer's length in four bytes, and a magic word.
     """
@@ -95,14 +102,18 @@ def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
 def describe_shard(
     path: str, figures: Sequence[Int64], hashes: Mapping[str, Any], crc32: Int64
 ) -> ShardInfo:
-    """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row group."""
+    """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row
+    group.
+    """
     groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
     table = np.ascontiguousarray(np.array(groups, np.int64).reshape(-1, 6).T)
     columns = dict(zip((*_GROUP_SUMS, "longest"), table, strict=True))
     sums: dict[str, Any] = {name: int(columns[name].sum()) for name in _GROUP_SUMS}
     stored = {name: columns[name] for name in ("rows", "examples", "tokens", "longest")}
     row_groups = RowGroups(**stored, crc32=crc32.astype(np.uint32))
-    return ShardInfo(path=path, **sums, **hashes, example_id_base=0, row_groups=row_groups)
+    return ShardInfo(
+        path=path, **sums, **hashes, example_id_base=0, row_groups=row_groups
+    )
 
 
 _GROUP_SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
@@ -140,14 +151,16 @@ class Statistics:
     longest_sequence: Count  # logical tokens
     most_segments: Count  # maximum of a pack
     shortest_pack: Count  # tokens
-    # number of sequences by logical length; keys are lower bounds of buckets, powers of two
+    # number of sequences by logical length; keys are lower bounds of buckets, powers of
+    # two
     length_histogram: Mapping[str, Count]
     planning: Mapping[str, Any]  # figures of the planner
 
 
 def pack_figures(packs: Packs, kind: str) -> Int64:
-    """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest segment and
-    sum of squared segment lengths of each pack, and the :data:`packstore.format.arrays.COUNTS`.
+    """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest
+    segment and sum of squared segment lengths of each pack, and the
+    :data:`packstore.format.arrays.COUNTS`.
     """
     sizes = sizes_of(packs, kind)
     columns = [
@@ -179,7 +192,9 @@ def sizes_of(packs: Packs, kind: str) -> PackSizes:
 
 @dataclass(eq=False)
 class PackCounter:
-    """Accumulates totals of valid packs; the result does not depend on how they are batched."""
+    """Accumulates totals of valid packs; the result does not depend on how they are
+    batched.
+    """
 
     # int64 `[6]`, as in `_SUMS`
     sums: Int64 = field(default_factory=lambda: np.zeros(len(_SUMS), np.int64))
@@ -196,7 +211,9 @@ class PackCounter:
         return int(self.sums[3])
 
     def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
-        """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their sequences."""
+        """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their
+        sequences.
+        """
         examples, segments, tokens, _ = figures[:, :4].T
         sums = len(figures), *figures[:, :4].sum(axis=0), lengths.sum(dtype=np.int64)
         histogram = np.bincount(np.frexp(lengths)[1] - 1, minlength=32)
@@ -219,14 +236,19 @@ class PackCounter:
         histogram = np.zeros(32, np.int64)
         for bound, count in statistics.length_histogram.items():
             histogram[min(int(bound).bit_length(), 32) - 1] = count
-        sums, examples = [getattr(totals, name) for name in _SUMS], statistics.examples_per_pack
+        sums, examples = (
+            [getattr(totals, name) for name in _SUMS],
+            statistics.examples_per_pack,
+        )
         most = examples.max, statistics.most_segments, statistics.longest_sequence
         least = examples.min, statistics.shortest_pack
         return cls(np.array(sums), histogram, np.array(most), np.array(least))
 
     def totals(self, stored_bytes: int) -> Totals:
         """Returns the sums, with the bytes of the shards."""
-        return Totals(bytes=stored_bytes, **dict(zip(_SUMS, self.sums.tolist(), strict=True)))
+        return Totals(
+            bytes=stored_bytes, **dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        )
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
         """Returns the statistics; all zero if there are no packs."""
@@ -240,6 +262,8 @@ class PackCounter:
             longest_sequence=longest,
             most_segments=most_segments,
             shortest_pack=shortest,
-            length_histogram={str(1 << b): int(n) for b, n in enumerate(self.histogram) if n},
+            length_histogram={
+                str(1 << b): int(n) for b, n in enumerate(self.histogram) if n
+            },
             planning=planning,
         )

@@ -1,9 +1,10 @@
 """Opens the fsspec filesystem of a URL, with the settings that each client needs.
 
-The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behind the choice. Each
-retries failed requests itself. For S3 this is switched off, so that all retries follow
-:mod:`packstore.io.store.retry`, and a conditional put whose response got lost differs from one that
-lost a race. gcsfs and adlfs cannot switch it off: their errors come after a few retries.
+The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behind the
+choice. Each retries failed requests itself. For S3 this is switched off, so that all
+retries follow :mod:`packstore.io.store.retry`, and a conditional put whose response got
+lost differs from one that lost a race. gcsfs and adlfs cannot switch it off: their
+errors come after a few retries.
 """
 
 from __future__ import annotations
@@ -50,13 +51,19 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
             "retries": {"mode": "standard", "total_max_attempts": 1},
             "max_pool_connections": CONNECTIONS,
         }
-        options = {**options, "config_kwargs": {**settings, **options.get("config_kwargs", {})}}
+        options = {
+            **options,
+            "config_kwargs": {**settings, **options.get("config_kwargs", {})},
+        }
     fs, path = url_to_fs(url, **options)
     if ours:
-        fs.retries = 1  # this instance is not shared: its settings are unique to packstore
+        fs.retries = (
+            1  # this instance is not shared: its settings are unique to packstore
+        )
     config: Any = getattr(getattr(fs, "service_client", None), "_config", None)
     if hasattr(config, "max_single_put_size"):
-        # By default Azure's client sends up to 64 MB at once and keeps three copies of it.
+        # By default Azure's client sends up to 64 MB at once and keeps three copies of
+        # it.
         config.max_single_put_size = PART_BYTES
     return fs, path
 
@@ -64,11 +71,17 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 def _client(fs: Any) -> str:
     """Returns the package of a filesystem or its class, or ``memory``."""
     module = (fs if isinstance(fs, type) else type(fs)).__module__
-    return "memory" if module == "fsspec.implementations.memory" else module.partition(".")[0]
+    return (
+        "memory"
+        if module == "fsspec.implementations.memory"
+        else module.partition(".")[0]
+    )
 
 
 def creates_exclusively(fs: Any) -> bool:
-    """Returns True if exactly one of many concurrent calls of `create` is known to succeed."""
+    """Returns True if exactly one of many concurrent calls of `create` is known to
+    succeed.
+    """
     return _client(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
 
 
@@ -100,7 +113,8 @@ def put_bytes(fs: Any, path: str, data: bytes, **how: Any) -> None:
 def create(fs: Any, path: str, data: bytes) -> None:
     """Puts bytes only if no file is there; otherwise raises the client's error."""
     how = {"retry_total": 0} if _client(fs) == "adlfs" else {}
-    # The memory filesystem checks first and writes then: without a lock, threads would race.
+    # The memory filesystem checks first and writes then: without a lock, threads would
+    # race.
     with _MEMORY if _client(fs) == "memory" else contextlib.nullcontext():
         put_bytes(fs, path, data, mode="create", **how)
 
@@ -109,17 +123,25 @@ def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
     """Lists name and details in a folder; with `url`, a missing bucket is refused."""
     fs.invalidate_cache()
     try:
-        entries = [(entry["name"].strip("/"), entry) for entry in fs.ls(path, detail=True)]
+        entries = [
+            (entry["name"].strip("/"), entry) for entry in fs.ls(path, detail=True)
+        ]
     except (FileNotFoundError, NotADirectoryError):
         if url:
             refuse_missing_bucket(fs, path, url)
         return []
     # Some stores also list the folder itself, an empty object.
-    return [(name.rpartition("/")[2], entry) for name, entry in entries if name != path.strip("/")]
+    return [
+        (name.rpartition("/")[2], entry)
+        for name, entry in entries
+        if name != path.strip("/")
+    ]
 
 
 def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
-    """Returns True for a file or a link to one, False for folders; raises OSError for others."""
+    """Returns True for a file or a link to one, False for folders; raises OSError for
+    others.
+    """
     kind = info["type"]
     if kind not in ("file", "directory"):
         try:
@@ -141,13 +163,17 @@ def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
 
 
 def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
-    """Raises :class:`StorageError` if `path` was not found because its bucket is missing."""
+    """Raises :class:`StorageError` if `path` was not found because its bucket is
+    missing.
+    """
     if url.partition("://")[0] not in BUCKETS:
         return
     try:
         fs.info(path.partition("/")[0])
     except FileNotFoundError:
-        message = sentence(display(url), "cannot list", NO_BUCKET.reason, NO_BUCKET.remedy)
+        message = sentence(
+            display(url), "cannot list", NO_BUCKET.reason, NO_BUCKET.remedy
+        )
         raise StorageError(message) from None
     except Exception as error:
         if is_passing(error):

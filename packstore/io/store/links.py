@@ -12,10 +12,14 @@ from fsspec.implementations.local import LocalFileSystem
 
 
 class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """fsspec's, whose listings call a link "other", and whose patterns enter no linked folder."""
+    """fsspec's, whose listings call a link "other", and whose patterns enter no linked
+    folder.
+    """
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
-        """Lists a folder; the type of a link is that of its target, "other" without one."""
+        """Lists a folder; the type of a link is that of its target, "other" without
+        one.
+        """
         entries: list[Any] = super().ls(path, detail=detail, **kwargs)
         for entry in entries if detail else ():
             if entry["islink"]:
@@ -31,9 +35,11 @@ class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec 
         on_error: Any = "raise",
         **kwargs: Any,
     ) -> Iterator[Any]:
-        """Yields folder by folder; raises OSError for one that cannot be listed, or holds itself.
+        """Yields folder by folder; raises OSError for one that cannot be listed, or
+        holds itself.
 
-        fsspec would leave out the former, and read the files of the latter again and again.
+        fsspec would leave out the former, and read the files of the latter again and
+        again.
         """
         real, above = os.path.realpath(path), kwargs.pop("above", ())
         if real in above:

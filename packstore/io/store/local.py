@@ -1,4 +1,6 @@
-"""Writes local files in one step, never over another file, and durable across a power cut."""
+"""Writes local files in one step, never over another file, and durable across a power
+cut.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def advise_will_read(path: str, start: int, end: int) -> None:
-    """Makes the system prefetch bytes `start` to `end` of a file from disk; does not wait."""
+    """Makes the system prefetch bytes `start` to `end` of a file from disk; does not
+    wait.
+    """
     if hasattr(os, "posix_fadvise"):
         with _opened(require_regular_file(path)) as handle:
             os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
@@ -53,7 +57,9 @@ def map_part(path: str, start: int, end: int) -> memoryview:
     with _opened(require_regular_file(path)) as handle:
         size = os.fstat(handle).st_size
         if size < end:  # access to missing pages would crash
-            raise IntegrityError(f"must have at least {end} bytes; found only {size} bytes")
+            raise IntegrityError(
+                f"must have at least {end} bytes; found only {size} bytes"
+            )
         # All pages at once: faults one by one would cost more than a copy.
         flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
         view = mmap.mmap(handle, end - aligned, flags, mmap.PROT_READ, offset=aligned)
@@ -61,7 +67,9 @@ def map_part(path: str, start: int, end: int) -> memoryview:
 
 
 def make_folder(path: str) -> list[str]:
-    """Creates a folder and its parents, durably; returns the new ones, outermost first."""
+    """Creates a folder and its parents, durably; returns the new ones,
+    outermost first.
+    """
     if os.path.isdir(path):
         return []
     parent = os.path.dirname(os.path.abspath(path))
@@ -77,7 +85,9 @@ def make_folder(path: str) -> list[str]:
 
 
 def put_in_folder(full: str, put: Callable[[], None]) -> None:
-    """Creates the folder of a file and calls `put`; repeats if an ending job has removed it."""
+    """Creates the folder of a file and calls `put`; repeats if an ending job has
+    removed it.
+    """
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             make_folder(os.path.dirname(full))
@@ -91,7 +101,9 @@ class UnsyncedError(OSError):
 
 
 def create(full: str, data: bytes) -> None:
-    """Writes a temporary file and links it: link never replaces, and readers see it complete."""
+    """Writes a temporary file and links it: link never replaces, and readers see it
+    complete.
+    """
     temporary = _temporary_name(full)
     try:
         _write_new(temporary, data)
@@ -115,7 +127,9 @@ def replace(full: str, data: bytes) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """Links or copies a file to `target`, in one step and durably; replaces a file there."""
+    """Links or copies a file to `target`, in one step and durably; replaces a file
+    there.
+    """
     make_folder(os.path.dirname(target))
     temporary = _temporary_name(target)
     try:
@@ -125,7 +139,9 @@ def link(source: str, target: str) -> None:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
     os.replace(temporary, target)
-    with contextlib.suppress(FileNotFoundError):  # rename does nothing for links to the same file
+    with contextlib.suppress(
+        FileNotFoundError
+    ):  # rename does nothing for links to the same file
         os.unlink(temporary)
     sync_folder(os.path.dirname(target))
 
@@ -147,7 +163,9 @@ def _write_new(path: str, data: bytes) -> None:
 
 
 def _link_new(source: str, target: str) -> bool:
-    """Links a file under a new name; returns False if the filesystem has no hard links."""
+    """Links a file under a new name; returns False if the filesystem has no
+    hard links.
+    """
     try:
         os.link(source, target)
     except FileExistsError:
@@ -158,7 +176,9 @@ def _link_new(source: str, target: str) -> bool:
 
 
 def _rename_new(source: str, target: str) -> bool:
-    """Renames a file unless the new name is taken; returns False if the system cannot."""
+    """Renames a file unless the new name is taken; returns False if the system
+    cannot.
+    """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     here, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
     paths = here, os.fsencode(source), here, os.fsencode(target)
@@ -169,7 +189,9 @@ def _rename_new(source: str, target: str) -> bool:
 
 
 def finish_file(file: IO[bytes], durable: bool) -> None:
-    """Closes a complete file; with `durable`, syncs it so that it survives a power cut."""
+    """Closes a complete file; with `durable`, syncs it so that it survives a
+    power cut.
+    """
     file.flush()
     if durable:
         os.fsync(file.fileno())

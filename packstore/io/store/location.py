@@ -1,8 +1,8 @@
 """Reads and writes files in a local folder or at any fsspec URL.
 
-A :class:`Location` is a URL with its options, and pickles as these. Each process opens its own
-filesystem. All errors are a :class:`StorageError` of one line that names the location, without the
-secrets in its URL or options.
+A :class:`Location` is a URL with its options, and pickles as these. Each process opens
+its own filesystem. All errors are a :class:`StorageError` of one line that names the
+location, without the secrets in its URL or options.
 """
 
 from __future__ import annotations
@@ -19,7 +19,14 @@ from functools import cached_property, partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from packstore.config import RetryConfig
-from packstore.errors import DatasetExistsError, FormatError, StorageError, display, quote, sentence
+from packstore.errors import (
+    DatasetExistsError,
+    FormatError,
+    StorageError,
+    display,
+    quote,
+    sentence,
+)
 from packstore.io.store import clients, local
 from packstore.io.store.retry import retrying
 from packstore.io.store.storage_errors import (
@@ -38,7 +45,9 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
 class PerProcess(Generic[T]):
-    """A value that each process makes for itself: after a fork, clients of stores hang."""
+    """A value that each process makes for itself: after a fork, clients of
+    stores hang.
+    """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._pid = make, 0
@@ -61,15 +70,19 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """A file or folder on any store. Paths given to its methods are relative to it, with ``/``.
+    """A file or folder on any store. Paths given to its methods are relative to it,
+    with ``/``.
 
-    Every method raises :class:`StorageError` when the store refuses, and :class:`MissingExtraError`
-    when the package of its filesystem is missing. `url` is a local path or an fsspec URL;
-    `storage_options` are of its filesystem, and of retries (:class:`RetryConfig`).
+    Every method raises :class:`StorageError` when the store refuses, and
+    :class:`MissingExtraError` when the package of its filesystem is missing. `url` is a
+    local path or an fsspec URL; `storage_options` are of its filesystem, and of retries
+    (:class:`RetryConfig`).
     """
 
     url: str
-    storage_options: Mapping[str, Any] = field(default_factory=dict, repr=False, hash=False)
+    storage_options: Mapping[str, Any] = field(
+        default_factory=dict, repr=False, hash=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "url", check_url(os.fspath(self.url)))
@@ -83,16 +96,21 @@ class Location:
 
     @property
     def display(self) -> str:
-        """The URL without user, password and query string: for messages and manifests."""
+        """The URL without user, password and query string: for messages and
+        manifests.
+        """
         return display(self.url)
 
     @property
     def digest(self) -> str:
-        """A hash by which places differ: of the URL, and of options such as the endpoint's.
+        """A hash by which places differ: of the URL, and of options such as the
+        endpoint's.
 
         Credentials, which may change with time, do not count.
         """
-        options = json.dumps(without_secrets(self.storage_options), sort_keys=True, default=repr)
+        options = json.dumps(
+            without_secrets(self.storage_options), sort_keys=True, default=repr
+        )
         query = self.url.partition("?")[2] if "://" in self.url else ""
         text = f"{self.local_path or self.display}?{query}\n{options}"
         return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:16]
@@ -105,7 +123,9 @@ class Location:
 
     @property
     def creates_exclusively(self) -> bool:
-        """True if exactly one of many concurrent :meth:`create_bytes` is known to succeed."""
+        """True if exactly one of many concurrent :meth:`create_bytes` is known to
+        succeed.
+        """
         fs, _ = self.filesystem()
         return local.is_local(fs) or clients.creates_exclusively(fs)
 
@@ -120,7 +140,9 @@ class Location:
         return Location(f"{base.rstrip('/')}/{path}{query}", self.storage_options)
 
     def exists(self, path: str = "") -> bool:
-        """Returns True if a file or folder exists; raises if the store refuses to answer."""
+        """Returns True if a file or folder exists; raises if the store refuses to
+        answer.
+        """
         return self._info(path) is not None
 
     def is_dir(self, path: str = "") -> bool:
@@ -134,7 +156,9 @@ class Location:
         return int(self.request("read", path, lambda: fs.info(full))["size"] or 0)
 
     def files(self, path: str = "") -> list[Entry]:
-        """Lists the files directly in a folder, by name; empty if the folder is missing."""
+        """Lists the files directly in a folder, by name; empty if the folder is
+        missing.
+        """
         return [entry for entry in self.entries(path) if not entry.is_folder]
 
     def entries(self, path: str = "") -> list[Entry]:
@@ -144,10 +168,14 @@ class Location:
         """
         fs, full = self.filesystem(path)
         listed = []
-        for name, info in self.request("list", path, partial(clients.ls, fs, full, self.url)):
+        for name, info in self.request(
+            "list", path, partial(clients.ls, fs, full, self.url)
+        ):
             if info["type"] in ("file", "directory") or not name.startswith("."):
                 relative = f"{path}/{name}".lstrip("/")
-                is_file = self._is_file(fs, f"{full.rstrip('/')}/{name}", info, relative)
+                is_file = self._is_file(
+                    fs, f"{full.rstrip('/')}/{name}", info, relative
+                )
                 listed.append(Entry(name, int(info["size"] or 0), not is_file))
         return sorted(listed)
 
@@ -155,18 +183,24 @@ class Location:
         return self.request("read", path, lambda: clients.is_file(fs, full, info))
 
     def glob(self) -> list[Location]:
-        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``).
+        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``,
+        ``[...]``).
 
-        Links are followed; raises :class:`StorageError` for what is neither file nor folder.
+        Links are followed; raises :class:`StorageError` for what is neither file nor
+        folder.
         """
         fs, full = self.filesystem()
         matches = self.request("list", "", lambda: clients.glob(fs, full, self.url))
         spell = str if local.is_local(fs) else fs.unstrip_protocol
-        places = ((p, Location(spell(p), self.storage_options)) for p in sorted(matches))
+        places = (
+            (p, Location(spell(p), self.storage_options)) for p in sorted(matches)
+        )
         return [place for p, place in places if place._is_file(fs, p, matches[p], "")]
 
     def open_read(self, path: str = "") -> io.BufferedReader:
-        """Opens the file as a binary stream whose errors are all :class:`StorageError`."""
+        """Opens the file as a binary stream whose errors are all
+        :class:`StorageError`.
+        """
         fs, full = self.filesystem(path)
 
         def opened() -> Any:
@@ -177,8 +211,12 @@ class Location:
         raw = self.request("read", path, opened)
         return io.BufferedReader(_RetriedFile(raw, self, path), 1 << 20)
 
-    def read_bytes(self, path: str = "", start: int | None = None, end: int | None = None) -> bytes:
-        """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is shorter."""
+    def read_bytes(
+        self, path: str = "", start: int | None = None, end: int | None = None
+    ) -> bytes:
+        """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is
+        shorter.
+        """
         fs, full = self.filesystem(path)
 
         def read() -> bytes:
@@ -191,7 +229,9 @@ class Location:
         return self.request("read", path, read)
 
     def put_file(self, local_path: str, path: str) -> None:
-        """Moves (on one disk) or uploads a finished local file to `path`; replaces a file there."""
+        """Moves (on one disk) or uploads a finished local file to `path`; replaces a
+        file there.
+        """
         fs, full = self.filesystem(path)
         if local.is_local(fs):
             with self.guard("write", path):
@@ -201,10 +241,11 @@ class Location:
             self.request("write", path, lambda: clients.put_file(fs, local_path, full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
-        """Writes a small file only if it does not exist; of many writers exactly one succeeds.
+        """Writes a small file only if it does not exist; of many writers exactly one
+        succeeds.
 
-        A file with just these bytes counts as this put's, which is sent again if an answer is lost;
-        with others it raises :class:`DatasetExistsError`.
+        A file with just these bytes counts as this put's, which is sent again if an
+        answer is lost; with others it raises :class:`DatasetExistsError`.
         """
         fs, full = self.filesystem(path)
 
@@ -226,7 +267,9 @@ class Location:
         self.request("write", path, create)
 
     def remove(self, path: str, condition: Callable[[], bool] = lambda: True) -> bool:
-        """Removes the file, if any; returns False if `condition`, asked at each try, is false."""
+        """Removes the file, if any; returns False if `condition`, asked at each try, is
+        false.
+        """
         fs, full = self.filesystem(path)
 
         def remove() -> bool:
@@ -239,7 +282,9 @@ class Location:
         return self.request("remove", path, remove)
 
     def object_version(self, path: str = "") -> str:
-        """Returns the version id or ETag of the file, with its label; empty if there is none."""
+        """Returns the version id or ETag of the file, with its label; empty if there is
+        none.
+        """
         try:
             info = self._info(path) or {}
         except StorageError:
@@ -250,7 +295,9 @@ class Location:
         return ""
 
     def request(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, a request about `path`; retries, raises storage errors."""
+        """Returns the result of `call`, a request about `path`; retries, raises storage
+        errors.
+        """
 
         def named() -> T:
             with self.guard(verb, path):
@@ -258,9 +305,15 @@ class Location:
 
         return retrying(named, self.retries)
 
-    def guard(self, verb: str, path: str = "") -> contextlib.AbstractContextManager[None]:
-        """Turns all errors of a filesystem in this context into a :class:`StorageError`."""
-        return as_storage_errors(verb, lambda: self.join(path).url, self.storage_options)
+    def guard(
+        self, verb: str, path: str = ""
+    ) -> contextlib.AbstractContextManager[None]:
+        """Turns all errors of a filesystem in this context into a
+        :class:`StorageError`.
+        """
+        return as_storage_errors(
+            verb, lambda: self.join(path).url, self.storage_options
+        )
 
     def filesystem(self, path: str = "") -> tuple[Any, str]:
         """Returns the filesystem of this process, and the full path of `path` in it."""

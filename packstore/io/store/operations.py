@@ -20,13 +20,15 @@ AT_ONCE = 16
 """Concurrent small requests (removals)."""
 
 CLOCK_SECONDS = 1.0
-"""Most that two answers may differ in the time of one object: some tell whole seconds."""
+"""Most that two answers may differ in the time of one object: some tell whole seconds.
+"""
 
 
 class ListedFile(NamedTuple):
     """A file of a listing: path in the dataset, bytes, and age in seconds if known.
 
-    `marks` name its content, as far as the store does: an ETag or generation, an inode and `mtime`.
+    `marks` name its content, as far as the store does: an ETag or generation, an inode
+    and `mtime`.
     """
 
     path: str
@@ -36,7 +38,9 @@ class ListedFile(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """An unfinished multipart upload: its target path, age in seconds if known, and id."""
+    """An unfinished multipart upload: its target path, age in seconds if known,
+    and id.
+    """
 
     path: str
     age: float | None
@@ -44,13 +48,17 @@ class Upload(NamedTuple):
 
 
 def list_folder(location: Location, folder: str) -> list[ListedFile]:
-    """Lists the files directly in a folder that is no link, hidden ones included, by name."""
+    """Lists the files directly in a folder that is no link, hidden ones included, by
+    name.
+    """
     fs, full = location.filesystem(folder)
     if location.local_path and os.path.islink(full):
         return []
     entries = location.request("list", folder, partial(clients.ls, fs, full))
     files = [(name, e) for name, e in entries if e["type"] != "directory"]
-    return [_listed(f"{folder}/{name}", e) for name, e in sorted(files, key=itemgetter(0))]
+    return [
+        _listed(f"{folder}/{name}", e) for name, e in sorted(files, key=itemgetter(0))
+    ]
 
 
 def list_folders(location: Location) -> list[str]:
@@ -63,7 +71,8 @@ def list_folders(location: Location) -> list[str]:
 def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
     """Returns True if files are still those that were listed, by a look at each.
 
-    Raises FileNotFoundError if the first one is gone; a request of the caller's retries.
+    Raises FileNotFoundError if the first one is gone; a request of the caller's
+    retries.
     """
     fs, _ = location.filesystem()
     fs.invalidate_cache()
@@ -74,8 +83,12 @@ def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
             if not number:
                 raise
             return False
-        same = all(old.marks.get(name, mark) == mark for name, mark in now.marks.items())
-        if not now.marks:  # the age of a file changes also when a second link to it is removed
+        same = all(
+            old.marks.get(name, mark) == mark for name, mark in now.marks.items()
+        )
+        if (
+            not now.marks
+        ):  # the age of a file changes also when a second link to it is removed
             oldest = -1.0 if now.age is None else now.age + CLOCK_SECONDS
             same = old.age is None or old.age <= oldest
         if not same or now.bytes != old.bytes:
@@ -90,7 +103,9 @@ def _listed(path: str, entry: Mapping[str, Any]) -> ListedFile:
 
 
 def uploads(location: Location) -> list[Upload] | None:
-    """Lists unfinished uploads below a location, which only S3 keeps and bills; None elsewhere."""
+    """Lists unfinished uploads below a location, which only S3 keeps and bills; None
+    elsewhere.
+    """
     fs, full = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
@@ -101,10 +116,14 @@ def uploads(location: Location) -> list[Upload] | None:
         page = location.request("list", "", call)
         for upload in page.get("Uploads", ()):
             path = upload["Key"].removeprefix(prefix)
-            listed.append(Upload(path, _seconds_since(upload["Initiated"]), upload["UploadId"]))
+            listed.append(
+                Upload(path, _seconds_since(upload["Initiated"]), upload["UploadId"])
+            )
         if not page.get("IsTruncated"):
             return listed
-        query |= {f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")}
+        query |= {
+            f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")
+        }
 
 
 def abort_upload(location: Location, upload: Upload) -> None:
@@ -117,13 +136,17 @@ def abort_upload(location: Location, upload: Upload) -> None:
 
 
 def run_parallel(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
-    """Runs all calls, `at_once` at a time; raises the first error once none is running."""
+    """Runs all calls, `at_once` at a time; raises the first error once none is
+    running.
+    """
     with ThreadPoolExecutor(at_once, "packstore-store") as pool:
         list(pool.map(lambda call: call(), calls))
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
-    """Removes files, if they exist, in any order; raises like :meth:`Location.remove`."""
+    """Removes files, if they exist, in any order; raises like
+    :meth:`Location.remove`.
+    """
     run_parallel(partial(location.remove, path) for path in sorted(paths))
 
 
@@ -146,15 +169,21 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
-    """Copies a file inside a store, replacing one at `to`; False for two different stores."""
+    """Copies a file inside a store, replacing one at `to`; False for two different
+    stores.
+    """
     fs, full = source.filesystem(path)
     target_fs, target_path = target.filesystem(to)
     if local.is_local(fs) and local.is_local(target_fs):
         with target.guard("write", to):
             local.link(full, target_path)
         return True
-    alike = type(fs) is type(target_fs) and source.storage_options == target.storage_options
-    if not alike or not clients.creates_exclusively(fs):  # other clients may differ in their root
+    alike = (
+        type(fs) is type(target_fs) and source.storage_options == target.storage_options
+    )
+    if not alike or not clients.creates_exclusively(
+        fs
+    ):  # other clients may differ in their root
         return False
     target.request("write", to, lambda: fs.cp_file(full, target_path))
     return True
@@ -162,7 +191,9 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
 
 @contextlib.contextmanager
 def removing_empty_folders(location: Location) -> Iterator[None]:
-    """Removes, after this context, empty local folders of the dataset that it created."""
+    """Removes, after this context, empty local folders of the dataset that it
+    created.
+    """
     root = location.local_path or ""
     created: list[str] = []
     with location.guard("write"):
@@ -175,17 +206,23 @@ def removing_empty_folders(location: Location) -> Iterator[None]:
 
 
 def _age(entry: Mapping[str, Any]) -> float | None:
-    """Returns the age by the latest timestamp: a linked or moved file keeps its `mtime`."""
+    """Returns the age by the latest timestamp: a linked or moved file keeps its
+    `mtime`.
+    """
     names = ("LastModified", "mtime", "last_modified", "updated", "created")
     ages = [_seconds_since(entry.get(name)) for name in names]
     return min((age for age in ages if age is not None), default=None)
 
 
 def _seconds_since(when: Any) -> float | None:
-    """Returns the seconds since a timestamp of any filesystem's type; None if it has none."""
+    """Returns the seconds since a timestamp of any filesystem's type; None if it has
+    none.
+    """
     if isinstance(when, str):
         with contextlib.suppress(ValueError):
             when = datetime.fromisoformat(when)
     if isinstance(when, datetime):
         when = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-    return max(0.0, time.time() - float(when)) if isinstance(when, int | float) else None
+    return (
+        max(0.0, time.time() - float(when)) if isinstance(when, int | float) else None
+    )

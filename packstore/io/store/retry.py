@@ -17,8 +17,12 @@ T = TypeVar("T")
 log = logging.getLogger("packstore")
 
 _WARN_AFTER = (4, 8)  # attempts: no warning for short failures
-_jitter = random.Random()  # for waits only; the global generator belongs to the training
-_retries: contextvars.ContextVar[bool] = contextvars.ContextVar("retries", default=False)
+_jitter = (
+    random.Random()
+)  # for waits only; the global generator belongs to the training
+_retries: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "retries", default=False
+)
 
 
 def retrying(
@@ -29,9 +33,10 @@ def retrying(
 ) -> T:
     """Returns the result of `call`; retries while its :class:`StorageError` may pass.
 
-    The waits double, times 0.5 to 1.5 so that many workers do not retry at once; the last attempt
-    starts `policy.seconds` after the first. Nested calls do not retry. `refusals`: most attempts at
-    errors that rarely pass; `pause` sleeps for so many seconds, and returns True to stop.
+    The waits double, times 0.5 to 1.5 so that many workers do not retry at once; the
+    last attempt starts `policy.seconds` after the first. Nested calls do not retry.
+    `refusals`: most attempts at errors that rarely pass; `pause` sleeps for so many
+    seconds, and returns True to stop.
     """
     if _retries.get():
         return call()
@@ -41,11 +46,16 @@ def retrying(
             try:
                 return call()
             except StorageError as error:
-                most = {True: policy.attempts, None: refusals, False: 1}[error.transient]
+                most = {True: policy.attempts, None: refusals, False: 1}[
+                    error.transient
+                ]
                 left = end - time.monotonic()
                 over = left <= 0 or (most is not None and attempt >= most)
                 if not over:
-                    wait = min(policy.backoff * 2.0 ** min(attempt - 1, 64), policy.longest_wait)
+                    wait = min(
+                        policy.backoff * 2.0 ** min(attempt - 1, 64),
+                        policy.longest_wait,
+                    )
                     wait = min(wait * _jitter.uniform(0.5, 1.5), left)
                     level = logging.WARNING if attempt in _WARN_AFTER else logging.INFO
                     log.log(level, "%s Retrying in %.1f s.", error, wait)

@@ -22,17 +22,21 @@ BESIDE = ("..",)
 
 
 class Staging:
-    """Local files that are moved or uploaded to a place once they are complete; a context manager.
+    """Local files that are moved or uploaded to a place once they are complete; a
+    context manager.
 
-    In a local place they lie in a hidden folder in the first of its `folders`, which are made, so
-    that one rename moves each, and are synced before (`durable`); else in a temporary folder.
+    In a local place they lie in a hidden folder in the first of its `folders`, which
+    are made, so that one rename moves each, and are synced before (`durable`); else in
+    a temporary folder.
     """
 
     def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:
         root = location.local_path
         self._location, self._folder, self._count = location, "", 0
         self.durable = root is not None
-        paths = [os.path.normpath(os.path.join(root or "", folder)) for folder in folders]
+        paths = [
+            os.path.normpath(os.path.join(root or "", folder)) for folder in folders
+        ]
         self._folders = paths if self.durable else []
         self._lock = threading.Lock()
 
@@ -50,7 +54,9 @@ class Staging:
 
     @contextlib.contextmanager
     def file(self) -> Iterator[IO[bytes]]:
-        """Opens a new file, complete once the context ends without an error; it has a `name`."""
+        """Opens a new file, complete once the context ends without an error; it has a
+        `name`.
+        """
         path = self.path()
         try:
             with open(path, "xb") as file:

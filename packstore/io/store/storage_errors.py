@@ -1,9 +1,11 @@
-"""Turns errors of filesystems into one-line storage errors with cause and remedy, without secrets.
+"""Turns errors of filesystems into one-line storage errors with cause and remedy,
+without secrets.
 
-Each client has its own exceptions, some wrapped twice. What they share is an error code of the
-store, an HTTP status, an errno or the name of a class; these are looked up along the chain of
-causes, without importing any client. Sources of the codes: the S3 API's list of error responses,
-Azure's Blob service error codes, and the statuses in the documentation of Google's JSON API.
+Each client has its own exceptions, some wrapped twice. What they share is an error code
+of the store, an HTTP status, an errno or the name of a class; these are looked up along
+the chain of causes, without importing any client. Sources of the codes: the S3 API's
+list of error responses, Azure's Blob service error codes, and the statuses in the
+documentation of Google's JSON API.
 """
 
 from __future__ import annotations
@@ -28,8 +30,15 @@ from packstore.io.store.local import UnsyncedError
 from packstore.registry import missing_extra
 from packstore.secrets import Secrets, chain_of
 
-_SCHEMES = {"s3": "s3 s3a", "gcs": "gs gcs", "azure": "az abfs abfss", "http": "http https"}
-EXTRAS = {scheme: extra for extra, schemes in _SCHEMES.items() for scheme in schemes.split()}
+_SCHEMES = {
+    "s3": "s3 s3a",
+    "gcs": "gs gcs",
+    "azure": "az abfs abfss",
+    "http": "http https",
+}
+EXTRAS = {
+    scheme: extra for extra, schemes in _SCHEMES.items() for scheme in schemes.split()
+}
 """URL scheme -> the extra of packstore that installs its client."""
 
 BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
@@ -37,17 +46,27 @@ BUCKETS = tuple(scheme for scheme, extra in EXTRAS.items() if extra != "http")
 
 
 def check_url(url: str) -> str:
-    """Returns `url`; refuses one where a filesystem would open another place than intended."""
+    """Returns `url`; refuses one where a filesystem would open another place than
+    intended.
+    """
     if not url:
         remedy = "Write . for the current folder"
-        raise StorageError(sentence("storage", "a place must have a name", "none", remedy))
+        raise StorageError(
+            sentence("storage", "a place must have a name", "none", remedy)
+        )
     if is_mistyped(url):
-        rule, found = "a URL must begin with a scheme and two slashes", "something like it"
+        rule, found = (
+            "a URL must begin with a scheme and two slashes",
+            "something like it",
+        )
         remedy = "Write scheme://…; for a local path, ./ or one / at its beginning"
         raise StorageError(sentence(display(url), rule, found, remedy))
     if any(login.cut for login in logins(url)):
         rule = "a login in a URL must not hold a slash, question mark or hash"
-        remedy = "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and its port"
+        remedy = (
+            "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and "
+            "its port"
+        )
         raise StorageError(sentence(display(url), rule, "one", remedy))
     return url
 
@@ -69,18 +88,32 @@ def as_storage_errors(
         secrets, cause, code = Secrets(url, options), _cause_of(error), _code_of(error)
         scheme = url.partition("://")[0]
         if cause is None:
-            text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            text = (error.strerror if isinstance(error, OSError) else None) or str(
+                error
+            )
             text = secrets.hide(text) or "no further text"
-            remedy = "Check the storage options" if isinstance(error, TypeError) and options else ""
+            remedy = (
+                "Check the storage options"
+                if isinstance(error, TypeError) and options
+                else ""
+            )
             cause = Cause(f"{type(error).__name__}: {text}", remedy)
-        elif cause.reason == "no such file or folder" and verb == "write" and scheme in BUCKETS:
+        elif (
+            cause.reason == "no such file or folder"
+            and verb == "write"
+            and scheme in BUCKETS
+        ):
             cause = NO_BUCKET  # a put needs nothing else to exist
         elif cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
             payer = "if its bucket lets the requester pay, add requester_pays=true"
             cause = cause._replace(remedy=f"{cause.remedy}; {payer}")
         found = f"{cause.reason} ({code})" if code and cause.remedy else cause.reason
         written = isinstance(error, UnsyncedError)
-        rule = "it is written, but its folder cannot be synced" if written else f"cannot {verb}"
+        rule = (
+            "it is written, but its folder cannot be synced"
+            if written
+            else f"cannot {verb}"
+        )
         named = StorageError(sentence(display(url), rule, found, cause.remedy))
         named.written, named.transient = written, False if written else cause.transient
         raise named from secrets.hide_in(error)
@@ -94,12 +127,19 @@ CLIENTS = {
 
 
 def is_of_client(error: BaseException) -> bool:
-    """Returns True for an error of a disk, a hub or a tracker, which is no defect of packstore."""
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in CLIENTS
+    """Returns True for an error of a disk, a hub or a tracker, which is no defect of
+    packstore.
+    """
+    return (
+        isinstance(error, OSError)
+        or type(error).__module__.partition(".")[0] in CLIENTS
+    )
 
 
 def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
-    """Returns the error for a missing filesystem package, with the command that installs it."""
+    """Returns the error for a missing filesystem package, with the command that
+    installs it.
+    """
     scheme = url.partition("://")[0].rsplit("::", 1)[-1]
     if scheme in EXTRAS:
         cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
@@ -110,7 +150,9 @@ def missing_filesystem(url: str, error: ImportError) -> MissingExtraError:
 
 
 def means_exists(error: BaseException) -> bool:
-    """Returns True if a create-only put failed as the file exists; s3fs raises a bare OSError."""
+    """Returns True if a create-only put failed as the file exists; s3fs raises a bare
+    OSError.
+    """
     exists = isinstance(error, FileExistsError)
     return exists or _code_of(error) in ("PreconditionFailed", "412")
 
@@ -118,7 +160,8 @@ def means_exists(error: BaseException) -> bool:
 class Cause(NamedTuple):
     """The cause of an error, which completes "found …", and its remedy.
 
-    `transient`: True: a retry within a minute or two helps; False: never; None: perhaps.
+    `transient`: True: a retry within a minute or two helps; False: never; None:
+        perhaps.
     """
 
     reason: str
@@ -128,58 +171,83 @@ class Cause(NamedTuple):
 
 _LATER = "Check the network, or run again later"
 _OTHER_PLACE = "Free some space or name another place"
-_UNREACHABLE = Cause("no connection", "Check network, endpoint and proxy settings", True)
+_UNREACHABLE = Cause(
+    "no connection", "Check network, endpoint and proxy settings", True
+)
 DENIED = Cause("permission denied", "Check that these credentials may do this here")
 NO_BUCKET = Cause("no such bucket", "Check its name, or make it first", False)
 
-# Cause -> its names in errors: codes of stores, statuses, classes of clients, errnos, builtin
-# classes.
+# Cause -> its names in errors: codes of stores, statuses, classes of clients, errnos,
+# builtin classes.
 _NAMED: dict[Cause, str] = {
-    Cause("that it throttles", "Run again later, or raise retry_seconds", True): "SlowDown "
+    Cause(
+        "that it throttles", "Run again later, or raise retry_seconds", True
+    ): "SlowDown "
     "Throttling ThrottlingException RequestLimitExceeded TooManyRequests ServerBusy "
     "TooManyRequestsException BandwidthLimitExceeded 429 503",
-    Cause("an error inside the store", "Run again later", True): "InternalError ServiceUnavailable "
+    Cause(
+        "an error inside the store", "Run again later", True
+    ): "InternalError ServiceUnavailable "
     "OperationAborted ConditionalRequestConflict 500 502",
-    Cause("no answer in time", _LATER, True): "RequestTimeout OperationTimedOut ReadTimeoutError "
+    Cause(
+        "no answer in time", _LATER, True
+    ): "RequestTimeout OperationTimedOut ReadTimeoutError "
     "ConnectTimeoutError ServerTimeoutError FSTimeoutError ReadTimeout Timeout "
     "ServiceResponseTimeoutError 408 504 ETIMEDOUT TimeoutError",
-    Cause("an answer that ended too early", _LATER, True): "IncompleteBody ClientPayloadError "
+    Cause(
+        "an answer that ended too early", _LATER, True
+    ): "IncompleteBody ClientPayloadError "
     "IncompleteRead IncompleteReadError ResponseStreamingError ChunkedEncodingError "
     "ContentLengthError ResponseParserError ContentDecodingError ChecksumError",
-    Cause("bytes that were damaged on the way", _LATER, True): "BadDigest FlexibleChecksumError "
+    Cause(
+        "bytes that were damaged on the way", _LATER, True
+    ): "BadDigest FlexibleChecksumError "
     "XAmzContentChecksumMismatch XAmzContentSHA256Mismatch",
     Cause(
         "that the Hugging Face hub is switched off (HF_HUB_OFFLINE)",
-        "Unset it; or `hf download` the files where there is a network, and name the local ones",
+        "Unset it; or `hf download` the files where there is a network, and name the "
+        "local ones",
         False,
     ): "OfflineModeIsEnabled",
     _UNREACHABLE: "EndpointConnectionError ConnectionClosedError ClientConnectionError "
     "ServerDisconnectedError ClientConnectorError HTTPClientError ServiceRequestError "
-    "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET ECONNABORTED "
+    "ServiceResponseError ProxyError RemoteDisconnected ECONNREFUSED ECONNRESET "
+    "ECONNABORTED "
     "EPIPE EHOSTUNREACH ENETUNREACH ENETDOWN ConnectionError",
     DENIED: "AccessDenied AllAccessDisabled AuthorizationFailure InvalidPayer 403 "
     "AuthorizationPermissionMismatch InsufficientAccountPermissions",
     Cause(
-        "credentials that the store does not accept", "Check the key, the secret and the endpoint"
+        "credentials that the store does not accept",
+        "Check the key, the secret and the endpoint",
     ): "InvalidAccessKeyId SignatureDoesNotMatch InvalidToken InvalidSecurity "
     "AuthenticationFailed InvalidAuthenticationInfo ClientAuthenticationError 401",
-    Cause("credentials that have expired", "Log in again, or renew the token"): "ExpiredToken "
+    Cause(
+        "credentials that have expired", "Log in again, or renew the token"
+    ): "ExpiredToken "
     "ExpiredTokenException TokenRefreshRequired RequestExpired RefreshError",
     Cause(
-        "no credentials", "Set them in the environment or a profile; for public data, anon=true"
+        "no credentials",
+        "Set them in the environment or a profile; for public data, anon=true",
     ): "NoCredentialsError PartialCredentialsError CredentialUnavailableError "
     "DefaultCredentialsError",
     NO_BUCKET: "NoSuchBucket ContainerNotFound ContainerBeingDeleted",
-    Cause("that this machine's clock is wrong", "Set the clock (NTP)"): "RequestTimeTooSkewed",
-    Cause("that the bucket is in another region", "Set AWS_DEFAULT_REGION"): "PermanentRedirect "
-    "TemporaryRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException 301",
+    Cause(
+        "that this machine's clock is wrong", "Set the clock (NTP)"
+    ): "RequestTimeTooSkewed",
+    Cause(
+        "that the bucket is in another region", "Set AWS_DEFAULT_REGION"
+    ): "PermanentRedirect "
+    "TemporaryRedirect AuthorizationHeaderMalformed IllegalLocationConstraintException "
+    "301",
     Cause("a store without conditional puts", "Name another one"): "NotImplemented 501",
-    Cause("an object in an archive", "Restore it to a class that can be read"): "BlobArchived "
-    "InvalidObjectState",
+    Cause(
+        "an object in an archive", "Restore it to a class that can be read"
+    ): "BlobArchived InvalidObjectState",
     Cause("no space left in the store", _OTHER_PLACE): "QuotaExceeded StorageFull 507 "
     "XMinioStorageFull",
     Cause(
-        "a certificate that is not trusted", "Check the endpoint, or name the certificates to trust"
+        "a certificate that is not trusted",
+        "Check the endpoint, or name the certificates to trust",
     ): "ClientConnectorCertificateError",
     Cause("a failure of TLS", "Check the endpoint: http or https?"): "SSLError "
     "ClientConnectorSSLError",
@@ -189,13 +257,19 @@ _NAMED: dict[Cause, str] = {
     Cause("an error of the device", "Check it, e.g. with dmesg"): "EIO",
     Cause("a read-only filesystem", "Name another place"): "EROFS",
     Cause("no such file or folder", "Check the path", False): "FileNotFoundError",
-    Cause("permission denied", "Check the rights, or the credentials"): "PermissionError",
-    Cause("a file where a folder must be", "Name another folder", False): "NotADirectoryError",
+    Cause(
+        "permission denied", "Check the rights, or the credentials"
+    ): "PermissionError",
+    Cause(
+        "a file where a folder must be", "Name another folder", False
+    ): "NotADirectoryError",
     Cause("a folder where a file must be", "Name a file", False): "IsADirectoryError",
 }
 _CAUSES = {name: cause for cause, names in _NAMED.items() for name in names.split()}
 
-_PAYS = Cause("a bucket that lets the requester pay", "Add the storage option requester_pays=true")
+_PAYS = Cause(
+    "a bucket that lets the requester pay", "Add the storage option requester_pays=true"
+)
 _TEXTS = {
     "requester pays": _PAYS,
     "Forbidden: ": DENIED,  # gcsfs gives nothing else
@@ -206,7 +280,8 @@ _TEXTS = {
 def _cause_of(error: BaseException) -> Cause | None:
     """Returns the cause of a client's error; None if it is not in the table.
 
-    Of the whole chain of causes the most specific name counts: a text, a code, a class, …
+    Of the whole chain of causes the most specific name counts: a text, a code, a class,
+    …
     """
     chain = list(chain_of(error))
     for link in chain:
@@ -257,5 +332,7 @@ def _status(error: BaseException) -> str:
     if isinstance(answer, dict):  # botocore
         return str(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
     names = ("status_code", "status", "code")  # azure and requests, aiohttp, gcsfs
-    values = (str(getattr(holder, name, "")) for holder in (error, answer) for name in names)
+    values = (
+        str(getattr(holder, name, "")) for holder in (error, answer) for name in names
+    )
     return next(filter(str.isdecimal, values), "")

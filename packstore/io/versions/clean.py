@@ -1,8 +1,10 @@
-"""Finds and removes files that no version of a dataset names: of killed jobs, and of old versions.
+"""Finds and removes files that no version of a dataset names: of killed jobs, and of
+old versions.
 
-Only the age by the store's timestamps protects what a running job has not committed yet, as a job
-whose marker looks dead may be suspended. Files that packstore does not name so are kept, and right
-before its removal each file is looked at again. R1 to R6 are rules of ``schemas/format.md``.
+Only the age by the store's timestamps protects what a running job has not committed
+yet, as a job whose marker looks dead may be suspended. Files that packstore does not
+name so are kept, and right before its removal each file is looked at again. R1 to R6
+are rules of ``schemas/format.md``.
 """
 
 from __future__ import annotations
@@ -53,7 +55,8 @@ from packstore.io.store.staging import PREFIX
 from packstore.io.versions.write_job import WRITERS, writers
 
 OLD_SECONDS = 7 * 86_400.0
-"""Seconds; longer than a job takes from its last write to its commit, retries included."""
+"""Seconds; longer than a job takes from its last write to its commit, retries included.
+"""
 
 YOUNGEST_SECONDS = 3600.0
 """Seconds; a smaller `older_than` is allowed only with `no_writers`."""
@@ -64,16 +67,23 @@ BATCH, LOOK_SECONDS = 1000, 60.0
 _UPLOAD, _FOREIGN = "unfinished upload", "not a name of packstore's"
 _MANIFEST = rf"(?:{DATASET}|{SIDE})-(?:[0-9]{{6}}|[1-9][0-9]{{6,}})\.json"
 _NAMES = {
-    FOLDER: rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index|\.packstore-[0-9a-f]{{32}}",
+    FOLDER: (
+        rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index"
+        r"|\.packstore-[0-9a-f]{32}"
+    ),
     WRITERS: r"[0-9a-f]{32}\.json",
     PARTITIONS: r"[0-9a-f]{12}-[0-9]{5,}\.json",
     rf"{PART_FOLDER}[0-9a-f]{{16}}": r"[0-9]{5}-[0-9a-f]{64}\.npz",
 }
-"""Folder -> names of the files that packstore makes there; hidden while they are written."""
+"""Folder -> names of the files that packstore makes there; hidden while they are
+written.
+"""
 
 _OWN = re.compile(
     rf"{SHARD.pattern}|{FOLDER}/{re.escape(PREFIX)}[a-z0-9_]{{8}}|"
-    + "|".join(rf"{at}/(?:{name}|\.(?:{name})\.[0-9a-f]{{32}})" for at, name in _NAMES.items())
+    + "|".join(
+        rf"{at}/(?:{name}|\.(?:{name})\.[0-9a-f]{{32}})" for at, name in _NAMES.items()
+    )
 )
 _VERSION = re.compile(rf"{FOLDER}/{_MANIFEST}")
 _RUN = re.compile(
@@ -104,8 +114,8 @@ class CleanReport:
 
     Attributes:
         url: of the dataset, without secrets.
-        leftovers: all files found, also those of others, which are spared; if `deleted`, those
-            not spared were removed.
+        leftovers: all files found, also those of others, which are spared; if
+            `deleted`, those not spared were removed.
         deleted: True if called with `delete`.
         writer: the job that is writing there now, if any.
         lists_uploads: True if the store can list unfinished uploads.
@@ -134,31 +144,38 @@ def clean(
 ) -> CleanReport:
     """Lists or removes files that no version of a dataset or side dataset refers to.
 
-    May run while jobs write, and several times at once. Reads the versions again right before it
-    removes anything.
+    May run while jobs write, and several times at once. Reads the versions again right
+    before it removes anything.
 
     Args:
         url: a local folder or an fsspec URL.
         delete: remove the files; by default they are only listed.
-        keep_versions: number of newest versions to keep, besides versions replaced less than
-            `older_than` ago; None: keep all.
-        older_than: seconds; spares younger files and files of unknown age. All files of a run
-            count as young as the youngest of them. Below 3600 only with `no_writers`.
-        no_writers: asserts that no job writes there, on any machine. Allows any `older_than`; if
-            the assertion is wrong, a running job may commit a version that lacks files.
+        keep_versions: number of newest versions to keep, besides versions replaced less
+            than `older_than` ago; None: keep all.
+        older_than: seconds; spares younger files and files of unknown age. All files of
+            a run count as young as the youngest of them. Below 3600 only with
+            `no_writers`.
+        no_writers: asserts that no job writes there, on any machine. Allows any
+            `older_than`; if the assertion is wrong, a running job may commit a version
+            that lacks files.
         storage_options: options of the fsspec filesystem.
 
     Raises:
         ConfigError: `keep_versions` below 1; a small `older_than` without `no_writers`.
         DatasetBusyError: `no_writers`, but a job of this machine is writing there.
         DatasetNotFoundError: no dataset is there, nor an unfinished one.
-        FormatError: a manifest is not valid, or of a later release: its files are not known.
+        FormatError: a manifest is not valid, or of a later release: its files are not
+            known.
         StorageError: the store refuses.
     """
     if keep_versions is not None and keep_versions < 1:
         raise ConfigError(f"keep_versions must be at least 1; found {keep_versions}.")
     if older_than < YOUNGEST_SECONDS and not no_writers:
-        rule = f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may be at work"
+        rule = (
+            f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may "
+            "be "
+            "at work"
+        )
         remedy = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
         raise ConfigError(f"{rule}; found {older_than:g} s. {remedy}.")
     location = Location(url, storage_options or {})
@@ -176,13 +193,17 @@ def clean(
     leftovers = cleaner.find()
     if delete:
         changed = cleaner.remove([x for x in leftovers if not x.spared])
-        leftovers = [replace(x, spared=changed.get(x.path, x.spared)) for x in leftovers]
+        leftovers = [
+            replace(x, spared=changed.get(x.path, x.spared)) for x in leftovers
+        ]
     writer = jobs[0].text if jobs else None
     return CleanReport(where, leftovers, delete, writer, cleaner.uploads is not None)
 
 
 def _is_ours(location: Location) -> bool:
-    """Returns True if packstore wrote there; a first job that failed leaves only shards."""
+    """Returns True if packstore wrote there; a first job that failed leaves only
+    shards.
+    """
     folders = (DATA, FOLDER, WRITERS, PARTITIONS)
     listed = (list_folder(location, folder) for folder in (*folders, *_parts(location)))
     return any(_OWN.fullmatch(file.path) for files in listed for file in files)
@@ -194,11 +215,14 @@ def _parts(location: Location) -> list[str]:
 
 
 class _Cleaner:
-    """Lists and removes files that no version to keep names; `uploads`: as last listed."""
+    """Lists and removes files that no version to keep names; `uploads`: as last
+    listed.
+    """
 
     def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
         self._location, self._keep, self._older_than = location, keep, older_than
-        # Prefix of manifests -> path -> the newest version that names it; and what was read so far.
+        # Prefix of manifests -> path -> the newest version that names it; and what was
+        # read so far.
         self._newest: dict[str, dict[str, int]] = {DATASET: {}, SIDE: {}}
         self._read = set[tuple[str, int]]()
         self._listed = dict[str, ListedFile]()
@@ -207,13 +231,22 @@ class _Cleaner:
     def find(self) -> list[Leftover]:
         """Lists all leftovers in order of removal: manifests first, notes last (R5)."""
         folder, data, jobs, notes = (
-            list_folder(self._location, name) for name in (FOLDER, DATA, WRITERS, PARTITIONS)
+            list_folder(self._location, name)
+            for name in (FOLDER, DATA, WRITERS, PARTITIONS)
         )
         staged = list(self._staging_folders())
-        parts = [f for name in _parts(self._location) for f in list_folder(self._location, name)]
-        self._listed = {f.path: f for f in (*folder, *data, *jobs, *notes, *staged, *parts)}
+        parts = [
+            f
+            for name in _parts(self._location)
+            for f in list_folder(self._location, name)
+        ]
+        self._listed = {
+            f.path: f for f in (*folder, *data, *jobs, *notes, *staged, *parts)
+        }
         self.uploads = uploads(self._location)
-        begun = [ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()]
+        begun = [
+            ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()
+        ]
         youngest: dict[str, float] = {}
         for file in (*data, *notes, *begun, *parts):
             run = _run_of(file.path)
@@ -233,7 +266,9 @@ class _Cleaner:
         return list(leftovers.values())
 
     def remove(self, leftovers: Sequence[Leftover]) -> dict[str, str]:
-        """Removes leftovers; returns path and reason of those that may no longer be removed."""
+        """Removes leftovers; returns path and reason of those that may no longer be
+        removed.
+        """
         kept = dict[str, str]()
         for rank in range(3):
             waiting = [item for item in leftovers if _rank(item.path) == rank]
@@ -242,12 +277,18 @@ class _Cleaner:
                 found = {item.path: item for item in self.find()}
                 going = [item for x in batch if (item := found.get(x.path))]
                 kept |= {item.path: item.spared for item in going if item.spared}
-                waiting += self._remove_soon([item for item in going if not item.spared], kept)
+                waiting += self._remove_soon(
+                    [item for item in going if not item.spared], kept
+                )
         remove_empty(self._location, PARTITIONS, WRITERS, *_parts(self._location))
         return kept
 
-    def _remove_soon(self, items: Sequence[Leftover], kept: dict[str, str]) -> list[Leftover]:
-        """Removes items, unless they are new; returns those left once the look is too long ago."""
+    def _remove_soon(
+        self, items: Sequence[Leftover], kept: dict[str, str]
+    ) -> list[Leftover]:
+        """Removes items, unless they are new; returns those left once the look is too
+        long ago.
+        """
         looked, late = time.time(), list[Leftover]()
 
         def remove(item: Leftover) -> None:
@@ -260,7 +301,9 @@ class _Cleaner:
         return late
 
     def _remove(self, item: Leftover) -> bool:
-        """Removes a leftover that is still what was listed; returns False for another (R6)."""
+        """Removes a leftover that is still what was listed; returns False for another
+        (R6).
+        """
         if item.why == _UPLOAD:
             for upload in self.uploads or ():
                 if upload.path == item.path:
@@ -271,18 +314,27 @@ class _Cleaner:
             now = {file.path: _age(file) for file in self._staging_folders()}
             if now.get(item.path, math.inf) < _age(listed):
                 return False
-            shutil.rmtree(self._location.join(item.path).local_path or "", ignore_errors=True)
+            shutil.rmtree(
+                self._location.join(item.path).local_path or "", ignore_errors=True
+            )
             return True
-        # Who takes over an old shard puts its note anew, and removes it once that is committed.
+        # Who takes over an old shard puts its note anew, and removes it once that is
+        # committed.
         run = _RUN.fullmatch(item.path)
         note = self._listed.get(f"{PARTITIONS}/{run[1]}-{run[2]}.json") if run else None
         watched = [listed] if note is None else [listed, note]
-        return self._location.remove(item.path, partial(is_unchanged, self._location, watched))
+        return self._location.remove(
+            item.path, partial(is_unchanged, self._location, watched)
+        )
 
-    def _versions(self, folder: Sequence[ListedFile]) -> tuple[list[Leftover], set[str]]:
-        """Returns the versions that are not to be kept, and the files of all that stay (R1).
+    def _versions(
+        self, folder: Sequence[ListedFile]
+    ) -> tuple[list[Leftover], set[str]]:
+        """Returns the versions that are not to be kept, and the files of all that stay
+        (R1).
 
-        The age of a version is that of its successor: until then it was the current one (R3).
+        The age of a version is that of its successor: until then it was the current one
+        (R3).
         """
         ages = {file.path: _age(file) for file in folder}
         old, named = list[Leftover](), set[str]()
@@ -291,7 +343,9 @@ class _Cleaner:
             numbers = list(sizes)
             first, spared = 0, ""  # of those that stay: all behind one that is spared
             for n, number in enumerate(numbers[: -self._keep] if self._keep else ()):
-                spared = spared or self._spared(ages.get(manifest_path(numbers[n + 1], name), -1))
+                spared = spared or self._spared(
+                    ages.get(manifest_path(numbers[n + 1], name), -1)
+                )
                 first += not spared
                 path = manifest_path(number, name)
                 old.append(Leftover(path, sizes[number], f"version {number}", spared))
@@ -302,7 +356,9 @@ class _Cleaner:
         return old, named
 
     def _read_version(self, name: str, number: int, sizes: Mapping[int, int]) -> None:
-        """Notes the files of a version, which never change; none if it was removed meanwhile."""
+        """Notes the files of a version, which never change; none if it was removed
+        meanwhile.
+        """
         if (name, number) in self._read:
             return
         try:
@@ -325,7 +381,8 @@ class _Cleaner:
         return "its age is not known" if age < 0 else "it is too young"
 
     def _staging_folders(self) -> Iterator[ListedFile]:
-        """Yields the folders of unfinished files in a local dataset; the newest file is its age.
+        """Yields the folders of unfinished files in a local dataset; the newest file is
+        its age.
 
         In place of a folder with files of others it yields these.
         """
@@ -335,12 +392,19 @@ class _Cleaner:
         for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
             with contextlib.suppress(OSError):  # its job has just removed it
                 files = {path.name: path.lstat() for path in folder.iterdir()}
-                age = time.time() - max(s.st_mtime for s in (folder.lstat(), *files.values()))
-                size, path = sum(stat.st_size for stat in files.values()), f"{FOLDER}/{folder.name}"
+                age = time.time() - max(
+                    s.st_mtime for s in (folder.lstat(), *files.values())
+                )
+                size, path = (
+                    sum(stat.st_size for stat in files.values()),
+                    f"{FOLDER}/{folder.name}",
+                )
                 foreign = [name for name in files if not name.isdecimal()]
                 for name in foreign or ("",):
                     at = f"{path}/{name}" if name else path
-                    yield ListedFile(at, files[name].st_size if name else size, max(0.0, age))
+                    yield ListedFile(
+                        at, files[name].st_size if name else size, max(0.0, age)
+                    )
 
 
 def _age(file: ListedFile) -> float:
@@ -349,7 +413,9 @@ def _age(file: ListedFile) -> float:
 
 
 def _run_of(path: str) -> str:
-    """Returns the run that wrote a shard, a note or a part; the path itself for other files."""
+    """Returns the run that wrote a shard, a note or a part; the path itself for other
+    files.
+    """
     match = _RUN.fullmatch(path)
     return match[1] or match[3] if match else path
 
@@ -365,5 +431,7 @@ def _why(path: str) -> str:
 
 
 def _rank(path: str) -> int:
-    """Returns the rank in the order of removal, in which the rest stays valid if killed."""
+    """Returns the rank in the order of removal, in which the rest stays valid if
+    killed.
+    """
     return 0 if _VERSION.fullmatch(path) else 1 + path.startswith(f"{PARTITIONS}/")

@@ -1,4 +1,6 @@
-"""Uploads a dataset to the Hugging Face hub, with a card that names the files of its version."""
+"""Uploads a dataset to the Hugging Face hub, with a card that names the files of its
+version.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,11 @@ def publish(
         >>> packstore.publish("prefs-8k", "me/prefs-8k").url
         'hf://datasets/me/prefs-8k'
 
-    Shards are uploaded first; the commit then adds them, the manifest and the card together, so
-    that no reader sees a part. Versions that are there already stay. The card names the shards of
-    the new one, so that the hub's viewer and ``datasets.load_dataset`` read them alone; what you
-    write into it beside the part of packstore stays, too.
+    Shards are uploaded first; the commit then adds them, the manifest and the card
+    together, so that no reader sees a part. Versions that are there already stay. The
+    card names the shards of the new one, so that the hub's viewer and
+    ``datasets.load_dataset`` read them alone; what you write into it beside the part of
+    packstore stays, too.
 
     Args:
         dataset: folder or URL of a packed dataset.
@@ -62,12 +65,15 @@ def publish(
         progress: called with the number of uploaded files.
 
     Returns:
-        Where it is. Reading from that URL, also in training, needs no download beforehand.
+        Where it is. Reading from that URL, also in training, needs no download
+        beforehand.
 
     Raises:
-        StorageError: the hub refuses, for example without a token, or a file cannot be read.
+        StorageError: the hub refuses, for example without a token, or a file cannot be
+            read.
         MissingFilesError: the dataset lacks a file of its version.
-        FormatError: the card of the repository cannot be read, so that it could not be kept.
+        FormatError: the card of the repository cannot be read, so that it could not be
+            kept.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -76,7 +82,9 @@ def publish(
     api = HfApi()
 
     def prepare() -> tuple[str | None, Any]:
-        api.create_repo(repo, repo_type="dataset", private=private or None, exist_ok=True)
+        api.create_repo(
+            repo, repo_type="dataset", private=private or None, exist_ok=True
+        )
         return api.repo_info(repo, repo_type="dataset").sha, _stored_card(api, repo)
 
     before, content = _asked(repo, prepare)
@@ -92,7 +100,9 @@ def publish(
     own = {manifest_path(version): manifest, CARD: str(card).encode()}
     added = [CommitOperationAdd(path, data) for path, data in own.items()]
     files = [_addition(source, path) for path in source.manifest.files]
-    for start in range(0, len(files), 5):  # as many as the client uploads at the same time
+    for start in range(
+        0, len(files), 5
+    ):  # as many as the client uploads at the same time
         part = files[start : start + 5]
         _asked(repo, partial(api.preupload_lfs_files, repo, part, repo_type="dataset"))
         if progress is not None:
@@ -101,7 +111,11 @@ def publish(
     commit = _asked(
         repo,
         lambda: api.create_commit(
-            repo, [*files, *added], commit_message=text, repo_type="dataset", parent_commit=before
+            repo,
+            [*files, *added],
+            commit_message=text,
+            repo_type="dataset",
+            parent_commit=before,
         ),
     )
     return Published(there.url, version, str(commit.oid), len(files) + len(added))
@@ -142,20 +156,26 @@ def _card(content: bytes | None, repo: str) -> Any:
 
     if content is None:
         title = repo.rpartition("/")[2]
-        return DatasetCard(f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n")
+        return DatasetCard(
+            f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n"
+        )
     try:
         return DatasetCard(content.decode(), ignore_metadata_errors=True)
     except UnicodeDecodeError as error:
         raise _unreadable_card(repo, "it must be UTF-8", str(error)) from error
     except (YAMLError, ValueError, TypeError) as error:
         found = " ".join(str(error).split())
-        raise _unreadable_card(repo, "its head must be YAML, name: value", found) from error
+        raise _unreadable_card(
+            repo, "its head must be YAML, name: value", found
+        ) from error
 
 
 def _unreadable_card(repo: str, rule: str, found: str) -> FormatError:
     """Return the error for a card that could not be kept as its author wrote it."""
     where = f"hf://datasets/{repo}/{CARD}"
-    return FormatError(sentence(where, rule, quote(found, 150), "Correct it on the hub"))
+    return FormatError(
+        sentence(where, rule, quote(found, 150), "Correct it on the hub")
+    )
 
 
 def _describe(card: Any, dataset: Dataset, repo: str) -> None:
@@ -165,7 +185,10 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
     files = [{"split": "train", "path": paths}]
     card.data.configs = [{"config_name": "default", "data_files": files}]
     card.data.tags = _with_tags(card, ("packstore", m.kind), repo)
-    tokenizer, settings = m.provenance.get("tokenizer") or {}, m.provenance.get("settings") or {}
+    tokenizer, settings = (
+        m.provenance.get("tokenizer") or {},
+        m.provenance.get("settings") or {},
+    )
     facts = {
         **m.facts,
         "tokenizer sha256": tokenizer.get("sha256") or "unknown",
@@ -174,7 +197,9 @@ def _describe(card: Any, dataset: Dataset, repo: str) -> None:
         "fingerprint": m.fingerprint,
         "packstore": m.provenance.get("package_version", "unknown"),
     }
-    rows = [f"| {markdown_text(name)} | {_cell(value)} |" for name, value in facts.items()]
+    rows = [
+        f"| {markdown_text(name)} | {_cell(value)} |" for name, value in facts.items()
+    ]
     lines = [
         "Packed by packstore. A row is a pack: token ids of several whole examples.",
         *("", "| | |", "|---|---|", *rows, ""),

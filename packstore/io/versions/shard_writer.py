@@ -4,7 +4,8 @@
 2. Cut row groups at `row_group_tokens`, independent of how the packs are batched.
 3. Write them to the open shard, a hidden local file, in the writer's own thread.
 4. At `shard_tokens` close it, hash it, and store it as ``data/<run>-<number>-<hash>``.
-Shards become part of a dataset when a manifest names them (:mod:`packstore.io.manifest.manifest`).
+Shards become part of a dataset when a manifest names them
+(:mod:`packstore.io.manifest.manifest`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ from packstore.io.store.storage_errors import as_storage_errors
 
 
 class ShardFile:
-    """A new Parquet or Arrow file at a local path, `figures` of its packs, and their totals."""
+    """A new Parquet or Arrow file at a local path, `figures` of its packs, and their
+    totals.
+    """
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
         self.path, self.counter = path, facts.PackCounter()
@@ -46,18 +49,25 @@ class ShardFile:
             if config.format == "arrow":
                 self._writer = pa.ipc.new_file(self._file, schema)
             else:
-                how = {"compression_level": 3, "data_page_size": 1 << 20, "store_schema": True}
+                how = {
+                    "compression_level": 3,
+                    "data_page_size": 1 << 20,
+                    "store_schema": True,
+                }
                 self._writer = pq.ParquetWriter(self._file, schema, **OPTIONS, **how)
 
     def append(self, batches: Sequence[pa.RecordBatch]) -> None:
         """Appends one row group that consists of all batches."""
-        # One batch is copied, too: the bytes of a slice depend on where it was taken from.
+        # One batch is copied, too: the bytes of a slice depend on where it was taken
+        # from.
         table = pa.Table.from_batches([pa.concat_batches(batches)])
         with as_storage_errors("write", self.path, {}):
             self._writer.write_table(table, table.num_rows)
 
     def finish(self, durable: bool) -> tuple[dict[str, Any], Int64]:
-        """Closes the file, if `durable` synced; returns its hashes and row groups' crc32, `[G]`."""
+        """Closes the file, if `durable` synced; returns its hashes and row groups'
+        crc32, `[G]`.
+        """
         with as_storage_errors("write", self.path, {}):
             self._writer.close()
             local.finish_file(self._file, durable)
@@ -72,16 +82,23 @@ class ShardFile:
 
 
 def row_group_crc32(path: str) -> Int64:
-    """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local file."""
+    """Returns int64 `[G]`, the crc32 of each row group or batch of a finished local
+    file.
+    """
     with pa.OSFile(os.fsencode(path)) as source:  # Arrow takes texts for UTF-8
         if source.read(4) == b"PAR1":
             metadata = pq.read_metadata(source)
             groups = map(metadata.row_group, range(metadata.num_row_groups))
             ranges = [byte_range(group, source.size()) for group in groups]
-            crcs = [facts.crc32_of(source.read_at(end - start, start)) for start, end in ranges]
+            crcs = [
+                facts.crc32_of(source.read_at(end - start, start))
+                for start, end in ranges
+            ]
         else:
             file = pa.ipc.open_file(source)
-            crcs = [batch_crc32(file.get_batch(i)) for i in range(file.num_record_batches)]
+            crcs = [
+                batch_crc32(file.get_batch(i)) for i in range(file.num_record_batches)
+            ]
     return np.array(crcs, np.int64)
 
 
@@ -90,21 +107,31 @@ AHEAD = 4
 
 
 class ShardWriter:
-    """Writes packs as the shards of a dataset; a context manager, at whose end nothing unfinished
-    is left. Stored shards stay for `clean`: another run of the same job may be committing them.
+    """Writes packs as the shards of a dataset; a context manager, at whose end nothing
+    unfinished is left. Stored shards stay for `clean`: another run of the same job may
+    be committing them.
 
-    The bytes depend only on packs, settings and pyarrow's release; `run` is the prefix of all
-    names. Memory: a few row groups.
+    The bytes depend only on packs, settings and pyarrow's release; `run` is the prefix
+    of all names. Memory: a few row groups.
     """
 
-    def __init__(self, location: Location, shape: facts.PackShape, config: WriteConfig, run: str):
-        self._location, self._shape, self._config, self._run = location, shape, config, run
+    def __init__(
+        self, location: Location, shape: facts.PackShape, config: WriteConfig, run: str
+    ):
+        self._location, self._shape, self._config, self._run = (
+            location,
+            shape,
+            config,
+            run,
+        )
         spans, carry = config.labels == "spans", dict(shape.carry)
-        self._schema = pack_schema(shape.kind, shape.layout, label_spans=spans, carry=carry)
+        self._schema = pack_schema(
+            shape.kind, shape.layout, label_spans=spans, carry=carry
+        )
         self._staging = Staging(location, (FOLDER, DATA))
         self._encoder = ThreadPoolExecutor(1, "packstore-write")
-        # A thread whose start is interrupted is not waited for, so it starts before there is a
-        # file that could be closed while it writes.
+        # A thread whose start is interrupted is not waited for, so it starts before
+        # there is a file that could be closed while it writes.
         self._encoder.submit(int)
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
@@ -122,14 +149,21 @@ class ShardWriter:
         self._staging.remove()
 
     def write(self, packs: Packs) -> None:
-        """Adds packs, in dataset order; raises FormatError if one violates an invariant."""
+        """Adds packs, in dataset order; raises FormatError if one violates an
+        invariant.
+        """
         if not len(packs):
             return
         shape, where = self._shape, f"packs for {self._location.display}"
         limits = {"pack_size": shape.pack_size, "vocab_size": shape.vocab_size}
-        check_packs(packs, layout=shape.layout, where=where, first_row=self._rows, **limits)
+        check_packs(
+            packs, layout=shape.layout, where=where, first_row=self._rows, **limits
+        )
         self._rows += len(packs)
-        batch, figures = to_arrow(packs, self._schema), facts.pack_figures(packs, shape.kind)
+        batch, figures = (
+            to_arrow(packs, self._schema),
+            facts.pack_figures(packs, shape.kind),
+        )
 
         def hold(start: int, stop: int) -> None:
             first, last = packs.sequence_offsets[[start, stop]]
@@ -158,7 +192,9 @@ class ShardWriter:
     def _flush(self) -> None:
         """Queues the pending rows as one row group; closes the shard if it is full."""
         batches, some_figures, some_lengths = zip(*self._pending, strict=True)
-        shard = self._shard or ShardFile(self._staging.path(), self._schema, self._config)
+        shard = self._shard or ShardFile(
+            self._staging.path(), self._schema, self._config
+        )
         self._shard = shard
         figures = np.concatenate(some_figures)
         shard.figures.append(figures)
@@ -170,7 +206,9 @@ class ShardWriter:
             self._close_shard(shard)
 
     def _wait(self, ahead: int) -> None:
-        """Waits until at most `ahead` row groups are unwritten; raises errors of writing."""
+        """Waits until at most `ahead` row groups are unwritten; raises errors of
+        writing.
+        """
         while len(self._encoding) > ahead:
             self._encoding.popleft().result()
 

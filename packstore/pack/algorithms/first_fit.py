@@ -1,5 +1,5 @@
-"""First fit, as NeMo-Aligner and Megatron-Bridge define it: each example goes into the first pack
-that it fits, in random order or the longest first.
+"""First fit, as NeMo-Aligner and Megatron-Bridge define it: each example goes into the
+first pack that it fits, in random order or the longest first.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from packstore.format.arrays import Int32, Int64
 from packstore.pack.kernels import Bits, jit
 
 
-def first_fit_decreasing(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Packs the longest example first; equal ones in a seeded order, spread over the input.
+def first_fit_decreasing(
+    lengths: Int32, capacity: int, seed: int
+) -> tuple[Int32, Int64]:
+    """Packs the longest example first; equal ones in a seeded order, spread over the
+    input.
 
     Makes as many packs as the strategy of this name in NeMo-Aligner and Megatron-Bridge
     (``create_packing_strategy``). Packs hold examples of similar length.
@@ -34,10 +37,12 @@ def first_fit_shuffle(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, 
 
 @jit
 def _spread(grouped: Int32, counts: Int64, keys: Bits) -> None:
-    """Puts each run of m equal examples in the order ``a * i + b mod m``, `a` prime to `m`.
+    """Puts each run of m equal examples in the order ``a * i + b mod m``, `a` prime to
+    `m`.
 
-    So neighbours of a sorted input do not share a pack. `grouped`, the examples sorted by length,
-    is written; `a` and `b` are the upper and lower half of the run's random `keys`.
+    So neighbours of a sorted input do not share a pack. `grouped`, the examples sorted
+    by length, is written; `a` and `b` are the upper and lower half of the run's random
+    `keys`.
     """
     copy = np.empty(counts.max() if len(counts) else 0, np.int32)
     start = np.int64(0)
@@ -57,10 +62,11 @@ def _spread(grouped: Int32, counts: Int64, keys: Bits) -> None:
 def _first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int64]:
     """Packs the examples in the order of `queue`, a permutation `[n]`; O(n log P).
 
-    Returns the order and offsets of a strategy; packs stand in the order in which they were opened.
+    Returns the order and offsets of a strategy; packs stand in the order in which they
+    were opened.
     """
-    # Any two packs together exceed one pack, else the later would not have been opened. So P > 1
-    # packs hold more than P / 2 full packs.
+    # Any two packs together exceed one pack, else the later would not have been opened.
+    # So P > 1 packs hold more than P / 2 full packs.
     most = min(len(lengths), 2 * int(lengths.sum(dtype=np.int64)) // capacity)
     pack_of = _assign(lengths, capacity, queue, most)
     offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(pack_of))])
@@ -71,8 +77,9 @@ def _first_fit(lengths: Int32, capacity: int, queue: Int32) -> tuple[Int32, Int6
 def _assign(lengths: Int32, capacity: int, queue: Int32, most: int) -> Int32:
     """Returns the pack of each example of the queue: int32 `[n]`.
 
-    Node i of the tree holds the largest free space of the packs below it; its children are 2i and
-    2i + 1, and the leaves are all packs, including unopened ones (which are empty).
+    Node i of the tree holds the largest free space of the packs below it; its children
+    are 2i and 2i + 1, and the leaves are all packs, including unopened ones (which are
+    empty).
     """
     leaves = 1
     while leaves < most:

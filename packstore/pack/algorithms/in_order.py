@@ -9,7 +9,9 @@ from packstore.pack.kernels import jit
 
 
 def sequential(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
-    """Ends a pack where the next example does not fit (next fit): the loosest strategy."""
+    """Ends a pack where the next example does not fit (next fit): the loosest
+    strategy.
+    """
     return np.arange(len(lengths), dtype=np.int32), _cut(lengths, capacity)
 
 

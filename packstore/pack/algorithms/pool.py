@@ -1,9 +1,10 @@
-"""The default: packs neighbours in input order, and chooses the last examples to fill each pack.
+"""The default: packs neighbours in input order, and chooses the last examples to fill
+each pack.
 
-A look-ahead of a few thousand examples (the pool) is refilled from the input. A pack takes the
-oldest examples of the pool until one or two more can fill it; those are chosen to fill it exactly,
-again the oldest that do. So packs are as random as the input, no example moves far, and memory does
-not grow with the input.
+A look-ahead of a few thousand examples (the pool) is refilled from the input. A pack
+takes the oldest examples of the pool until one or two more can fill it; those are
+chosen to fill it exactly, again the oldest that do. So packs are as random as the
+input, no example moves far, and memory does not grow with the input.
 """
 
 from __future__ import annotations
@@ -11,45 +12,67 @@ from __future__ import annotations
 import numpy as np
 
 from packstore.format.arrays import Int32, Int64
-from packstore.pack.kernels import Bits, add, at_least, at_most, inlined, jit, new_set, remove
+from packstore.pack.kernels import (
+    Bits,
+    add,
+    at_least,
+    at_most,
+    inlined,
+    jit,
+    new_set,
+    remove,
+)
 
 WINDOW = 8192
 """Examples in the pool."""
 
 SPAN = 4 * WINDOW
-"""Upper bound of the distance in the input between the oldest and newest example of the pool."""
+"""Upper bound of the distance in the input between the oldest and newest example of the
+pool.
+"""
 
 PROBES = 64
 """Number of examples tried as the second to last of a pack."""
 
 CLOSE = 2
-"""A pack is completed once it has space for at most this many examples of mean length."""
+"""A pack is completed once it has space for at most this many examples of mean length.
+"""
 
 SPARE = 0.5
-"""Until then, it keeps space for this many more: shorter examples are scarce, and needed for packs
-that begin with a long example."""
+"""Until then, it keeps space for this many more: shorter examples are scarce, and
+needed for packs that begin with a long example.
+"""
 
 ENDGAME = 1024
-"""When the input has ended and this few are left, the longest go first: they are hard to place."""
+"""When the input has ended and this few are left, the longest go first: they are hard
+to place.
+"""
 
 
 def pool(lengths: Int32, capacity: int, seed: int) -> tuple[Int32, Int64]:
     """Makes nearly full packs in nearly input order; draws no random numbers."""
-    order, offsets = np.empty(len(lengths), np.int32), np.empty(len(lengths) + 1, np.int64)
-    packs = _fill(lengths, capacity, new_set(SPAN - 1), new_set(capacity), order, offsets)
+    order, offsets = (
+        np.empty(len(lengths), np.int32),
+        np.empty(len(lengths) + 1, np.int64),
+    )
+    packs = _fill(
+        lengths, capacity, new_set(SPAN - 1), new_set(capacity), order, offsets
+    )
     return order, offsets[: packs + 1].copy()
 
 
 OLDEST, NEWEST, COUNT, TOKENS = range(4)
-"""State of the pool: index of its oldest example, one past its newest, its example and token
-counts."""
+"""State of the pool: index of its oldest example, one past its newest, its example and
+token counts.
+"""
 
 FRONT, BACK = range(2)
 """The examples of one length form a queue: index of the first and the last, or -1.
 
-Below, `alive` is the set of slots in use (an example's slot is its index modulo `SPAN`), `sizes`
-the set of lengths in the pool, `ends` the queues (int64 `[capacity + 1, 2]`), and `behind` the next
-example in the queue of each slot's example (int64 `[SPAN]`).
+Below, `alive` is the set of slots in use (an example's slot is its index modulo
+`SPAN`), `sizes` the set of lengths in the pool, `ends` the queues (int64 `[capacity +
+1, 2]`), and `behind` the next example in the queue of each slot's example (int64
+`[SPAN]`).
 """
 
 
@@ -93,7 +116,9 @@ def _oldest(alive: Bits, state: Int64, i: int) -> int:
 
 @inlined
 def _oldest_fit(lengths: Int32, alive: Bits, state: Int64, i: int, room: int) -> int:
-    """Returns the oldest example, not older than `i`, of at most `room` tokens, or -1."""
+    """Returns the oldest example, not older than `i`, of at most `room` tokens,
+    or -1.
+    """
     i = _oldest(alive, state, i)
     while i >= 0 and lengths[i] > room:
         i = _oldest(alive, state, i + 1)
@@ -101,7 +126,9 @@ def _oldest_fit(lengths: Int32, alive: Bits, state: Int64, i: int, room: int) ->
 
 
 @inlined
-def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64) -> int:
+def _leave(
+    length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, state: Int64
+) -> int:
     """Removes the oldest example of this length from the pool, and returns it."""
     i = int(ends[length, FRONT])
     ends[length, FRONT] = behind[i % SPAN]
@@ -117,7 +144,9 @@ def _leave(length: int, alive: Bits, sizes: Bits, ends: Int64, behind: Int64, st
 
 @inlined
 def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) -> int:
-    """Returns the length that, alone or with one more, fills `room` best; -1: none fits."""
+    """Returns the length that, alone or with one more, fills `room` best; -1: none
+    fits.
+    """
     best = at_most(sizes, room)
     if room < 2 * at_least(sizes, 1):  # no two fit
         return best
@@ -138,9 +167,16 @@ def _closing(lengths: Int32, alive: Bits, sizes: Bits, state: Int64, room: int) 
 
 @jit
 def _fill(
-    lengths: Int32, capacity: int, alive: Bits, sizes: Bits, order: Int32, offsets: Int64
+    lengths: Int32,
+    capacity: int,
+    alive: Bits,
+    sizes: Bits,
+    order: Int32,
+    offsets: Int64,
 ) -> int:
-    """Writes the plan into `order` `[n]` and `offsets` `[n + 1]`; returns the number of packs."""
+    """Writes the plan into `order` `[n]` and `offsets` `[n + 1]`; returns the number of
+    packs.
+    """
     ends, behind = np.full((capacity + 1, 2), -1, np.int64), np.empty(SPAN, np.int64)
     state, packs, written = np.zeros(4, np.int64), 0, 0
     while written < len(lengths):

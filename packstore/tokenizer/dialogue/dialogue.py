@@ -1,4 +1,6 @@
-"""A dialogue, rendered once: its text, the spans of the turns to learn, and omitted parts."""
+"""A dialogue, rendered once: its text, the spans of the turns to learn, and omitted
+parts.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,24 @@ from typing import Any, NamedTuple
 
 from packstore.config import TokenizeConfig
 from packstore.tokenizer.control import free_characters
-from packstore.tokenizer.dialogue.messages import SKIPPED, has_content, map_strings, text_arguments
-from packstore.tokenizer.dialogue.template import ChatTemplate, Message, Span, Tools, as_json
+from packstore.tokenizer.dialogue.messages import (
+    SKIPPED,
+    has_content,
+    map_strings,
+    text_arguments,
+)
+from packstore.tokenizer.dialogue.template import (
+    ChatTemplate,
+    Message,
+    Span,
+    Tools,
+    as_json,
+)
 from packstore.tokenizer.refusals import Refused
 
 SHORT = 8
-"""Texts up to this length may occur in a rendering by chance, as part of the template."""
+"""Texts up to this length may occur in a rendering by chance, as part of the template.
+"""
 
 _NOTHING: tuple[Any, ...] = (None, "", "{}", "null", {}, [])
 """Arguments of a call that need not be rendered."""
@@ -34,7 +48,9 @@ ValuePath = tuple[int | str, ...]
 class Content(NamedTuple):
     """The place of a message's content in the rendered text."""
 
-    start: int | None  # None: the template writes something of the turn before the content
+    start: (
+        int | None
+    )  # None: the template writes something of the turn before the content
     end: int
 
 
@@ -56,9 +72,9 @@ class Stretch(NamedTuple):
 class Dialogue:
     """A prompt and a response of messages, rendered once.
 
-    A learned turn is supervised from the end of the prompt that asks for it through its end-of-turn
-    text. Both are found by rendering the messages before and through the turn; where a template
-    rewrites earlier turns, by marks around their content.
+    A learned turn is supervised from the end of the prompt that asks for it through its
+    end-of-turn text. Both are found by rendering the messages before and through the
+    turn; where a template rewrites earlier turns, by marks around their content.
 
     Args:
         first_side: the first side of the record, which has the same prompt and tools.
@@ -68,8 +84,8 @@ class Dialogue:
         events: the events to note.
 
     Raises:
-        Refused: the template refuses the messages, hides a turn or leaves a part out; no turn is
-            learned; a learned turn is empty.
+        Refused: the template refuses the messages, hides a turn or leaves a part out;
+            no turn is learned; a learned turn is empty.
     """
 
     def __init__(
@@ -118,7 +134,9 @@ class Dialogue:
         return [i for i in answers if SKIPPED not in response[i - self._prompt_length]]
 
     def _cut_written_prompt(self) -> None:
-        """Note a generation prompt behind the last turn; remove it if EOS follows the answer."""
+        """Note a generation prompt behind the last turn; remove it if EOS follows the
+        answer.
+        """
         prompt = self._template.written_prompt
         if not prompt or not self.text.endswith(prompt):
             return
@@ -194,12 +212,16 @@ class Dialogue:
         self.events.append("empty_turn")
         try:
             return self._learned_spans()
-        except Refused:  # a template may hide where a turn without words is: it is only read
+        except (
+            Refused
+        ):  # a template may hide where a turn without words is: it is only read
             self._learned = [i for i in self._learned if i not in empty_turns]
             return self._learned_spans()
 
     def _learned_spans(self) -> list[Span]:
-        """Return the spans of the learned turns, by the template's own blocks if it has some."""
+        """Return the spans of the learned turns, by the template's own blocks if it has
+        some.
+        """
         if not self._learned:
             raise Refused("unsupervised", "no turn of the assistant to learn")
         blocks = self._rendered[1]
@@ -218,7 +240,9 @@ class Dialogue:
             for turn in self._turn_spans(skipped):
                 blocks = [block for block in blocks if not _overlap(block, turn)]
         if not blocks:
-            raise Refused("unsupervised", "the template marks no words of the assistant")
+            raise Refused(
+                "unsupervised", "the template marks no words of the assistant"
+            )
         return blocks
 
     def _turn_spans(self, turns: Sequence[int]) -> list[Span]:
@@ -233,7 +257,9 @@ class Dialogue:
         return spans
 
     def _start(self, i: int, low: int) -> int:
-        """Return the start of message `i`: after the generation prompt, and at least `low`."""
+        """Return the start of message `i`: after the generation prompt, and at least
+        `low`.
+        """
         before = ""
         header = ""
         try:
@@ -243,7 +269,9 @@ class Dialogue:
             before = self._render(self._messages[:i])
             header = prompt.removeprefix(before)
         except Refused:
-            if i > 0:  # a dialogue that starts with the assistant has no prompt to render
+            if (
+                i > 0
+            ):  # a dialogue that starts with the assistant has no prompt to render
                 raise
         content = self._content(i)
         high = content.end if content.start is None else content.start
@@ -289,23 +317,34 @@ class Dialogue:
     def _contents(self) -> dict[int, Content]:
         """The place of each assistant message's content, found by marks around it."""
         marked = [
-            _mark_content(message, *marks) if message["role"] == "assistant" else message
+            _mark_content(message, *marks)
+            if message["role"] == "assistant"
+            else message
             for message, marks in zip(self._messages, self._marks, strict=True)
         ]
-        text, places = _remove_marks(self._template.render(marked, self._tools), self._marks)
+        text, places = _remove_marks(
+            self._template.render(marked, self._tools), self._marks
+        )
         if text != self.text:
-            raise Refused("template_refused", "the text of a turn depends on its content")
+            raise Refused(
+                "template_refused", "the text of a turn depends on its content"
+            )
         contents = {}
         for i, (opens, closes) in enumerate(self._marks):
             if closes in places:
-                start = places.get(opens) if _begins_with_content(self._messages[i]) else None
+                start = (
+                    places.get(opens)
+                    if _begins_with_content(self._messages[i])
+                    else None
+                )
                 contents[i] = Content(start, places[closes])
         return contents
 
     def _after_empty_thinking(self, span: Span) -> Span:
         """Return the span without an empty thinking block at its start.
 
-        Templates write it before answers without reasoning; its opening tag may be in the prompt.
+        Templates write it before answers without reasoning; its opening tag may be in
+        the prompt.
         """
         start, end = span
         block = _EMPTY_THINKING.match(self.text, start, end)
@@ -317,14 +356,20 @@ class Dialogue:
         return span
 
     def _with_cause(self, error: Refused) -> Refused:
-        """Return a refusal that names its cause: a turn that was not rendered is not found."""
+        """Return a refusal that names its cause: a turn that was not rendered is not
+        found.
+        """
         if error.reason != "template_refused":
             return error
         try:
             part_name = self._unrendered_part()
         except Refused:
             if any(text_arguments(self._messages)):
-                detail = f"{error.detail}; arguments that are JSON text may have to be objects"
+                detail = (
+                    f"{error.detail}; arguments that are JSON text may have to "
+                    "be "
+                    "objects"
+                )
                 return Refused(error.reason, detail)
             return error
         if part_name and self._refuses_unrendered:
@@ -338,12 +383,15 @@ class Dialogue:
         return self._config.on["unrendered"] != "keep"
 
     def _check_parts(self) -> None:
-        """Note parts of the messages and tools that are not in the text as they should be.
+        """Note parts of the messages and tools that are not in the text as they should
+        be.
 
         Raises:
             Refused: a part is not in the text, and the job does not keep such records.
         """
-        tools = None if self._first_side else self._tools  # the first side has checked them
+        tools = (
+            None if self._first_side else self._tools
+        )  # the first side has checked them
         if not tools and self._is_plain():
             return
         part_name = self._unrendered_part()
@@ -362,7 +410,10 @@ class Dialogue:
 
     def _has_quoted_arguments(self) -> bool:
         """Return True if the template quotes arguments that are JSON text."""
-        return any(as_json(arguments) in self.text for arguments in text_arguments(self._messages))
+        return any(
+            as_json(arguments) in self.text
+            for arguments in text_arguments(self._messages)
+        )
 
     def _has_unrendered_reasoning(self) -> bool:
         for message in self._messages:
@@ -372,7 +423,9 @@ class Dialogue:
         return False
 
     def _is_plain(self) -> bool:
-        """Return True if every turn is plain text, and all certainly are in the text, in order."""
+        """Return True if every turn is plain text, and all certainly are in the text,
+        in order.
+        """
         if any(len(message) != 2 for message in self._messages):
             return False
         contents = [(message["content"] or "").strip() for message in self._messages]
@@ -394,10 +447,11 @@ class Dialogue:
         return True
 
     def _unrendered_part(self) -> str | None:
-        """Return the name of the first turn or call that is not in the text; None if all are.
+        """Return the name of the first turn or call that is not in the text; None if
+        all are.
 
-        A part is in the text if changing it changes the text: templates may render it in another
-        form.
+        A part is in the text if changing it changes the text: templates may render it
+        in another form.
         """
         text = self.text
         parts = list(_parts_to_render(self._messages))
@@ -416,17 +470,21 @@ class Dialogue:
         return None
 
     def _render_if_possible(self, messages: list[Message]) -> str | None:
-        """Render marked messages; None if the template refuses them: it reads the marks."""
+        """Render marked messages; None if the template refuses them: it reads the
+        marks.
+        """
         try:
             return self._template.render(messages, self._tools)
         except Refused:
             return None
 
     def _unrendered_stretches(self) -> list[str]:
-        """Return an event for each kind of stretch that the template leaves out of a message.
+        """Return an event for each kind of stretch that the template leaves out of a
+        message.
 
-        Templates may drop the words before a tag that they know, such as ``</think>``, or an end of
-        the content. A stretch is in the text if the marks at both of its ends are.
+        Templates may drop the words before a tag that they know, such as ``</think>``,
+        or an end of the content. A stretch is in the text if the marks at both of its
+        ends are.
         """
         tags = self._template.tags
         stretches = [list(_stretches(m["content"] or "", tags)) for m in self._messages]
@@ -434,12 +492,16 @@ class Dialogue:
             return []
         marked = [
             _mark_stretches(message, parts, *marks)
-            for message, parts, marks in zip(self._messages, stretches, self._marks, strict=True)
+            for message, parts, marks in zip(
+                self._messages, stretches, self._marks, strict=True
+            )
         ]
         # If the template refuses the marks, nothing shows that the words are there.
         rendered_characters = Counter(self._render_if_possible(marked) or "")
         events = set()
-        for parts, (text_mark, thought_mark) in zip(stretches, self._marks, strict=True):
+        for parts, (text_mark, thought_mark) in zip(
+            stretches, self._marks, strict=True
+        ):
             num_thoughts = sum(stretch.is_thought for stretch in parts)
             num_texts = len(parts) - num_thoughts
             if rendered_characters[text_mark] < 2 * num_texts:
@@ -457,7 +519,9 @@ class Dialogue:
 
 
 def _messages_for(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Return messages without packstore's own marks, and without nulls if they must be text."""
+    """Return messages without packstore's own marks, and without nulls if they must be
+    text.
+    """
     if all(len(message) == 2 for message in messages):
         return messages
     messages = [_without_key(message, SKIPPED) for message in messages]
@@ -473,7 +537,9 @@ def _without_key(message: Message, removed_key: str) -> Message:
 
 
 def _turn_not_found(i: int) -> Refused:
-    return Refused("template_refused", f"message {i + 1} cannot be found in the rendered text")
+    return Refused(
+        "template_refused", f"message {i + 1} cannot be found in the rendered text"
+    )
 
 
 def _unrendered(name: str) -> Refused:
@@ -493,11 +559,15 @@ def _common_prefix(text: str, other_text: str) -> str:
 
 def _begins_with_content(message: Message) -> bool:
     """Return True if a turn should begin with the words of its content."""
-    return bool((message["content"] or "").strip()) and not message.get("reasoning_content")
+    return bool((message["content"] or "").strip()) and not message.get(
+        "reasoning_content"
+    )
 
 
 def _mark_content(message: Message, opens: str, closes: str) -> Message:
-    """Put marks around a message's content, or around the name of its last function call."""
+    """Put marks around a message's content, or around the name of its last function
+    call.
+    """
     content = message["content"] or ""
     words = content.strip()
     if words:
@@ -511,7 +581,9 @@ def _mark_content(message: Message, opens: str, closes: str) -> Message:
     return marked
 
 
-def _remove_marks(text: str, marks: list[tuple[str, str]]) -> tuple[str, dict[str, int]]:
+def _remove_marks(
+    text: str, marks: list[tuple[str, str]]
+) -> tuple[str, dict[str, int]]:
     """Return a text without its marks, and the place of each in the returned text.
 
     Raises:
@@ -523,7 +595,9 @@ def _remove_marks(text: str, marks: list[tuple[str, str]]) -> tuple[str, dict[st
     places = {}
     for mark, after in zip(parts[1::2], parts[2::2], strict=True):
         if mark in places:
-            raise Refused("template_refused", "the text of a turn depends on its content")
+            raise Refused(
+                "template_refused", "the text of a turn depends on its content"
+            )
         places[mark] = len(unmarked)
         unmarked += after
     return unmarked, places
@@ -531,7 +605,9 @@ def _remove_marks(text: str, marks: list[tuple[str, str]]) -> tuple[str, dict[st
 
 def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[Stretch]:
     """Yield the stretches of a content that have words."""
-    tag_edges = itertools.chain.from_iterable(match.span() for match in tags.finditer(content))
+    tag_edges = itertools.chain.from_iterable(
+        match.span() for match in tags.finditer(content)
+    )
     edges = [0, *tag_edges, len(content)]
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         words = content[start:end].strip()
@@ -542,7 +618,9 @@ def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[Stretch]:
 
 
 def _words_of(messages: list[Message], stretches: list[list[Stretch]]) -> list[str]:
-    """Return the words of all stretches, in order; `stretches`: those of each message."""
+    """Return the words of all stretches, in order; `stretches`: those of each
+    message.
+    """
     words = []
     for message, parts in zip(messages, stretches, strict=True):
         for stretch in parts:
@@ -561,7 +639,12 @@ def _mark_stretches(
     end = 0
     for stretch in stretches:
         mark = thought_mark if stretch.is_thought else text_mark
-        text += content[end : stretch.start] + mark + content[stretch.start : stretch.end] + mark
+        text += (
+            content[end : stretch.start]
+            + mark
+            + content[stretch.start : stretch.end]
+            + mark
+        )
         end = stretch.end
     return {**message, "content": text + content[end:]}
 
@@ -581,7 +664,9 @@ def _parts_to_render(messages: list[Message]) -> Iterator[Part]:
 
 
 def _mark_part(messages: list[Message], part: Part, mark: str) -> list[Message]:
-    """Return messages with a mark after the words of a part, or in each of its strings."""
+    """Return messages with a mark after the words of a part, or in each of its
+    strings.
+    """
     value = _value_at(messages, part.path)
     if isinstance(value, str):
         words = value.rstrip()

@@ -1,4 +1,6 @@
-"""Chat messages of many formats in one form, and dialogues split into a prompt and its answers."""
+"""Chat messages of many formats in one form, and dialogues split into a prompt and its
+answers.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class TurnHeaders(NamedTuple):
     assistant: str
 
     def split(self, text: str) -> list[str]:
-        """Return the turns of a text, each with its header; joined they are the text."""
+        """Return the turns of a text, each with its header; joined they are the
+        text.
+        """
         return re.split(f"(?={self.user}|{self.assistant})", text)
 
 
@@ -33,7 +37,9 @@ HH_HEADERS = TurnHeaders("\n\nHuman:", "\n\nAssistant:")
 """Headers as the Anthropic HH set has them."""
 
 SINGLE_BREAK_HEADERS = TurnHeaders("\nHuman:", "\nAssistant:")
-"""Headers as sets that imitate it have them; in a text with `HH_HEADERS` they are plain words."""
+"""Headers as sets that imitate it have them; in a text with `HH_HEADERS` they are plain
+words.
+"""
 
 ROLES = {
     "system": "system",
@@ -55,7 +61,9 @@ ROLES = {
     "tool_call": "call",
     "assistant_reasoning": "reasoning",
 }
-"""Role in the input -> our role. ``call`` and ``reasoning`` are merged into assistant messages."""
+"""Role in the input -> our role. ``call`` and ``reasoning`` are merged into assistant
+messages.
+"""
 
 OTHER_TEXTS = ("name", "tool_call_id")
 """Other text fields of a message that templates use."""
@@ -83,12 +91,16 @@ LEARNED_FLAGS: dict[str, tuple[object, object]] = {
     "trainable": (True, False),
     "mask": (False, True),
 }
-"""Names of a flag of a turn -> its values for a turn to learn, and for one to read only."""
+"""Names of a flag of a turn -> its values for a turn to learn, and for one to read
+only.
+"""
 
 MESSAGE_KEYS = frozenset(
     ROLE_KEYS + CONTENT_KEYS + OTHER_TEXTS + REASONING + CALLS + tuple(LEARNED_FLAGS)
 )
-"""Every key of a message that is read; others, but for harmless ones, are ``unknown_key``."""
+"""Every key of a message that is read; others, but for harmless ones, are
+``unknown_key``.
+"""
 
 HARMLESS_KEYS = frozenset((
     # Names of a turn, and its place, which is also that in the list.
@@ -96,13 +108,16 @@ HARMLESS_KEYS = frozenset((
     "index", "idx", "turn", "turn_index", "turn_idx", "conversation_id", "object",
     # Time, author and place. WildChat's turns have the last six.
     "timestamp", "created", "created_at", "create_time", "created_date", "createdAt",
-    "updated_at", "updatedAt", "date", "time", "ts", "model", "model_name", "model_id", "source",
-    "lang", "language", "country", "state", "header", "hashed_ip",
-    # Counts and the end of a generation, as Anthropic, OpenAI and vLLM return them; caching.
+    "updated_at", "updatedAt", "date", "time", "ts", "model", "model_name", "model_id",
+    "source", "lang", "language", "country", "state", "header", "hashed_ip",
+    # Counts and the end of a generation, as Anthropic, OpenAI and vLLM return them;
+    # caching.
     "usage", "token_count", "num_tokens", "tokens", "finish_reason", "stop_reason",
     "stop_sequence", "logprobs", "system_fingerprint", "cache_control",
 ))  # fmt: skip
-"""Keys of a message that change neither its text nor whether it is learned: they stay unread."""
+"""Keys of a message that change neither its text nor whether it is learned: they stay
+unread.
+"""
 
 
 class PartType(NamedTuple):
@@ -117,13 +132,19 @@ PARTS = {
     "thinking": PartType("thought", {"text": "thinking"}),  # Anthropic, Mistral
     "reasoningContent": PartType("thought", {"text": "reasoningText"}),  # Bedrock
     "tool_call": PartType("call", {"json": "value"}),  # LLaMA-Factory
-    "tool_use": PartType("call", {"id": "id", "name": "name", "arguments": "input"}),  # Anthropic
+    "tool_use": PartType(
+        "call", {"id": "id", "name": "name", "arguments": "input"}
+    ),  # Anthropic
     "toolUse": PartType(  # Bedrock
         "call", {"id": "toolUseId", "name": "name", "arguments": "input"}
     ),
     "functionCall": PartType("call", {"name": "name", "arguments": "args"}),  # Google
-    "tool_result": PartType("result", {"tool_call_id": "tool_use_id", "content": "content"}),
-    "toolResult": PartType("result", {"tool_call_id": "toolUseId", "content": "content"}),
+    "tool_result": PartType(
+        "result", {"tool_call_id": "tool_use_id", "content": "content"}
+    ),
+    "toolResult": PartType(
+        "result", {"tool_call_id": "toolUseId", "content": "content"}
+    ),
     "functionResponse": PartType("result", {"name": "name", "content": "response"}),
 }
 """Type or key of a part -> how to read it."""
@@ -143,14 +164,15 @@ def normalize_messages(
 ) -> list[Message]:
     """Convert messages to the form that templates expect.
 
-    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text or as parts
-    of text, reasoning, calls and their results; a tool call or reasoning as a separate message,
-    which is merged into its assistant message. A turn with calls only has the record's content, or
-    null; arguments that are JSON text stay text.
+    Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text
+    or as parts of text, reasoning, calls and their results; a tool call or reasoning as
+    a separate message, which is merged into its assistant message. A turn with calls
+    only has the record's content, or null; arguments that are JSON text stay text.
 
     Args:
         unknown: gets the keys that are not read.
-        roles: further names of roles -> the role that each means, before packstore's own.
+        roles: further names of roles -> the role that each means, before packstore's
+            own.
 
     Raises:
         Refused: for a role or a value out of place (``bad_role``, ``wrong_type``).
@@ -203,7 +225,9 @@ class _MergedMessages:
         """Add the reasoning before a message to it."""
         assert self._reasoning is not None
         if message["role"] != "assistant":
-            raise Refused("bad_role", f"reasoning must precede an answer, found {role!r}")
+            raise Refused(
+                "bad_role", f"reasoning must precede an answer, found {role!r}"
+            )
         _require_same_flag(self._reasoning, message)
         message["reasoning_content"] = self._reasoning["content"]
         message["thinking"] = self._reasoning["content"]
@@ -219,18 +243,27 @@ def _as_answer(call: Message) -> Message:
 def _require_same_flag(message: Message, next_message: Message) -> None:
     """Raise if one of two messages of a turn is to be learned and the other is not."""
     if message.get(SKIPPED) != next_message.get(SKIPPED):
-        raise Refused("wrong_type", f"parts of one turn must agree on {', '.join(LEARNED_FLAGS)}")
+        raise Refused(
+            "wrong_type", f"parts of one turn must agree on {', '.join(LEARNED_FLAGS)}"
+        )
 
 
 # Parts of a message.
 
 
 def _split_parts(raw: Any) -> list[Any]:
-    """Split a message with parts of reasoning, calls or results into messages of one kind each."""
+    """Split a message with parts of reasoning, calls or results into messages of one
+    kind each.
+    """
     parts = _parts_of(raw)
     if not parts:
         return [raw]
-    by_kind: dict[str, list[Any]] = {"thought": [], "call": [], "result": [], "text": []}
+    by_kind: dict[str, list[Any]] = {
+        "thought": [],
+        "call": [],
+        "result": [],
+        "text": [],
+    }
     for part in parts:
         kind, value = _read_part(part)
         by_kind[kind].append(value)
@@ -240,8 +273,12 @@ def _split_parts(raw: Any) -> list[Any]:
     messages = by_kind["result"]
     if by_kind["thought"]:
         if fields.get("role") != "assistant":
-            raise Refused("bad_role", f"only the assistant has reasoning, found {quote(raw)}")
-        thoughts = [text for thought in by_kind["thought"] for text in _thought_texts(thought)]
+            raise Refused(
+                "bad_role", f"only the assistant has reasoning, found {quote(raw)}"
+            )
+        thoughts = [
+            text for thought in by_kind["thought"] for text in _thought_texts(thought)
+        ]
         messages.append({**fields, "role": "assistant_reasoning", "content": thoughts})
     if by_kind["call"]:
         fields["tool_calls"] = [_call_of_part(call) for call in by_kind["call"]]
@@ -263,14 +300,18 @@ def _parts_of(raw: Any) -> list[dict[str, Any]]:
 
 
 def _read_part(part: dict[str, Any]) -> tuple[str, Any]:
-    """Return the kind of a part, and its value: a message of a result, a call, thoughts or text."""
+    """Return the kind of a part, and its value: a message of a result, a call, thoughts
+    or text.
+    """
     name = part.get("type") or _first_part_key(part)
     if not isinstance(name, str) or name not in PARTS:
         return "text", part
     part_type = PARTS[name]
     source = part[name] if isinstance(part.get(name), dict) else part
     fields = part_type.fields.items()
-    value = {key: source[source_key] for key, source_key in fields if source.get(source_key)}
+    value = {
+        key: source[source_key] for key, source_key in fields if source.get(source_key)
+    }
     if part_type.kind != "result":
         return part_type.kind, value
     content = value.get("content", "")
@@ -321,7 +362,9 @@ def _normalize(
     thoughts = _one_of(raw, REASONING)
     calls = _one_of(raw, CALLS)
     if (thoughts or calls) and role != "assistant":
-        raise Refused("bad_role", f"only the assistant has reasoning and calls, found {role!r}")
+        raise Refused(
+            "bad_role", f"only the assistant has reasoning and calls, found {role!r}"
+        )
     message["content"] = _content_of(raw, unknown, may_be_null=bool(calls))
     for name in OTHER_TEXTS:
         if raw.get(name) is not None:
@@ -361,7 +404,9 @@ def _role_of(raw: dict[str, Any]) -> str:
     """
     name = _one_of(raw, ROLE_KEYS)
     if isinstance(name, list):
-        raise Refused("wrong_type", "messages must be a list of objects, found an object of lists")
+        raise Refused(
+            "wrong_type", "messages must be a list of objects, found an object of lists"
+        )
     if name is None:
         remedy = "Give the list of messages itself" if "messages" in raw else ""
         raise Refused("bad_role", f"a message without a role, {quote(raw)}", remedy)
@@ -373,7 +418,9 @@ def _role_of(raw: dict[str, Any]) -> str:
     return role
 
 
-def _content_of(raw: dict[str, Any], unknown: set[str], *, may_be_null: bool) -> str | None:
+def _content_of(
+    raw: dict[str, Any], unknown: set[str], *, may_be_null: bool
+) -> str | None:
     """Return the text of a message.
 
     Raises:
@@ -386,7 +433,10 @@ def _content_of(raw: dict[str, Any], unknown: set[str], *, may_be_null: bool) ->
         other_keys = raw.keys() - MESSAGE_KEYS
         if other_keys:
             names = ", ".join(sorted(repr(key) for key in other_keys))
-            remedy = "Write it as content; several answers to choose from as chosen and rejected"
+            remedy = (
+                "Write it as content; several answers to choose from as chosen "
+                "and rejected"
+            )
             detail = f"a message without content, but with {names}"
             raise Refused("wrong_type", detail, remedy)
     return _text(content, unknown)
@@ -402,7 +452,9 @@ def _one_of(raw: dict[str, Any], names: tuple[str, ...]) -> Any:
     if not values:
         return None
     if any(value != values[0] for value in values):
-        raise Refused("wrong_type", f"a message must have one of {', '.join(names)}; they differ")
+        raise Refused(
+            "wrong_type", f"a message must have one of {', '.join(names)}; they differ"
+        )
     return values[0]
 
 
@@ -413,7 +465,9 @@ def _is_learned(raw: dict[str, Any], role: str) -> bool:
     if len(answers) > 1:
         raise Refused("wrong_type", f"{', '.join(flags)} of a turn must agree")
     if True in answers and role in ("system", "user", "tool"):
-        raise Refused("wrong_type", f"only turns of the assistant are learned, found {role!r}")
+        raise Refused(
+            "wrong_type", f"only turns of the assistant are learned, found {role!r}"
+        )
     return False not in answers
 
 
@@ -480,7 +534,9 @@ def _without_nulls(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_empty(value: object) -> bool:
-    """Return True for null, and for text, a list or an object without anything in it."""
+    """Return True for null, and for text, a list or an object without anything
+    in it.
+    """
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
@@ -488,7 +544,9 @@ def is_empty(value: object) -> bool:
 
 
 def parsed_json(value: object) -> object:
-    """Return messages that are JSON text, as in text columns, parsed; other values unchanged."""
+    """Return messages that are JSON text, as in text columns, parsed; other values
+    unchanged.
+    """
     if not isinstance(value, str):
         return value
     beginning = OBJECTS.match(value)
@@ -515,7 +573,9 @@ def _is_turn(value: object) -> bool:
 
 
 def normalize_tools(value: object) -> Tools:
-    """Return descriptions of tools, from a list or its JSON text; None without tools."""
+    """Return descriptions of tools, from a list or its JSON text; None without
+    tools.
+    """
     value = _parse_if_text(value, "tools")
     if not value:
         return None
@@ -552,7 +612,8 @@ def _rename_schema(function: dict[str, Any]) -> dict[str, Any]:
 def normalize_variables(value: object) -> dict[str, Any] | None:
     """Return variables of the chat template, from an object or its JSON text.
 
-    None without variables. Null values count as absent: tables fill missing variables with null.
+    None without variables. Null values count as absent: tables fill missing variables
+    with null.
     """
     value = _parse_if_text(value, "chat_template_kwargs")
     if value is None:
@@ -561,7 +622,9 @@ def normalize_variables(value: object) -> dict[str, Any] | None:
         raise wrong_type("chat_template_kwargs must be an object", value)
     for name in value:
         if not isinstance(name, str) or name in RESERVED_VARIABLES:
-            raise Refused("wrong_type", f"chat_template_kwargs must not hold {quote(name)}")
+            raise Refused(
+                "wrong_type", f"chat_template_kwargs must not hold {quote(name)}"
+            )
     return _without_nulls(value) or None
 
 
@@ -587,7 +650,9 @@ def _parse_json(text: str, noun: str) -> Any:
 def has_content(message: Message) -> bool:
     """Return True if a turn has text, calls or reasoning."""
     content = message["content"] or ""
-    return bool(content.strip() or message.get("tool_calls") or message.get("reasoning_content"))
+    return bool(
+        content.strip() or message.get("tool_calls") or message.get("reasoning_content")
+    )
 
 
 def text_arguments(messages: list[Message]) -> Iterator[str]:
@@ -609,7 +674,9 @@ def without_thinking(response: Any) -> Any:
 
 
 def _text_without_thinking(text: str) -> str:
-    """Return text without ``<think>...</think>``, also if the opening tag was in the prompt."""
+    """Return text without ``<think>...</think>``, also if the opening tag was in the
+    prompt.
+    """
     text = re.sub(r"<think>.*?</think>\s*", "", text, flags=re.DOTALL)
     if "</think>" not in text:
         return text
@@ -637,8 +704,12 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 # Dialogues split into a prompt and its answers.
 
 
-def split_messages(dialogues: Sequence[list[Message]]) -> tuple[list[Message], list[list[Message]]]:
-    """Split off the longest common prefix of messages that all sides follow by the assistant."""
+def split_messages(
+    dialogues: Sequence[list[Message]],
+) -> tuple[list[Message], list[list[Message]]]:
+    """Split off the longest common prefix of messages that all sides follow by the
+    assistant.
+    """
     cut = _common_turns(dialogues, _is_answer)
     return dialogues[0][:cut], [dialogue[cut:] for dialogue in dialogues]
 
@@ -648,7 +719,9 @@ def _is_answer(message: Message) -> bool:
 
 
 def turn_headers(text: object) -> TurnHeaders | None:
-    """Return the headers of a text dialogue of the HH form; None for any other value."""
+    """Return the headers of a text dialogue of the HH form; None for any other
+    value.
+    """
     if not isinstance(text, str) or not HH_BEGINNING.match(text):
         return None
     for headers in (HH_HEADERS, SINGLE_BREAK_HEADERS):
@@ -680,13 +753,18 @@ def split_texts(texts: Sequence[str]) -> tuple[str, list[str]]:
 def text_as_messages(
     prompt: str, responses: Sequence[str]
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Return text as a turn of the user and one of the assistant, or by its HH headers."""
+    """Return text as a turn of the user and one of the assistant, or by its HH
+    headers.
+    """
     headers = turn_headers(prompt)
     if headers is None:
         answers = [[{"role": "assistant", "content": text}] for text in responses]
         return [{"role": "user", "content": prompt}], answers
     turns = _turns_of("\n\n" + prompt.lstrip(), headers)
-    if turns[-1] == {"role": "assistant", "content": ""}:  # the header before the responses
+    if turns[-1] == {
+        "role": "assistant",
+        "content": "",
+    }:  # the header before the responses
         turns.pop()
     return turns, [_turns_of(headers.assistant + text, headers) for text in responses]
 
@@ -696,15 +774,21 @@ def _turns_of(text: str, headers: TurnHeaders) -> list[Message]:
     turns = []
     for part in headers.split(text):
         if part.startswith(headers.user):
-            turns.append({"role": "user", "content": part.removeprefix(headers.user).strip()})
+            turns.append(
+                {"role": "user", "content": part.removeprefix(headers.user).strip()}
+            )
         elif part.startswith(headers.assistant):
             answer = part.removeprefix(headers.assistant)
             turns.append({"role": "assistant", "content": answer.strip()})
     return turns
 
 
-def _common_turns(dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]) -> int:
-    """Return the number of common turns that all dialogues follow by an assistant turn."""
+def _common_turns(
+    dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]
+) -> int:
+    """Return the number of common turns that all dialogues follow by an
+    assistant turn.
+    """
     shortest = min(len(dialogue) for dialogue in dialogues)
     cut = 0
     while cut < shortest - 1 and _are_equal([dialogue[cut] for dialogue in dialogues]):

@@ -1,9 +1,11 @@
-"""Chat templates: Jinja, rendered as Hugging Face renders them, in a sandbox and within limits.
+"""Chat templates: Jinja, rendered as Hugging Face renders them, in a sandbox and within
+limits.
 
-Templates are untrusted code. Jinja's immutable sandbox protects the internals of Python and the
-records; limits of time and memory protect the machine. Nothing in Python interrupts a call like
-``text.rfind(…)`` or bounds its memory, but the kernel does, by ending the process: so templates are
-rendered in worker processes only, and the end of one fails the job.
+Templates are untrusted code. Jinja's immutable sandbox protects the internals of Python
+and the records; limits of time and memory protect the machine. Nothing in Python
+interrupts a call like ``text.rfind(…)`` or bounds its memory, but the kernel does, by
+ending the process: so templates are rendered in worker processes only, and the end of
+one fails the job.
 
 The file has four parts: limits, the sandbox, templates, and two templates of packstore.
 """
@@ -58,7 +60,9 @@ TIMEOUT_SIGNAL: int | None = getattr(signal, "SIGVTALRM", None)
 
 
 class NeedsWorkerProcess(Exception):
-    """A record is to be rendered, or a partition made, in a process that may not be ended."""
+    """A record is to be rendered, or a partition made, in a process that may not be
+    ended.
+    """
 
 
 _seconds = 0.0  # of a record in this process; 0: it may not render
@@ -105,7 +109,9 @@ def restart_clock() -> None:
 def timeout_error() -> TokenizerError:
     """Return the error of a process that :data:`TIMEOUT_SIGNAL` ended."""
     rule = f"it must render a record within {RENDER_SECONDS:g} s of processor time"
-    return TokenizerError(sentence("chat template", rule, "no end", "Correct its loops"))
+    return TokenizerError(
+        sentence("chat template", rule, "no end", "Correct its loops")
+    )
 
 
 def _end_process_after(seconds: float) -> None:
@@ -144,13 +150,16 @@ _JINJA_ARGUMENTS = {"_loop_vars", "_block_vars"}
 
 
 class _Generator(CodeGenerator):
-    """Reads fields of dicts without a call; leaves constant expressions to the rendering.
+    """Reads fields of dicts without a call; leaves constant expressions to the
+    rendering.
 
     ``'a' * 10**10`` would be computed here.
     """
 
     def visit_Getattr(self, node: nodes.Getattr, frame: Frame) -> None:
-        """Override Jinja's method: a third of the time of a rendering is to read messages."""
+        """Override Jinja's method: a third of the time of a rendering is to read
+        messages.
+        """
         if node.attr in _DICT_ATTRIBUTES:
             super().visit_Getattr(node, frame)
             return
@@ -166,7 +175,9 @@ class _Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox without random results, and with a short way for certainly safe code."""
+    """Jinja's sandbox without random results, and with a short way for certainly safe
+    code.
+    """
 
     code_generator_class = _Generator
 
@@ -190,7 +201,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Call `__obj` if it is safe."""
-        is_safe = type(getattr(__obj, "__self__", None)) is str and __obj.__name__ in _SAFE_METHODS
+        is_safe = (
+            type(getattr(__obj, "__self__", None)) is str
+            and __obj.__name__ in _SAFE_METHODS
+        )
         if is_safe and kwargs.keys() <= _JINJA_ARGUMENTS:
             return __obj(*args)
         return super().call(__context, __obj, *args, **kwargs)
@@ -203,7 +217,9 @@ def as_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Return JSON text; as the filter ``tojson`` it escapes neither HTML nor non-ASCII letters."""
+    """Return JSON text; as the filter ``tojson`` it escapes neither HTML nor non-ASCII
+    letters.
+    """
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,
@@ -250,8 +266,9 @@ class _MarkOutputs(NodeTransformer):
 # Templates.
 
 TEMPLATE_DATE = "2024-07-26"
-"""The current date for templates that use it: constant, so that the same input always gives the
-same bytes. It is the fallback of Llama's own templates."""
+"""The current date for templates that use it: constant, so that the same input always
+gives the same bytes. It is the fallback of Llama's own templates.
+"""
 
 _TAGS = re.compile(r"</?[\w:|-]+>|\[/?\w+\]")
 
@@ -268,13 +285,18 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """True if the template marks the assistant's text by ``{% generation %}`` blocks."""
+        """True if the template marks the assistant's text by ``{% generation %}``
+        blocks.
+        """
         tree = _compile(self.source).environment.parse(self.source)
-        return any(name.name == "generation_opens" for name in tree.find_all(nodes.Name))
+        return any(
+            name.name == "generation_opens" for name in tree.find_all(nodes.Name)
+        )
 
     @cached_property
     def tags(self) -> re.Pattern[str]:
-        """A pattern of the tags, such as ``</think>``, at which the template may cut contents.
+        """A pattern of the tags, such as ``</think>``, at which the template may cut
+        contents.
 
         Each tag that it names, opening and closing: it may name one of them only.
         """
@@ -308,7 +330,8 @@ class ChatTemplate:
         return end if is_prompt and text == unmarked else ""
 
     def _last_output(self, dialogue: list[Message], avoid: str) -> tuple[str, str]:
-        """Render a dialogue; return the text, and its end as written by outputs used only once.
+        """Render a dialogue; return the text, and its end as written by outputs used
+        only once.
 
         Args:
             avoid: characters that do not serve as marks.
@@ -325,12 +348,15 @@ class ChatTemplate:
     def takes_null(self) -> bool:
         """True if the content of a turn with calls only should be null instead of "".
 
-        Some templates render calls only if it is null, others refuse null or write "None".
+        Some templates render calls only if it is null, others refuse null or write
+        "None".
         """
         return self._grade_calls(content=None) >= self._grade_calls(content="")
 
     def _grade_calls(self, content: str | None) -> int:
-        """Return how well a call with this content is rendered, in its better form of arguments."""
+        """Return how well a call with this content is rendered, in its better form of
+        arguments.
+        """
         as_object = self._grade_call(content, {"k": "v"})
         as_text = self._grade_call(content, '{"k": "v"}')
         return max(as_object, as_text)
@@ -341,7 +367,12 @@ class ChatTemplate:
         dialogue: list[Message] = [
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": content, "tool_calls": [call]},
-            {"role": "tool", "name": function["name"], "tool_call_id": call["id"], "content": "b"},
+            {
+                "role": "tool",
+                "name": function["name"],
+                "tool_call_id": call["id"],
+                "content": "b",
+            },
         ]
         grade = 0
         for messages in (dialogue[:2], dialogue):
@@ -352,12 +383,18 @@ class ChatTemplate:
                     grade += 1 + ("probe_of_call" in before_result)
         return grade
 
-    def render_spans(self, messages: Sequence[Message], tools: Tools) -> tuple[str, list[Span]]:
-        """Render a dialogue; return the text and (start, end) of its generation blocks."""
+    def render_spans(
+        self, messages: Sequence[Message], tools: Tools
+    ) -> tuple[str, list[Span]]:
+        """Render a dialogue; return the text and (start, end) of its generation
+        blocks.
+        """
         if not self.marks_generation:
             return self.render(messages, tools), []
         opens, closes = free_characters(self.source + as_json([messages, tools]), 2)
-        marked = self.render(messages, tools, generation_opens=opens, generation_closes=closes)
+        marked = self.render(
+            messages, tools, generation_opens=opens, generation_closes=closes
+        )
         text = ""
         spans = []
         for part in marked.split(opens):
@@ -385,7 +422,8 @@ class ChatTemplate:
             marks: texts that its generation blocks write.
 
         Raises:
-            Refused: the template raises, or its text is too long (``template_refused``).
+            Refused: the template raises, or its text is too long
+                (``template_refused``).
         """
         template = compiled or _compile(self.source)
         context: dict[str, Any] = {
@@ -403,11 +441,17 @@ class ChatTemplate:
                 parts.append(part)
                 size += len(part)
                 if size > MAX_RENDERED:
-                    raise Refused("template_refused", f"more than {MAX_RENDERED} characters")
+                    raise Refused(
+                        "template_refused", f"more than {MAX_RENDERED} characters"
+                    )
         except (Refused, MemoryError):  # no record's fate depends on memory
             raise
-        except Exception as error:  # untrusted code on untrusted data may raise anything
-            raise Refused("template_refused", f"{type(error).__name__}: {error}") from error
+        except (
+            Exception
+        ) as error:  # untrusted code on untrusted data may raise anything
+            raise Refused(
+                "template_refused", f"{type(error).__name__}: {error}"
+            ) from error
         return "".join(parts)
 
 
@@ -420,13 +464,24 @@ def _compile(source: str) -> Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     date = datetime.fromisoformat(TEMPLATE_DATE)
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": date.strftime}
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": date.strftime,
+    }
     try:
         return environment.from_string(source)
-    except (TemplateError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+    except (
+        TemplateError,
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:
         line = getattr(error, "lineno", None)
         where = f"chat template, line {line}" if line else "chat template"
-        raise TokenizerError(sentence(where, "it must be valid Jinja", str(error))) from error
+        raise TokenizerError(
+            sentence(where, "it must be valid Jinja", str(error))
+        ) from error
 
 
 def _raise_exception(message: str) -> None:
@@ -498,5 +553,6 @@ _PLAIN = r"""{%- if system %}{{ 'System: ' + system }}{% endif %}
 """
 
 BUILTIN = {"chatml": _SYSTEM + _CHATML, "plain": _SYSTEM + _PLAIN}
-"""Name -> template, for tokenizers without one. ``chatml`` marks turns; ``plain`` writes names and
-ends answers with EOS."""
+"""Name -> template, for tokenizers without one. ``chatml`` marks turns; ``plain``
+writes names and ends answers with EOS.
+"""

@@ -21,7 +21,9 @@ class Engine(Protocol):
     def register(self, tokens: Sequence[str]) -> None:
         """Make control tokens of all `tokens` that are in the vocabulary."""
 
-    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+    def encode_batch(
+        self, texts: Sequence[str], *, control: bool
+    ) -> tuple[Int32, Int64]:
         """Return flat ids of all texts, and their offsets."""
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -34,7 +36,9 @@ class Engine(Protocol):
         """Return the id of a vocabulary entry."""
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Return the ids that the tokenizer file adds before and after a text by default."""
+        """Return the ids that the tokenizer file adds before and after a text by
+        default.
+        """
 
 
 ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
@@ -42,18 +46,23 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
     {
         "tokenizers": "packstore.tokenizer.engines.tokenizers:TokenizersEngine",
         "fastokens": "packstore.tokenizer.engines.fastokens:FastokensEngine",
-        "sentencepiece": "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine",
+        "sentencepiece": (
+            "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine"
+        ),
     },
     extras={"sentencepiece": "sentencepiece"},
 )
-"""Name -> class, called with the bytes of the tokenizer file and its name for error texts."""
+"""Name -> class, called with the bytes of the tokenizer file and its name for error
+texts.
+"""
 
 
 @contextlib.contextmanager
 def inside(where: str, rule: str, remedy: str = "") -> Iterator[None]:
     """Convert any exception of a library to a :class:`TokenizerError`.
 
-    The libraries raise no narrower class, and a Rust panic is not even an ``Exception``.
+    The libraries raise no narrower class, and a Rust panic is not even an
+    ``Exception``.
     """
     try:
         yield

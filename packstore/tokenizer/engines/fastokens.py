@@ -1,4 +1,6 @@
-"""``fastokens``: a faster library for ``tokenizer.json``; it refuses some kinds (Unigram, NFKC)."""
+"""``fastokens``: a faster library for ``tokenizer.json``; it refuses some kinds
+(Unigram, NFKC).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class FastokensEngine(TokenizersEngine):
 
     version = version("fastokens")
 
-    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+    def encode_batch(
+        self, texts: Sequence[str], *, control: bool
+    ) -> tuple[Int32, Int64]:
         """Return flat ids of all texts, and their offsets."""
         with inside(self._where, "fastokens must encode every text"):
             ids, offsets = self._fast.encode_batch_flat(
@@ -36,7 +40,9 @@ class FastokensEngine(TokenizersEngine):
 
     @staticmethod
     def start_loading(payload: bytes) -> Future[fastokens.Tokenizer] | None:
-        """Begin to load a file, while the reference loads it; not one that may have huge ids."""
+        """Begin to load a file, while the reference loads it; not one that may have
+        huge ids.
+        """
         if re.search(rb":\s*\d{8}", payload):
             return None
         thread = ThreadPoolExecutor(1, "packstore-tokenizer")
@@ -59,7 +65,9 @@ class FastokensEngine(TokenizersEngine):
             return fastokens.Tokenizer.from_json_str(text)
 
     def _has_equal_added_tokens(self, fast: fastokens.Tokenizer) -> bool:
-        """Return False if the reference gives added tokens other ids than their file."""
+        """Return False if the reference gives added tokens other ids than their
+        file.
+        """
         added = self._tokenizer.get_added_tokens_decoder()
         return all(fast.token_to_id(token.content) == i for i, token in added.items())
 

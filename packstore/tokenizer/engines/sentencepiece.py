@@ -17,7 +17,8 @@ from packstore.tokenizer.control import encode_around_controls
 class SentencePieceEngine:
     """See :class:`packstore.tokenizer.engines.Engine`.
 
-    The library itself never encodes text to control ids; here text is split around control strings.
+    The library itself never encodes text to control ids; here text is split around
+    control strings.
     """
 
     version = str(sentencepiece.__version__)
@@ -31,9 +32,13 @@ class SentencePieceEngine:
             raise TokenizerError(sentence(self._where, rule, str(error))) from error
         self._size = int(self._model.get_piece_size())
         if not self._size:  # the library accepts some damaged files
-            raise TokenizerError(sentence(where, "it must be a SentencePiece model", "no pieces"))
+            raise TokenizerError(
+                sentence(where, "it must be a SentencePiece model", "no pieces")
+            )
         self.specials = {
-            self._model.id_to_piece(i): i for i in range(self._size) if self._model.is_control(i)
+            self._model.id_to_piece(i): i
+            for i in range(self._size)
+            if self._model.is_control(i)
         }
 
     def register(self, tokens: Sequence[str]) -> None:
@@ -43,7 +48,9 @@ class SentencePieceEngine:
             if token_id is not None:
                 self.specials[token] = token_id
 
-    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+    def encode_batch(
+        self, texts: Sequence[str], *, control: bool
+    ) -> tuple[Int32, Int64]:
         """Return flat ids of all texts, and their offsets."""
         if not control or not self.specials:
             return flatten(self._model.encode(list(texts), out_type=int))
@@ -65,7 +72,9 @@ class SentencePieceEngine:
     @cached_property
     def vocabulary(self) -> tuple[int, str]:
         """The highest id + 1, and the hash of the token of each id."""
-        return self._size, vocabulary_sha256([self.id_to_token(i) for i in range(self._size)])
+        return self._size, vocabulary_sha256(
+            [self.id_to_token(i) for i in range(self._size)]
+        )
 
     def id_to_token(self, token_id: int) -> str | None:
         """Return the vocabulary entry with this id."""
@@ -75,11 +84,15 @@ class SentencePieceEngine:
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry."""
-        token_id = int(self._model.piece_to_id(token))  # the id of UNK for any other text
+        token_id = int(
+            self._model.piece_to_id(token)
+        )  # the id of UNK for any other text
         return token_id if self.id_to_token(token_id) == token else None
 
     def wrapping(self) -> tuple[list[int], list[int]]:
-        """Return BOS before a text if the model file has one, as users of such files add it."""
+        """Return BOS before a text if the model file has one, as users of such files
+        add it.
+        """
         bos = int(self._model.bos_id())
         before = [bos] if bos >= 0 else []
         return before, []

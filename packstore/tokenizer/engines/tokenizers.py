@@ -20,8 +20,9 @@ MAX_IDS = 1 << 24
 """Upper bound of ids; the largest vocabularies have a tenth of it."""
 
 MAX_GROWTH = 1000
-"""Largest growth of a text by the replacements of a normalizer, as a factor, and the most ids that
-a post-processor may add to a text."""
+"""Largest growth of a text by the replacements of a normalizer, as a factor, and the
+most ids that a post-processor may add to a text.
+"""
 
 
 class Modes:
@@ -32,12 +33,18 @@ class Modes:
         self._users = 0
 
     @contextlib.contextmanager
-    def using(self, tokenizer: tokenizers.Tokenizer, *, control: bool) -> Iterator[None]:
-        """Encode control strings as their ids, or as plain text, inside this context."""
+    def using(
+        self, tokenizer: tokenizers.Tokenizer, *, control: bool
+    ) -> Iterator[None]:
+        """Encode control strings as their ids, or as plain text, inside this
+        context.
+        """
         with self._free:
             while self._users and tokenizer.encode_special_tokens == control:
                 self._free.wait()
-            if tokenizer.encode_special_tokens == control:  # must not change while in use
+            if (
+                tokenizer.encode_special_tokens == control
+            ):  # must not change while in use
                 tokenizer.encode_special_tokens = not control
             self._users += 1
         try:
@@ -57,12 +64,19 @@ class TokenizersEngine:
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
         self._modes = Modes()
-        with inside(where, "it must be a tokenizer.json that the tokenizers library reads"):
+        with inside(
+            where, "it must be a tokenizer.json that the tokenizers library reads"
+        ):
             tokenizer = tokenizers.Tokenizer.from_buffer(payload)
             self._tokenizer = tokenizer
-            self.dropout = float(getattr(tokenizer.model, "dropout", None) or 0)  # of BPE
-            self._is_file = not (tokenizer.truncation or tokenizer.padding or self.dropout)
-            # Otherwise these would truncate, pad, and draw other ids at every call, silently.
+            self.dropout = float(
+                getattr(tokenizer.model, "dropout", None) or 0
+            )  # of BPE
+            self._is_file = not (
+                tokenizer.truncation or tokenizer.padding or self.dropout
+            )
+            # Otherwise these would truncate, pad, and draw other ids at every call,
+            # silently.
             tokenizer.no_truncation()
             tokenizer.no_padding()
             if self.dropout:
@@ -74,11 +88,13 @@ class TokenizersEngine:
 
     @classmethod
     def from_reference(cls, reference: TokenizersEngine) -> Self:
-        """Return an engine of this class with the file that the reference has loaded."""
+        """Return an engine of this class with the file that the reference has
+        loaded.
+        """
         engine = cls.__new__(cls)
         engine.__dict__ |= reference.__dict__
-        # Both may be computed when first used. The vocabulary also refuses huge ids, for which a
-        # faster library would make a table.
+        # Both may be computed when first used. The vocabulary also refuses huge ids,
+        # for which a faster library would make a table.
         engine.__dict__["_tokenizer"] = reference._tokenizer
         engine.__dict__["vocabulary"] = reference.vocabulary
         engine._load()
@@ -88,7 +104,10 @@ class TokenizersEngine:
         """Make control tokens of all `tokens` that are in the vocabulary."""
         new_tokens = []
         for token in tokens:
-            if token not in self.specials and self._tokenizer.token_to_id(token) is not None:
+            if (
+                token not in self.specials
+                and self._tokenizer.token_to_id(token) is not None
+            ):
                 new_tokens.append(token)
         if not new_tokens:
             return
@@ -98,11 +117,15 @@ class TokenizersEngine:
         self._find_specials()
         self._load()
 
-    def encode_batch(self, texts: Sequence[str], *, control: bool) -> tuple[Int32, Int64]:
+    def encode_batch(
+        self, texts: Sequence[str], *, control: bool
+    ) -> tuple[Int32, Int64]:
         """Return flat ids of all texts, and their offsets."""
         try:
             with self._modes.using(self._tokenizer, control=control):
-                encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+                encodings = self._tokenizer.encode_batch_fast(
+                    list(texts), add_special_tokens=False
+                )
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is not even an Exception
@@ -117,11 +140,21 @@ class TokenizersEngine:
 
     @cached_property
     def vocabulary(self) -> tuple[int, str]:
-        """The highest id + 1, and the hash of the token of each id: slow, a call for each."""
+        """The highest id + 1, and the hash of the token of each id: slow, a call for
+        each.
+        """
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         tokens = self._tokens_below(size)
-        if None in tokens:  # ids with gaps: the library gives the highest only with all tokens
-            size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if (
+            None in tokens
+        ):  # ids with gaps: the library gives the highest only with all tokens
+            size = (
+                max(
+                    self._tokenizer.get_vocab(with_added_tokens=True).values(),
+                    default=-1,
+                )
+                + 1
+            )
             if size > MAX_IDS:
                 rule = f"its ids must be below {MAX_IDS}"
                 raise TokenizerError(sentence(self._where, rule, str(size - 1)))
@@ -156,18 +189,25 @@ class TokenizersEngine:
     def _check_growth(self) -> None:
         """Raise if the normalizer lengthens text excessively."""
         normalizer = self._tokenizer.normalizer
-        steps = [json.loads(normalizer.__getstate__())] if normalizer is not None else []
+        steps = (
+            [json.loads(normalizer.__getstate__())] if normalizer is not None else []
+        )
         growth = 1
         while steps:
             step = steps.pop()
             steps += step.get("normalizers", ())
             growth *= max(len(step.get("content") or ""), 1)
         if growth > MAX_GROWTH:
-            rule = f"its normalizer must not make texts more than {MAX_GROWTH} times as long"
+            rule = (
+                f"its normalizer must not make texts more than {MAX_GROWTH} times "
+                "as long"
+            )
             raise TokenizerError(sentence(self._where, rule, f"{growth} times"))
 
     def _check_added_ids(self) -> None:
-        """Refuse a post-processor that adds very many ids to a text, or repeats the text."""
+        """Refuse a post-processor that adds very many ids to a text, or repeats the
+        text.
+        """
         processor = self._tokenizer.post_processor
         steps = [json.loads(processor.__getstate__())] if processor is not None else []
         added = 0
@@ -185,9 +225,13 @@ class TokenizersEngine:
                 rule = "its post-processor must take a text once"
                 raise TokenizerError(sentence(self._where, rule, f"{texts} times"))
         if added > MAX_GROWTH:
-            rule = f"its post-processor must not add more than {MAX_GROWTH} ids to a text"
+            rule = (
+                f"its post-processor must not add more than {MAX_GROWTH} ids to a text"
+            )
             raise TokenizerError(sentence(self._where, rule, str(added)))
 
     def _find_specials(self) -> None:
         added = self._tokenizer.get_added_tokens_decoder()
-        self.specials = {token.content: i for i, token in added.items() if token.special}
+        self.specials = {
+            token.content: i for i, token in added.items() if token.special
+        }

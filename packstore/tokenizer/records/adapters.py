@@ -1,4 +1,6 @@
-"""Adapters: a user's own function from a record to a reading, in this process or in workers."""
+"""Adapters: a user's own function from a record to a reading, in this process or in
+workers.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,14 @@ class Adapter:
     """A user's function, by its name in a module or file, so that workers can load it.
 
     Attributes:
-        name: ``module:function`` or ``file.py:function``; for a function that cannot be imported,
-            such as a lambda or one of a notebook, its own name.
+        name: ``module:function`` or ``file.py:function``; for a function that cannot be
+            imported, such as a lambda or one of a notebook, its own name.
         is_importable: whether other processes can load it.
     """
 
-    def __init__(self, function: Function, name: str, is_importable: bool, sha256: str) -> None:
+    def __init__(
+        self, function: Function, name: str, is_importable: bool, sha256: str
+    ) -> None:
         self._function = function
         self.name = name
         self.is_importable = is_importable
@@ -51,7 +55,9 @@ class Adapter:
         return adapted
 
     def provenance(self) -> dict[str, Any]:
-        """Return the entries of the manifest: the name, and the hash of the function's file."""
+        """Return the entries of the manifest: the name, and the hash of the function's
+        file.
+        """
         return {"adapter": self.name, "adapter_sha256": self.sha256}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -121,14 +127,22 @@ def load_adapter(name: str) -> Adapter:
         raise ConfigError(sentence(where, rule, quote(name)))
     try:
         module = (
-            _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+            _load_file(Path(place))
+            if place.endswith(".py")
+            else importlib.import_module(place)
         )
     except Exception as error:
-        raise ConfigError(sentence(where, rule, f"{type(error).__name__}: {error}")) from error
+        raise ConfigError(
+            sentence(where, rule, f"{type(error).__name__}: {error}")
+        ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
-        functions = ", ".join(n for n, v in vars(module).items() if inspect.isfunction(v))
-        raise ConfigError(sentence(where, rule, f"no function {function_name!r} ({functions})"))
+        functions = ", ".join(
+            n for n, v in vars(module).items() if inspect.isfunction(v)
+        )
+        raise ConfigError(
+            sentence(where, rule, f"no function {function_name!r} ({functions})")
+        )
     return Adapter(function, name, is_importable=True, sha256=_sha256(module))
 
 
@@ -140,21 +154,31 @@ def adapter_of(function: Function) -> Adapter:
     """
     if not callable(function):
         raise ConfigError(
-            sentence("setting adapter", "it must be a function, or its name", quote(function))
+            sentence(
+                "setting adapter", "it must be a function, or its name", quote(function)
+            )
         )
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", "") or "")
     file = getattr(module, "__file__", None)
     if module is None or getattr(module, name, None) is not function:
-        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
-    if module.__name__ == "__main__":  # to import a script or a notebook would run it again
-        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+        return Adapter(
+            function, name, is_importable=False, sha256=_source_sha256(function)
+        )
+    if (
+        module.__name__ == "__main__"
+    ):  # to import a script or a notebook would run it again
+        return Adapter(
+            function, name, is_importable=False, sha256=_source_sha256(function)
+        )
     if _is_importable(module):
         name = f"{module.__name__}:{name}"
     elif file and file.endswith(".py"):
         name = f"{file}:{name}"
     else:
-        return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+        return Adapter(
+            function, name, is_importable=False, sha256=_source_sha256(function)
+        )
     return Adapter(function, name, is_importable=True, sha256=_sha256(module))
 
 
@@ -169,7 +193,9 @@ def _is_importable(module: ModuleType) -> bool:
 def _load_file(path: Path) -> ModuleType:
     """Import a file under a name of its own, once a process."""
     resolved = path.resolve()
-    name = "packstore_adapter_" + hashlib.sha256(str(resolved).encode()).hexdigest()[:16]
+    name = (
+        "packstore_adapter_" + hashlib.sha256(str(resolved).encode()).hexdigest()[:16]
+    )
     if name in sys.modules:
         return sys.modules[name]
     if not resolved.is_file():

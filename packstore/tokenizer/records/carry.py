@@ -1,4 +1,6 @@
-"""Columns of the input that are kept beside the examples: their types, and their values."""
+"""Columns of the input that are kept beside the examples: their types, and their
+values.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,19 @@ LARGEST_EXACT = 1 << 53
 
 
 def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str, ...]:
-    """Return the setting `carry` with a type for every column, inferred from the first records."""
-    return tuple(f"{name}:{kind}" for name, kind in parse_carry(config, records).items())
+    """Return the setting `carry` with a type for every column, inferred from the first
+    records.
+    """
+    return tuple(
+        f"{name}:{kind}" for name, kind in parse_carry(config, records).items()
+    )
 
 
-def parse_carry(config: TokenizeConfig, records: Sequence[object] = ()) -> dict[str, str]:
-    """Return the names of carried columns and their types: as set, else by values of `records`.
+def parse_carry(
+    config: TokenizeConfig, records: Sequence[object] = ()
+) -> dict[str, str]:
+    """Return the names of carried columns and their types: as set, else by values of
+    `records`.
 
     Mixed integers and floats are ``float64``; a column without values is ``string``.
 
@@ -51,7 +60,9 @@ def parse_carry(config: TokenizeConfig, records: Sequence[object] = ()) -> dict[
             rule = "a name must not be named twice, or a column of the format"
             raise ConfigError(sentence("setting carry", rule, quote(name)))
         if not COLUMN_NAME.fullmatch(name):
-            rule = "a name must be letters a to z, digits and _, and begin with a letter"
+            rule = (
+                "a name must be letters a to z, digits and _, and begin with a letter"
+            )
             remedy = "Rename the field in the input"
             raise ConfigError(sentence("setting carry", rule, quote(name), remedy))
         types[name] = kind
@@ -59,7 +70,9 @@ def parse_carry(config: TokenizeConfig, records: Sequence[object] = ()) -> dict[
 
 
 def _inferred_type(name: str, records: Sequence[object]) -> str:
-    classes = {type(record.get(name)) for record in records if isinstance(record, Mapping)}
+    classes = {
+        type(record.get(name)) for record in records if isinstance(record, Mapping)
+    }
     for kind in ("bool", "float64", "int64"):
         if TYPES[kind][0] in classes:
             return kind
@@ -86,7 +99,9 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
             try:
                 value.encode()
             except UnicodeEncodeError as error:
-                raise Refused("invalid_unicode", f"field {name!r}: {error.reason}") from error
+                raise Refused(
+                    "invalid_unicode", f"field {name!r}: {error.reason}"
+                ) from error
 
 
 def _fits(value: Any, kind: str) -> bool:

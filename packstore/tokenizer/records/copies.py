@@ -1,4 +1,6 @@
-"""Copies: columns that only repeat fields that are read, such as `messages` beside `chosen`."""
+"""Copies: columns that only repeat fields that are read, such as `messages` beside
+`chosen`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from packstore.tokenizer.refusals import Refused
 
 
 class Turn(NamedTuple):
-    """A turn of a dialogue, for comparison: roles by packstore's names, text without its ends."""
+    """A turn of a dialogue, for comparison: roles by packstore's names, text without
+    its ends.
+    """
 
     role: str
     text: str
@@ -34,7 +38,9 @@ class Turn(NamedTuple):
 
 
 class Dialogues:
-    """The dialogues of a record, each from its first turn to an answer; none of token ids."""
+    """The dialogues of a record, each from its first turn to an answer; none of token
+    ids.
+    """
 
     def __init__(self, parsed: Parsed) -> None:
         self._tools = parsed.tools
@@ -59,9 +65,13 @@ class Dialogues:
         return bool(part) and any(_holds(turns, part) for turns in self._dialogues)
 
     def hold_rounds(self, value: Any) -> bool:
-        """Return True if all texts of a list of rounds stand in a dialogue, in this order."""
+        """Return True if all texts of a list of rounds stand in a dialogue, in this
+        order.
+        """
         part = [*_texts_in(parse_json(value))]
-        return any(_holds([turn.text for turn in turns], part) for turns in self._dialogues)
+        return any(
+            _holds([turn.text for turn in turns], part) for turns in self._dialogues
+        )
 
     def hold_tools(self, value: Any) -> bool:
         """Return True if tool schemas are those that are read."""

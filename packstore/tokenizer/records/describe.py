@@ -28,8 +28,8 @@ def describe(
 
     Args:
         read: the record as it was read.
-        record: its columns; the values of those that nothing reads are shown, cut at 200
-            characters.
+        record: its columns; the values of those that nothing reads are shown, cut at
+            200 characters.
         kind: of the dataset.
         ignored: names and paths that count as absent.
     """
@@ -44,29 +44,41 @@ def describe(
         title = f"by packstore's own field names ({kind})"
         fields = _describe_own_fields(read.columns)
     lines = [f"reading records {title}", f"  fields: {', '.join(fields)}"]
-    if isinstance(read.reading, Answers) and not read.source and "score" in read.columns:
+    if (
+        isinstance(read.reading, Answers)
+        and not read.source
+        and "score" in read.columns
+    ):
         score = read.columns["score"]
         ignores = spell(current_door(), {"ignore": [score]})
-        lines.append(f"  {score} judges each answer; to learn all answers instead: {ignores}")
+        lines.append(
+            f"  {score} judges each answer; to learn all answers instead: {ignores}"
+        )
     remaining = without_columns(record, ignored)
     for name, text in first_values(remaining, unread_columns(read, remaining)).items():
         lines.append(f"  not read: {name} = {text}")
     for name in ignored:
         is_there = without_columns(record, [name]) != record
-        lines.append(f"  ignored: {name}" + ("" if is_there else " (the first record has none)"))
+        lines.append(
+            f"  ignored: {name}" + ("" if is_there else " (the first record has none)")
+        )
     lines.append("  a later record that cannot be read so stops the job")
     return lines
 
 
 def _describe_own_fields(columns: Mapping[str, str]) -> list[str]:
-    """Return the roles that are read, with their columns unless all have the roles' names."""
+    """Return the roles that are read, with their columns unless all have the roles'
+    names.
+    """
     if all(role == column for role, column in columns.items()):
         return list(columns)
     return [f"{role} <- {column}" for role, column in columns.items()]
 
 
 def unread_columns(read: ReadRecord, record: Mapping[str, Any]) -> list[str]:
-    """Return the names of a record's columns with a value that nothing reads, in its order."""
+    """Return the names of a record's columns with a value that nothing reads, in its
+    order.
+    """
     names = []
     for name, value in record.items():
         if not is_empty(value) and name not in read.column_names:
@@ -74,7 +86,9 @@ def unread_columns(read: ReadRecord, record: Mapping[str, Any]) -> list[str]:
     return names
 
 
-def reading_provenance(read: ReadRecord | None, adapter: Adapter | None) -> dict[str, Any]:
+def reading_provenance(
+    read: ReadRecord | None, adapter: Adapter | None
+) -> dict[str, Any]:
     """Return how records are read for the manifest, without any text of a record.
 
     Args:
@@ -112,10 +126,17 @@ def detect_kind(record: dict[str, Any], config: TokenizeConfig, where: str) -> s
 
 
 def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
-    """Return the error of a record that has no form, and none of packstore's own fields."""
-    columns = f"fields {', '.join(repr(name) for name in record)}" if record else quote(record)
+    """Return the error of a record that has no form, and none of packstore's own
+    fields.
+    """
+    columns = (
+        f"fields {', '.join(repr(name) for name in record)}"
+        if record
+        else quote(record)
+    )
     rule = (
-        "a record must have a form, or chosen and rejected, or messages, or prompt and response, "
+        "a record must have a form, or chosen and rejected, or messages, or prompt and "
+        "response, "
         "or responses and scores, or input_ids"
     )
     remedy = sibling_remedy(record)
@@ -127,8 +148,13 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
             ("prompt", "responses", "scores"),
             ("messages",),
         )
-        choices = [spell(door, {"fields": dict.fromkeys(roles, "NAME")}) for roles in answers]
-        remedy = f"Say which field holds what ({', or '.join(choices)}; a NAME may be a path, "
+        choices = [
+            spell(door, {"fields": dict.fromkeys(roles, "NAME")}) for roles in answers
+        ]
+        remedy = (
+            f"Say which field holds what ({', or '.join(choices)}; a NAME may be "
+            "a path, "
+        )
         remedy += "such as answers[].text), "
         remedy += f"or write an adapter ({spell(door, ADAPTER)})"
     return RecordError(sentence(where, rule, columns, remedy))

@@ -1,10 +1,12 @@
-"""Closed lists of names and words that mean something in every set, for columns that nothing reads.
+"""Closed lists of names and words that mean something in every set, for columns that
+nothing reads.
 
-Names are compared as :func:`fold` writes them, whole, and inside objects by the last key. A row of
-names is listed if at least two public sets or trainers use names of it so. Most rows of judgements
-were read on the cards of these sets, or in code that writes or reads them; rows of weights,
-histories, system prompts and media also follow common usage. Anything else that a record holds is
-announced with its value, and does not stop a job.
+Names are compared as :func:`fold` writes them, whole, and inside objects by the last
+key. A row of names is listed if at least two public sets or trainers use names of it
+so. Most rows of judgements were read on the cards of these sets, or in code that writes
+or reads them; rows of weights, histories, system prompts and media also follow common
+usage. Anything else that a record holds is announced with its value, and does not stop
+a job.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ _SEPARATORS = re.compile(r"[\W_]+")
 
 @functools.lru_cache(maxsize=10_000)
 def fold(name: str) -> str:
-    """Return a name in small letters with ``_`` between its words: ``passRate``, ``Pass-rate``."""
+    """Return a name in small letters with ``_`` between its words: ``passRate``,
+    ``Pass-rate``.
+    """
     return _SEPARATORS.sub("_", _WORD_BOUNDARY.sub("_", name)).strip("_").casefold()
 
 
@@ -58,14 +62,23 @@ JUDGEMENTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "argilla/OpenHermesPreferences",
         "mlfoundations-dev/test_time_alpaca",
     ),
-    ("winner",): ("lmsys/chatbot_arena_conversations", "lmarena-ai/arena-human-preference-140k"),
+    ("winner",): (
+        "lmsys/chatbot_arena_conversations",
+        "lmarena-ai/arena-human-preference-140k",
+    ),
     ("preference", "overall_preference", "preference_strength"): (
         "tatsu-lab/alpaca_farm",
         "kursathalat/ranking_ds",
         "nvidia/HelpSteer3",
         "nvidia/HelpSteer2",
     ),
-    ("chosen", "rejected", "chosen_response", "rejected_response", "rejected_messages"): (
+    (
+        "chosen",
+        "rejected",
+        "chosen_response",
+        "rejected_response",
+        "rejected_messages",
+    ): (
         "HuggingFaceH4/ultrafeedback_binarized",
         "Anthropic/hh-rlhf",
         "TRL",
@@ -119,7 +132,13 @@ JUDGEMENTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "argilla/ultrafeedback-binarized-preferences-cleaned-kto",
         "argilla/10k_prompts_ranked_mistral_large_responses",
     ),
-    ("overall_score", "reward_score", "reward_model_score", "judge_score", "gpt_score"): (
+    (
+        "overall_score",
+        "reward_score",
+        "reward_model_score",
+        "judge_score",
+        "gpt_score",
+    ): (
         "openbmb/UltraFeedback",
         "argilla/magpie-ultra-v1.0",
         "med-llm-judge/Jeslyn_Test_Scalar",
@@ -165,7 +184,11 @@ WEIGHTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "gohsyi/Llama-3.2-3B-Instruct-ultrafeedback-4k-overweight",
         "KID-22/LLM-SBM",
     ),
-    ("sample_weight", "sample_weights"): ("scikit-learn", "Keras", "SageMaker Autopilot"),
+    ("sample_weight", "sample_weights"): (
+        "scikit-learn",
+        "Keras",
+        "SageMaker Autopilot",
+    ),
     ("example_weight", "instance_weight", "importance_weight", "importance"): (
         "ML.NET",
         "BigQuery ML",
@@ -178,7 +201,15 @@ WEIGHTS: Mapping[tuple[str, ...], tuple[str, ...]] = {
 """Names of columns with the weight of an example in the loss -> where they are used."""
 
 MEDIA: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("image", "images", "image_path", "image_paths", "image_url", "image_urls", "image_list"): (
+    (
+        "image",
+        "images",
+        "image_path",
+        "image_paths",
+        "image_url",
+        "image_urls",
+        "image_list",
+    ): (
         "LLaMA-Factory",
         "ms-swift",
         "TRL",
@@ -192,13 +223,22 @@ MEDIA: Mapping[tuple[str, ...], tuple[str, ...]] = {
         "LLaMA-Factory",
         "ms-swift",
     ),
-    ("rejected_images", "rejected_videos", "rejected_audios"): ("ms-swift", "LLaMA-Factory"),
+    ("rejected_images", "rejected_videos", "rejected_audios"): (
+        "ms-swift",
+        "LLaMA-Factory",
+    ),
     ("pixel_values",): ("transformers", "TRL"),
 }
 """Names of columns with pictures, films or sounds, or with their places."""
 
 HISTORIES: Mapping[tuple[str, ...], tuple[str, ...]] = {
-    ("history", "chat_history", "conversation_history", "dialogue_history", "dialog_history"): (
+    (
+        "history",
+        "chat_history",
+        "conversation_history",
+        "dialogue_history",
+        "dialog_history",
+    ): (
         "LLaMA-Factory",
         "ms-swift",
         "qnguyen3/Viet-ORPO-Mix",
@@ -319,18 +359,19 @@ BAD_WORDS = (
 )
 """Words that call an answer bad.
 
-Words with other meanings need a name: true and false, yes and no, 0 and 1, positive and negative,
-up and down, high and low, success and failure, safe and unsafe.
+Words with other meanings need a name: true and false, yes and no, 0 and 1, positive and
+negative, up and down, high and low, success and failure, safe and unsafe.
 """
 
 IDS_AND_SOURCES = frozenset((
     "id", "ids", "idx", "index", "uid", "uuid", "guid", "key", "hash", "sha256", "md5",
     "row", "row_id", "row_idx", "row_index", "record_id", "sample_id", "example_id",
     "pair_id", "prompt_id", "question_id", "query_id", "task_id", "item_id", "data_id",
-    "conversation_id", "conv_id", "dialogue_id", "session_id", "thread_id", "message_id",
-    "user_id", "annotator_id", "worker_id", "rater_id", "judge_id", "batch_id", "index_level_0",
-    "source", "sources", "data_source", "dataset", "dataset_name", "source_dataset",
-    "subset", "split", "origin", "url", "link", "file", "file_name", "filename", "path",
+    "conversation_id", "conv_id", "dialogue_id", "session_id", "thread_id",
+    "message_id", "user_id", "annotator_id", "worker_id", "rater_id", "judge_id",
+    "batch_id", "index_level_0", "source", "sources", "data_source", "dataset",
+    "dataset_name", "source_dataset", "subset", "split", "origin", "url", "link",
+    "file", "file_name", "filename", "path",
     "model", "models", "model_name", "model_id", "generator", "engine", "provider",
     "license", "version", "language", "lang", "locale", "category", "domain", "topic",
     "created_at", "updated_at", "timestamp", "tstamp", "date", "time", "datetime",
@@ -344,7 +385,9 @@ def names_of(table: Mapping[tuple[str, ...], tuple[str, ...]]) -> frozenset[str]
 
 
 def spellings(names: Iterable[str]) -> frozenset[str]:
-    """Return folded names as small letters may spell them: ``a_b``, ``a-b``, ``a b``, ``ab``."""
+    """Return folded names as small letters may spell them: ``a_b``, ``a-b``, ``a b``,
+    ``ab``.
+    """
     separators = ("_", "-", " ", "")
     return frozenset(name.replace("_", mark) for name in names for mark in separators)
 
@@ -356,11 +399,15 @@ VERDICTS: Mapping[str, float] = {
 """A word of judgement in small letters -> 1 for a good answer, 0 for a bad one."""
 
 LONGEST_WORD = max(len(word) for word in VERDICTS) + 4
-"""Characters above which a text is no word of judgement, with room for space and a full stop."""
+"""Characters above which a text is no word of judgement, with room for space and a full
+stop.
+"""
 
 
 def fold_word(text: str) -> str:
-    """Return a short text in small letters, without spaces and a full stop at its ends."""
+    """Return a short text in small letters, without spaces and a full stop at
+    its ends.
+    """
     return text.strip(" \t\r\n.!").casefold()
 
 

@@ -1,4 +1,6 @@
-"""Handles overlong examples: measures them in their layout, and truncates by the settings."""
+"""Handles overlong examples: measures them in their layout, and truncates by the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ class _Sizes:
     Attributes:
         lengths: tokens of each sequence, int64 `[S]`.
         shared: number of tokens that each prompt shares with the first, `[S]`.
-        left_out: tokens of each sequence that the layout does not store again, int64 `[S]`.
+        left_out: tokens of each sequence that the layout does not store again, int64
+            `[S]`.
         multiple: each stored sequence is padded to a multiple of it.
     """
 
@@ -40,11 +43,14 @@ class _Sizes:
         return int(padded.sum())
 
 
-def fit(sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]) -> list[Tokens]:
+def fit(
+    sequences: list[Tokens], config: TokenizeConfig, specials: frozenset[int]
+) -> list[Tokens]:
     """Return the sequences of one example, truncated if necessary and allowed.
 
-    Every sequence must fit ``config.sequence_limit``, and the example ``config.pack_size``, with
-    sequences padded to ``config.pad_to_multiple``. Layout ``shared_prefix`` counts the prompt once.
+    Every sequence must fit ``config.sequence_limit``, and the example
+    ``config.pack_size``, with sequences padded to ``config.pad_to_multiple``. Layout
+    ``shared_prefix`` counts the prompt once.
 
     Args:
         specials: control tokens; a truncated response keeps those that end it.
@@ -85,7 +91,9 @@ def _measure(sequences: list[Tokens], config: TokenizeConfig) -> _Sizes:
 def _cut_prompts(
     sequences: list[Tokens], sizes: _Sizes, config: TokenizeConfig
 ) -> list[Tokens] | None:
-    """Return the sequences with the shortest cut of the shared prompt that fits, or None."""
+    """Return the sequences with the shortest cut of the shared prompt that fits, or
+    None.
+    """
     # A prompt token that is stored once is also saved only once.
     is_saved: Bool = np.arange(len(sequences)) == 0
     if config.layout == "concat":
@@ -105,7 +113,10 @@ def _cut_prompts(
 
 
 def _cut_responses(
-    sequences: list[Tokens], sizes: _Sizes, config: TokenizeConfig, specials: frozenset[int]
+    sequences: list[Tokens],
+    sizes: _Sizes,
+    config: TokenizeConfig,
+    specials: frozenset[int],
 ) -> list[Tokens] | None:
     """Return the sequences cut to the largest length that fits, or None."""
 
@@ -141,8 +152,12 @@ def _without(tokens: Tokens, start: int, end: int, event: str) -> Tokens:
     )
 
 
-def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Tokens | None:
-    """Return a sequence cut to `limit` tokens; None if no supervised text would remain."""
+def _cut_response(
+    tokens: Tokens, limit: int, specials: frozenset[int]
+) -> Tokens | None:
+    """Return a sequence cut to `limit` tokens; None if no supervised text would
+    remain.
+    """
     if len(tokens.ids) <= limit:
         return tokens
     # A generation prompt behind the last turn can be dropped.
@@ -156,7 +171,9 @@ def _cut_response(tokens: Tokens, limit: int, specials: frozenset[int]) -> Token
 
 
 def _tail_length(tokens: Tokens, end: int, specials: frozenset[int]) -> int:
-    """Return the number of tokens that end a turn: EOS, or a control token and its line break."""
+    """Return the number of tokens that end a turn: EOS, or a control token and its line
+    break.
+    """
     for number in (1, 2):
         if end <= number:
             break

@@ -1,4 +1,6 @@
-"""Reads records under packstore's own field names, or the names that `fields` maps them to."""
+"""Reads records under packstore's own field names, or the names that `fields` maps them
+to.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,13 @@ from packstore.config.record_fields import (
 from packstore.errors import quote
 from packstore.tokenizer.dialogue.messages import parsed_json
 from packstore.tokenizer.records.judgements import fold_word
-from packstore.tokenizer.records.paths import Path, describe_missing, follow, is_path, parse_path
+from packstore.tokenizer.records.paths import (
+    Path,
+    describe_missing,
+    follow,
+    is_path,
+    parse_path,
+)
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.records.siblings import side_names
@@ -80,7 +88,9 @@ class OwnNames:
     def __init__(self, mapped: Mapping[str, str], prefers_ids: bool = False) -> None:
         self._mapped = dict(mapped)
         self._prefers_ids = prefers_ids
-        self._paths = {name: parse_path(name) for name in mapped.values() if is_path(name)}
+        self._paths = {
+            name: parse_path(name) for name in mapped.values() if is_path(name)
+        }
         self._plans: dict[tuple[str, ...], list[tuple[str, list[str]]]] = {}
 
     def find(self, record: Mapping[str, Any]) -> OwnFields:
@@ -89,13 +99,19 @@ class OwnNames:
         plan = self._plans.get(names)
         if plan is None:
             plan = self._plan(names)
-            if len(self._plans) < 1000:  # field names may be data that differ in each record
+            if (
+                len(self._plans) < 1000
+            ):  # field names may be data that differ in each record
                 self._plans[names] = plan
         values: dict[str, Any] = {}
         columns: dict[str, str] = {}
         for role, spellings in plan:
             for name in spellings:
-                value = record[name] if name in record else follow(record, self._paths[name])
+                value = (
+                    record[name]
+                    if name in record
+                    else follow(record, self._paths[name])
+                )
                 if value is None:
                     continue
                 if role in REWARD_ROLES and self._is_no_reward(role, name, value):
@@ -110,11 +126,15 @@ class OwnNames:
         return OwnFields(values, columns)
 
     def _plan(self, names: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-        """Return the roles that a record with these columns may have, with their columns."""
+        """Return the roles that a record with these columns may have, with their
+        columns.
+        """
         plan = []
         for role in SPELLINGS:
             spellings = [
-                name for name in self._spellings(role) if name in names or name in self._paths
+                name
+                for name in self._spellings(role)
+                if name in names or name in self._paths
             ]
             if spellings:
                 plan.append((role, spellings))
@@ -123,8 +143,8 @@ class OwnNames:
     def _spellings(self, role: str) -> Sequence[str]:
         """Return the columns that may hold a role, in order of precedence.
 
-        A column that is mapped to another role may be text here as well, such as a prompt, but it
-        judges no answer.
+        A column that is mapped to another role may be text here as well, such as a
+        prompt, but it judges no answer.
         """
         if role in self._mapped:
             return (self._mapped[role],)
@@ -137,7 +157,8 @@ class OwnNames:
         return [name for name in spellings if name not in self._mapped.values()]
 
     def _is_no_reward(self, role: str, name: str, value: Any) -> bool:
-        """Return True for a synonym of a reward that holds no number, so that it means another.
+        """Return True for a synonym of a reward that holds no number, so that it means
+        another.
 
         The first name of a reward, or the mapped one, must hold a number.
         """
@@ -157,7 +178,9 @@ class OwnNames:
 
 
 def _convert(role: str, value: Any) -> Any:
-    """Return a tensor as an array; of a list of responses also JSON text of messages as lists."""
+    """Return a tensor as an array; of a list of responses also JSON text of messages as
+    lists.
+    """
     if type(value) not in PLAIN_TYPES:
         value = unwrapped(value)
     if role in LIST_ROLES and isinstance(value, list | np.ndarray):
@@ -197,8 +220,9 @@ class OwnReader:
         """Return the reading of a record, and the columns it was read from, by role.
 
         Raises:
-            Refused: it lacks a field (``missing_field``), a reward stands on one side alone
-                (``one_reward``), two answers are a tie (``tie``), or a value is of the wrong type.
+            Refused: it lacks a field (``missing_field``), a reward stands on one side
+                alone (``one_reward``), two answers are a tie (``tie``), or a value is
+                of the wrong type.
         """
         fields = self._names.find(record)
         for role in self._names.mapped.keys() & {"prompt"}:
@@ -249,7 +273,9 @@ class OwnReader:
         Raises:
             Refused: only one side has a reward (``one_reward``).
         """
-        rewards = {role: fields.values[role] for role in REWARD_ROLES if role in fields.values}
+        rewards = {
+            role: fields.values[role] for role in REWARD_ROLES if role in fields.values
+        }
         for role, other_role in OTHER_REWARD.items():
             if role in rewards or other_role not in rewards:
                 continue
@@ -266,7 +292,9 @@ class OwnReader:
         """Return a pair of two mapped answers by their verdict."""
         for role in VERDICT_ROLES:
             if not fields.has(role):
-                detail = f"first, second and verdict belong together, and there is no {role}"
+                detail = (
+                    f"first, second and verdict belong together, and there is no {role}"
+                )
                 if role in self._names.mapped:
                     detail = self._names.missing_part(record, role)
                 settings = {"fields": {role: "NAME"}}
@@ -291,7 +319,8 @@ class OwnReader:
         """Return first, second or tie for a verdict.
 
         Raises:
-            Refused: it is none of the listed values, and does not name a side (``wrong_type``).
+            Refused: it is none of the listed values, and does not name a side
+                (``wrong_type``).
         """
         text = verdict_text(verdict)
         if text in self._verdicts:
@@ -305,7 +334,10 @@ class OwnReader:
         settings = {"verdict": dict.fromkeys(("first", "second", "tie"), "VALUE")}
         if not self._verdicts:
             raise Stop(
-                rule, f"{self._names.mapped['verdict']} = {quote(verdict)}", remedy, settings
+                rule,
+                f"{self._names.mapped['verdict']} = {quote(verdict)}",
+                remedy,
+                settings,
             )
         raise wrong_type(rule, verdict, remedy, settings)
 
@@ -344,10 +376,14 @@ class OwnReader:
             raise self._missing_roles(None, fields, "score")
         score = score_of(fields.get("score"), fields.columns["score"])
         if fields.has("response"):
-            answers = Answers(fields.get("prompt"), [fields.get("response")], [score], **common)
+            answers = Answers(
+                fields.get("prompt"), [fields.get("response")], [score], **common
+            )
             return answers, _of_roles(fields.columns, [*roles, "response", "score"])
         if fields.has("messages"):
-            answers = Answers(fields.get("prompt"), [fields.get("messages")], [score], **common)
+            answers = Answers(
+                fields.get("prompt"), [fields.get("messages")], [score], **common
+            )
             return answers, _of_roles(fields.columns, [*roles, "messages", "score"])
         raise self._missing_roles(None, fields, "response")
 
@@ -383,8 +419,14 @@ class OwnReader:
         for role in absent:
             if role in self._names.mapped and record is not None:
                 return Refused("missing_field", self._names.missing_part(record, role))
-        columns = ", ".join(repr(name) for name in fields.columns.values()) or "none of its names"
-        detail = f"a record of kind {self._kind} needs {' and '.join(absent)}, found {columns}"
+        columns = (
+            ", ".join(repr(name) for name in fields.columns.values())
+            or "none of its names"
+        )
+        detail = (
+            f"a record of kind {self._kind} needs {' and '.join(absent)}, found "
+            f"{columns}"
+        )
         settings = {"fields": dict.fromkeys(absent, "NAME")}
         return Refused("missing_field", detail, "Name the field ({})", settings)
 
@@ -394,7 +436,9 @@ def _of_roles(columns: Mapping[str, str], roles: Collection[str]) -> dict[str, s
 
 
 def _with_dialogue(messages: Any, rejected: Any) -> Any:
-    """Return rejected text in place of the last answer of a dialogue; messages as they are."""
+    """Return rejected text in place of the last answer of a dialogue; messages as they
+    are.
+    """
     if not isinstance(rejected, str):
         return rejected
     before = messages[:-1] if isinstance(messages, list) else []
@@ -415,7 +459,8 @@ def number_of(value: Any) -> float | None:
 
 
 def score_of(value: Any, name: str) -> float:
-    """Return the score of an answer: a number, or a label that calls it good (1) or bad (0).
+    """Return the score of an answer: a number, or a label that calls it good (1) or bad
+    (0).
 
     Raises:
         Refused: it is something else (``wrong_type``).
@@ -426,5 +471,7 @@ def score_of(value: Any, name: str) -> float:
         return LABEL_SCORES[fold_word(value)]
     number = number_of(value)
     if number is None:
-        raise wrong_type(f"{name} must be a number, or a label such as good or bad", value)
+        raise wrong_type(
+            f"{name} must be a number, or a label such as good or bad", value
+        )
     return number

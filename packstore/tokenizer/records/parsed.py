@@ -1,4 +1,6 @@
-"""Parsed records: readings with prompt and responses all text, all messages, or all ids."""
+"""Parsed records: readings with prompt and responses all text, all messages, or all
+ids.
+"""
 
 from __future__ import annotations
 
@@ -94,15 +96,21 @@ class Parsed(NamedTuple):
                 return [self.prompt]
             case list():
                 turns: Any = itertools.chain(self.prompt, *self.responses)
-                return [turn["content"] or "" for turn in turns if turn["role"] == "user"]
+                return [
+                    turn["content"] or "" for turn in turns if turn["role"] == "user"
+                ]
             case _:
                 return []
 
     @property
     def asks_nothing(self) -> bool:
-        """True if its questions are empty: some sets leave out questions of other sets."""
+        """True if its questions are empty: some sets leave out questions of
+        other sets.
+        """
         questions = self.questions
-        return bool(questions) and not any(text.strip().strip("-") for text in questions)
+        return bool(questions) and not any(
+            text.strip().strip("-") for text in questions
+        )
 
 
 def parse(
@@ -120,12 +128,15 @@ def parse(
         columns: names under which the record was read, for messages.
 
     Raises:
-        Refused: a value is of the wrong type, sides share no prompt, or messages have unknown keys.
+        Refused: a value is of the wrong type, sides share no prompt, or messages have
+            unknown keys.
     """
     rewards = _rewards_of(reading)
     if _holds_token_ids(reading):
         if config.as_chat:
-            raise Refused("wrong_type", "as_chat needs text or messages, found token ids")
+            raise Refused(
+                "wrong_type", "as_chat needs text or messages, found token ids"
+            )
         return _with_rewards(_parse_ids(reading, columns), rewards)
     prompt, responses = _contents(reading)
     if _are_texts(prompt, responses):
@@ -133,10 +144,16 @@ def parse(
         if not as_chat:
             _refuse_beside_text(reading, columns)
             return Parsed(
-                prompt, responses, rewards.values, rewards.are_explicit, events=rewards.events
+                prompt,
+                responses,
+                rewards.values,
+                rewards.are_explicit,
+                events=rewards.events,
             )
         prompt, responses = text_as_messages(prompt, responses)
-    return _with_rewards(_parse_chat(reading, prompt, responses, config, roles or {}), rewards)
+    return _with_rewards(
+        _parse_chat(reading, prompt, responses, config, roles or {}), rewards
+    )
 
 
 def _contents(reading: Reading) -> tuple[Any, list[Any]]:
@@ -146,14 +163,18 @@ def _contents(reading: Reading) -> tuple[Any, list[Any]]:
             return reading.prompt, [reading.chosen, reading.rejected]
         case Answers():
             if not _is_filled(reading.responses, list):
-                raise wrong_type("responses must be a list with an answer", reading.responses)
+                raise wrong_type(
+                    "responses must be a list with an answer", reading.responses
+                )
             return reading.prompt, reading.responses
         case Chat(messages=None):
             return reading.prompt, [reading.response]
         case Chat():
             messages = parsed_json(reading.messages)
             if not _is_filled(messages, list | dict):
-                raise wrong_type("messages must be a list of messages", reading.messages)
+                raise wrong_type(
+                    "messages must be a list of messages", reading.messages
+                )
             return reading.prompt, [messages]
 
 
@@ -191,7 +212,8 @@ def _rewards_of(reading: Reading) -> _Rewards:
     """Return the rewards of the responses.
 
     Raises:
-        Refused: one is not a finite number, or a margin is not the difference of the rewards.
+        Refused: one is not a finite number, or a margin is not the difference of the
+            rewards.
     """
     match reading:
         case Pair():
@@ -206,14 +228,18 @@ def _scores_of(answers: Answers) -> list[float]:
     scores = answers.scores
     is_list = isinstance(scores, list | tuple | np.ndarray)
     if not is_list or not isinstance(answers.responses, list):
-        raise wrong_type("scores must be a list of numbers, one for each response", scores)
+        raise wrong_type(
+            "scores must be a list of numbers, one for each response", scores
+        )
     if len(scores) != len(answers.responses):
         raise wrong_type(f"scores must be a list of {len(answers.responses)}", scores)
     return [_number(score, "a score") for score in scores]
 
 
 def _rewards_of_pair(pair: Pair) -> _Rewards:
-    """Return the rewards of both sides, or the margin as the reward of the chosen one."""
+    """Return the rewards of both sides, or the margin as the reward of the
+    chosen one.
+    """
     num_rewards = (pair.chosen_reward is not None) + (pair.rejected_reward is not None)
     if num_rewards == 1:
         detail = "a reward on one side alone, and nothing for the other"
@@ -233,7 +259,9 @@ def _rewards_of_pair(pair: Pair) -> _Rewards:
 
 
 def _check_margin(pair: Pair, difference: float) -> None:
-    if math.isclose(difference, _number(pair.margin, "margin"), rel_tol=MARGIN_TOLERANCE):
+    if math.isclose(
+        difference, _number(pair.margin, "margin"), rel_tol=MARGIN_TOLERANCE
+    ):
         return
     rewards = f"{quote(pair.chosen_reward)} and {quote(pair.rejected_reward)}"
     detail = f"margin {quote(pair.margin)} beside rewards {rewards}"
@@ -242,7 +270,9 @@ def _check_margin(pair: Pair, difference: float) -> None:
 
 
 def _number(value: Any, name: str) -> float:
-    """Return a finite float32 number; an integer stays one, as a float could be another number."""
+    """Return a finite float32 number; an integer stays one, as a float could be another
+    number.
+    """
     number = number_of(value)
     if number is None or not abs(number) <= LARGEST_REWARD:
         raise wrong_type(f"{name} must be a finite number, as a float32", value)
@@ -250,12 +280,17 @@ def _number(value: Any, name: str) -> float:
 
 
 def _refuse_beside_text(reading: Reading, columns: Collection[str]) -> None:
-    """Raise for a system text, tools or template variables, which plain text has no place for.
+    """Raise for a system text, tools or template variables, which plain text has no
+    place for.
 
     Args:
         columns: names under which the record was read, for the way out.
     """
-    if reading.system is None and reading.tools is None and reading.chat_template_kwargs is None:
+    if (
+        reading.system is None
+        and reading.tools is None
+        and reading.chat_template_kwargs is None
+    ):
         return
     for role in ("system", "tools", "chat_template_kwargs"):
         value = getattr(reading, role)
@@ -264,14 +299,18 @@ def _refuse_beside_text(reading: Reading, columns: Collection[str]) -> None:
         column = next((name for name in SPELLINGS[role] if name in columns), role)
         detail = f"{role} {quote(value)} beside plain text"
         remedy = "Make chats of text ({}), or ignore it ({})"
-        raise Refused("unread_field", detail, remedy, {"as_chat": True}, {"ignore": [column]})
+        raise Refused(
+            "unread_field", detail, remedy, {"as_chat": True}, {"ignore": [column]}
+        )
 
 
 def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
-    """Return the prompt and the responses of plain text; dialogues of the HH form are split.
+    """Return the prompt and the responses of plain text; dialogues of the HH form are
+    split.
 
     Raises:
-        Refused: there is no prompt (``missing_field``), or a dialogue does not begin with it.
+        Refused: there is no prompt (``missing_field``), or a dialogue does not begin
+            with it.
     """
     dialogues = [response for response in responses if _is_dialogue(prompt, response)]
     if len(responses) > 1 and len(dialogues) == len(responses):
@@ -293,7 +332,8 @@ def _is_dialogue(prompt: str | None, response: str) -> bool:
     """Return True for a response that is a whole dialogue of the HH form."""
     headers = turn_headers(response)
     if headers is SINGLE_BREAK_HEADERS and prompt is not None:
-        # An answer may quote a dialogue: single line breaks are as common in plain text.
+        # An answer may quote a dialogue: single line breaks are as common in plain
+        # text.
         return prompt.strip() in response
     return headers is not None
 
@@ -315,7 +355,9 @@ def _parse_chat(
     roles: Mapping[str, str],
 ) -> Parsed:
     unknown_keys: set[str] = set()
-    sides = [_turns(response, "assistant", unknown_keys, roles) for response in responses]
+    sides = [
+        _turns(response, "assistant", unknown_keys, roles) for response in responses
+    ]
     events: tuple[str, ...] = ()
     begin: list[Message] = []
     if isinstance(reading, Chat) and reading.messages is not None:
@@ -365,10 +407,14 @@ def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
 def _split_last_answer(
     dialogue: list[Message],
 ) -> tuple[list[Message], list[Message], tuple[str, ...]]:
-    """Return the turns of a judged dialogue up to its last question, the answer, and events."""
+    """Return the turns of a judged dialogue up to its last question, the answer, and
+    events.
+    """
     roles = [message["role"] for message in dialogue]
     if "assistant" not in roles:
-        raise Refused("wrong_type", "messages must hold an answer, found questions alone")
+        raise Refused(
+            "wrong_type", "messages must hold an answer, found questions alone"
+        )
     events: tuple[str, ...] = ()
     while roles[-1] == "user":
         roles.pop()
@@ -379,8 +425,12 @@ def _split_last_answer(
     return dialogue[:start], dialogue[start : len(roles)], events
 
 
-def _turns(value: Any, role: str, unknown: set[str], roles: Mapping[str, str]) -> list[Message]:
-    """Return text as a turn of a role, and messages in the form that templates expect."""
+def _turns(
+    value: Any, role: str, unknown: set[str], roles: Mapping[str, str]
+) -> list[Message]:
+    """Return text as a turn of a role, and messages in the form that templates
+    expect.
+    """
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
     elif not _is_filled(value, list | dict):
@@ -394,7 +444,9 @@ def _are_dialogues(sides: list[list[Message]]) -> bool:
 
 
 def _check_answers(prompt: list[Message], responses: list[Any]) -> None:
-    """Raise for answers without a prompt, and for texts that repeat it as a dialogue."""
+    """Raise for answers without a prompt, and for texts that repeat it as a
+    dialogue.
+    """
     if not prompt:
         remedy = "Name the turns before the answers ({})"
         raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
@@ -405,7 +457,8 @@ def _check_answers(prompt: list[Message], responses: list[Any]) -> None:
 
 
 def _check_prompt(prompt: list[Message], messages: list[Message]) -> None:
-    """Raise for a prompt that is neither the beginning of messages nor their last question.
+    """Raise for a prompt that is neither the beginning of messages nor their last
+    question.
 
     A system turn may stand before the beginning.
     """
@@ -424,7 +477,9 @@ def _trimmed(message: Message) -> Message:
 
 def _no_common_prompt() -> Refused:
     remedy = "Leave the prompt out, or the turns before the answers"
-    return Refused("no_common_prompt", "the text after the prompt does not begin with it", remedy)
+    return Refused(
+        "no_common_prompt", "the text after the prompt does not begin with it", remedy
+    )
 
 
 def _with_system(system: Any, messages: list[Message]) -> list[Message]:
@@ -453,7 +508,9 @@ def _holds_token_ids(reading: Reading) -> bool:
         case Pair():
             return _is_id_list(reading.chosen) or _is_id_list(reading.rejected)
         case Answers():
-            return _is_filled(reading.responses, list) and _is_id_list(reading.responses[0])
+            return _is_filled(reading.responses, list) and _is_id_list(
+                reading.responses[0]
+            )
         case Chat():
             return reading.input_ids is not None or _is_id_list(reading.response)
 
@@ -491,11 +548,16 @@ def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
 
 
 def _labels_of(reading: Reading, responses: list[Any]) -> tuple[list[str], list[Any]]:
-    """Return the names of responses that are ids, for messages, and their labels or None."""
+    """Return the names of responses that are ids, for messages, and their labels or
+    None.
+    """
     names = [f"response {i + 1}" for i in range(len(responses))]
     match reading:
         case Pair():
-            return ["chosen", "rejected"], [reading.chosen_labels, reading.rejected_labels]
+            return ["chosen", "rejected"], [
+                reading.chosen_labels,
+                reading.rejected_labels,
+            ]
         case Answers(response_labels=list() | np.ndarray()):
             labels = list(reading.response_labels)
         case Answers(response_labels=None) | Chat():
@@ -540,15 +602,20 @@ def _is_empty(response: Any) -> bool:
         case np.ndarray():
             return len(response) == 0
         case _:
-            answers = [message for message in response if message["role"] == "assistant"]
-            return len(answers) > 0 and not any(has_content(message) for message in answers)
+            answers = [
+                message for message in response if message["role"] == "assistant"
+            ]
+            return len(answers) > 0 and not any(
+                has_content(message) for message in answers
+            )
 
 
 def check_placeholders(questions: Iterable[str]) -> None:
-    """Raise if a question begins or ends with a tag that stands for an image, a video or a sound.
+    """Raise if a question begins or ends with a tag that stands for an image, a video
+    or a sound.
 
-    LLaMA-Factory, ms-swift and LLaVA write it so. A tag that is closed, or a word in a sentence, is
-    text.
+    LLaMA-Factory, ms-swift and LLaVA write it so. A tag that is closed, or a word in a
+    sentence, is text.
 
     Raises:
         Refused: the place of a missing image (``unread_field``).
@@ -557,7 +624,11 @@ def check_placeholders(questions: Iterable[str]) -> None:
         name = _placeholder_in(text)
         if name:
             remedy = "packstore packs text alone: leave such records out, or their tags"
-            raise Refused("unread_field", f"the place of a missing {name} in {quote(text)}", remedy)
+            raise Refused(
+                "unread_field",
+                f"the place of a missing {name} in {quote(text)}",
+                remedy,
+            )
 
 
 def _placeholder_in(text: str) -> str:
@@ -575,9 +646,9 @@ def _placeholder_in(text: str) -> str:
 def prompt_key(parsed: Parsed) -> int:
     """Return a 64-bit hash of the prompt.
 
-    It hashes text, not ids, which at the end of a prompt may depend on the text behind it. The
-    prompt of a dialogue without a separate one ends before its first answer; without an answer, the
-    whole record is the prompt.
+    It hashes text, not ids, which at the end of a prompt may depend on the text behind
+    it. The prompt of a dialogue without a separate one ends before its first answer;
+    without an answer, the whole record is the prompt.
     """
     record = [parsed.prompt, *parsed.responses, parsed.tools]
     if parsed.variables:

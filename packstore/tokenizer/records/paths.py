@@ -1,7 +1,8 @@
-"""Paths into nested records: names, ``.``, ``[]`` for each item of a list, and quoted names.
+"""Paths into nested records: names, ``.``, ``[]`` for each item of a list, and quoted
+names.
 
-Not JMESPath: its projections leave out null, so that the scores of a list would move to other
-answers, and it does not name the part that was missing.
+Not JMESPath: its projections leave out null, so that the scores of a list would move to
+other answers, and it does not name the part that was missing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,10 @@ def parse_path(text: str) -> Path:
         end = match.end()
         match = _PART.match(text, end)
     if end < len(text) or not parts or parts[0] is EACH:
-        rule = 'it must be names, with . between them, [] behind lists, and "" around odd names'
+        rule = (
+            'it must be names, with . between them, [] behind lists, and "" around '
+            "odd names"
+        )
         raise ConfigError(sentence(f"path {quote(text)}", rule, quote(text[end:])))
     return tuple(parts)
 
@@ -51,7 +55,9 @@ def _part_of(match: re.Match[str]) -> str | None:
 
 
 def follow(value: Any, path: Path) -> Any:
-    """Return the value at a path; None if a part is missing or null, in any item of a list."""
+    """Return the value at a path; None if a part is missing or null, in any item of a
+    list.
+    """
     for i, part in enumerate(path):
         if part is EACH:
             return _follow_each(value, path[i + 1 :])
@@ -72,7 +78,8 @@ def _follow_each(items: Any, path: Path) -> list[Any] | None:
 
 
 def describe_missing(value: Any, path: Path, before: str = "") -> str:
-    """Return a description of the first part of a path that is missing, and of its surroundings.
+    """Return a description of the first part of a path that is missing, and of its
+    surroundings.
 
     Args:
         before: the path to `value`.

@@ -24,11 +24,20 @@ from packstore.tokenizer.records.forms import (
 )
 from packstore.tokenizer.records.own import OwnNames, OwnReader, own_kind, score_of
 from packstore.tokenizer.records.paths import is_path, parse_json_text, parse_path
-from packstore.tokenizer.records.reading import KIND_OF, Answers, Chat, Drop, Pair, Reading
+from packstore.tokenizer.records.reading import (
+    KIND_OF,
+    Answers,
+    Chat,
+    Drop,
+    Pair,
+    Reading,
+)
 from packstore.tokenizer.refusals import Refused, Stop
 
 MAX_LAYOUTS = 1000
-"""Sets of columns that are remembered: field names may be data that differ in each record."""
+"""Sets of columns that are remembered: field names may be data that differ in each
+record.
+"""
 
 ROLES_OF_KINDS = {
     "preference": ("prompt", "chosen", "rejected"),
@@ -130,7 +139,9 @@ class RecordReader:
         self._insists = config.form not in (None, OWN)
 
     def without_ignored(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record without the columns and paths to ignore; whole names go before paths."""
+        """Return a record without the columns and paths to ignore; whole names go
+        before paths.
+        """
         if not self._ignored or isinstance(record, AdaptedRecord):
             return record
         return _without(record, self._ignored, "")
@@ -146,7 +157,9 @@ class RecordReader:
             result = self._read_by_adapter(record, self._adapter)
         else:
             match = self._match(record)
-            result = self._read_by_form(record, match) if match else self._read_own(record)
+            result = (
+                self._read_by_form(record, match) if match else self._read_own(record)
+            )
         if result.source and self._names.mapped:
             self._replace_mapped(record, result)
         if result.kind != self._kind:
@@ -154,7 +167,8 @@ class RecordReader:
         return result
 
     def kind_of(self, record: dict[str, Any]) -> str | None:
-        """Return the kind that a record's form, adapter or own field names speak for, or None.
+        """Return the kind that a record's form, adapter or own field names speak for,
+        or None.
 
         Raises:
             Refused: an adapter leaves the record out.
@@ -173,7 +187,9 @@ class RecordReader:
         detail = f"a record of kind {kind}"
         if self._first_place:
             detail += f", while {self._first_place} is of kind {self._kind}"
-        remedy = "Pack such records apart, or name all fields of such a record yourself ({})"
+        remedy = (
+            "Pack such records apart, or name all fields of such a record yourself ({})"
+        )
         fields = dict.fromkeys(ROLES_OF_KINDS.get(self._kind, ()), "NAME")
         return Stop(rule, detail, remedy, {"kind": self._kind, "fields": fields})
 
@@ -207,9 +223,12 @@ class RecordReader:
         return has_candidates
 
     def _ambiguity(self, matches: Sequence[Match]) -> Stop:
-        """Return the refusal of a record with several forms, or several structures of one form."""
+        """Return the refusal of a record with several forms, or several structures of
+        one form.
+        """
         descriptions = " and ".join(
-            f"{match.form.name} ({', '.join(match.structure.required)})" for match in matches
+            f"{match.form.name} ({', '.join(match.structure.required)})"
+            for match in matches
         )
         names = list(dict.fromkeys(match.form.name for match in matches))
         choices: list[dict[str, Any]] = [{"form": name} for name in names]
@@ -280,7 +299,9 @@ class RecordReader:
         return ReadRecord(reading=reading, source="", columns=columns)
 
     def _check_mapped(self, record: dict[str, Any], columns: Mapping[str, str]) -> None:
-        """Raise for a column that the user mapped to a role that the record's reading lacks."""
+        """Raise for a column that the user mapped to a role that the record's reading
+        lacks.
+        """
         fields = None
         for role, name in self._names.mapped.items():
             if role in columns:
@@ -303,18 +324,23 @@ class RecordReader:
             if role in VERDICT_ROLES or not hasattr(result.reading, _attribute(role)):
                 detail = f"the reading of {result.source} has no {role}"
                 remedy = (
-                    f"Name all fields of the record yourself, without {result.source}, or leave "
+                    f"Name all fields of the record yourself, without {result.source}, "
+                    "or leave "
                     f"out the mapping of {role} to {column}"
                 )
                 raise Refused("unread_field", detail, remedy)
             value = fields.values[role]
-            values[_attribute(role)] = [score_of(value, column)] if role == "score" else value
+            values[_attribute(role)] = (
+                [score_of(value, column)] if role == "score" else value
+            )
             result.columns[role] = column
         result.reading = dataclasses.replace(result.reading, **values)
 
 
 def _nearest_structure(form: Form, record: Mapping[str, Any]) -> Structure:
-    """Return the structure with the largest share of its required columns in a record."""
+    """Return the structure with the largest share of its required columns in a
+    record.
+    """
 
     def share(structure: Structure) -> float:
         columns = columns_of(structure.required) - structure.required.keys()
@@ -350,12 +376,15 @@ def require_object(value: object) -> dict[str, Any]:
     """Return a record.
 
     Raises:
-        Refused: its line is no JSON (``not_json``), or it is no object (``not_an_object``).
+        Refused: its line is no JSON (``not_json``), or it is no object
+            (``not_an_object``).
     """
     if isinstance(value, BrokenLine):
         raise Refused("not_json", value.detail, value.remedy)
     if not isinstance(value, dict):
-        raise Refused("not_an_object", f"a record must be an object, found {quote(value)}")
+        raise Refused(
+            "not_an_object", f"a record must be an object, found {quote(value)}"
+        )
     return value
 
 
@@ -365,7 +394,8 @@ def kind_of_record(
     adapter: Adapter | None = None,
     prefers_ids: bool = False,
 ) -> str | None:
-    """Return the kind of a record by its form, or by its own field names; None without either.
+    """Return the kind of a record by its form, or by its own field names; None without
+    either.
 
     Raises:
         Refused: an adapter leaves the record out.
@@ -376,11 +406,15 @@ def kind_of_record(
 
 
 def without_columns(record: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Return a record without columns, or the members at paths; names go before paths."""
+    """Return a record without columns, or the members at paths; names go before
+    paths.
+    """
     return _without(record, frozenset(names), "")
 
 
-def _without(record: dict[str, Any], paths: frozenset[str], before: str) -> dict[str, Any]:
+def _without(
+    record: dict[str, Any], paths: frozenset[str], before: str
+) -> dict[str, Any]:
     """Return an object without the named columns, or members inside them."""
     remaining = {}
     for name, value in record.items():

@@ -1,7 +1,8 @@
-"""Readings: a record in packstore's own terms, as forms, adapters and own field names give it.
+"""Readings: a record in packstore's own terms, as forms, adapters and own field names
+give it.
 
-A prompt or a response is text, a list of messages, or token ids. The three classes name the three
-kinds of datasets; :class:`Drop` leaves a record out.
+A prompt or a response is text, a list of messages, or token ids. The three classes name
+the three kinds of datasets; :class:`Drop` leaves a record out.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ class Pair:
     """A prompt with two responses, the chosen one better than the rejected one.
 
     Args:
-        prompt: text, messages or token ids; None if both sides are whole dialogues, which are split
-            where they begin to differ.
+        prompt: text, messages or token ids; None if both sides are whole dialogues,
+            which are split where they begin to differ.
         chosen: the better response, or a whole dialogue that ends with it.
         rejected: the worse one.
         chosen_reward: a finite number, given for both sides or for none.
@@ -24,7 +25,8 @@ class Pair:
         margin: the difference of the rewards, where these are not given.
         system: text of a system turn before the prompt.
         tools: tool schemas, a list of objects or its JSON text.
-        chat_template_kwargs: variables of the chat template, an object or its JSON text.
+        chat_template_kwargs: variables of the chat template, an object or its JSON
+            text.
         chosen_labels: of token ids: an id at each supervised place, -100 at the others.
         rejected_labels: the same of the rejected side.
     """
@@ -52,9 +54,10 @@ class Answers:
         scores: a list of finite numbers, higher for better responses.
         system: text of a system turn before the prompt.
         tools: tool schemas, a list of objects or its JSON text.
-        chat_template_kwargs: variables of the chat template, an object or its JSON text.
-        response_labels: of token ids: for each response an id at each supervised place, -100 at the
-            others.
+        chat_template_kwargs: variables of the chat template, an object or its JSON
+            text.
+        response_labels: of token ids: for each response an id at each supervised place,
+            -100 at the others.
     """
 
     prompt: Any
@@ -72,11 +75,13 @@ class Chat:
 
     Args:
         messages: a whole dialogue, a list of messages or its JSON text.
-        prompt: text, messages or token ids, with `response`; beside `messages`, their beginning.
+        prompt: text, messages or token ids, with `response`; beside `messages`, their
+            beginning.
         response: the answer to learn.
         system: text of a system turn before the first turn.
         tools: tool schemas, a list of objects or its JSON text.
-        chat_template_kwargs: variables of the chat template, an object or its JSON text.
+        chat_template_kwargs: variables of the chat template, an object or its JSON
+            text.
         input_ids: token ids of a whole sequence, with `labels` or `mask`.
         labels: an id at each supervised place, -100 at the others.
         mask: 1 at each supervised place, 0 at the others.

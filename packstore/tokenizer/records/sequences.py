@@ -1,4 +1,6 @@
-"""Sequences as text and as ids: single ones, or all of a block in flat arrays; records of ids."""
+"""Sequences as text and as ids: single ones, or all of a block in flat arrays; records
+of ids.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,9 @@ class Draft(NamedTuple):
 
     text: str  # prompt and response
     spans: Sequence[Span]  # supervised characters (start, end), in order
-    # ``control``: control strings in `text` become ids; ``literal``: they are plain text;
-    # ``guarded``: they become ids unless they contain `guard`, which is not part of the text
+    # ``control``: control strings in `text` become ids; ``literal``: they are plain
+    # text; ``guarded``: they become ids unless they contain `guard`, which is not part
+    # of the text
     mode: Mode
     guard: str = ""
     system_end: int = 0  # end of a leading system turn, which truncation keeps
@@ -78,7 +81,9 @@ class Sequences:
             refusals={},
         )
 
-    def with_rows(self, rows: Mapping[int, Tokens], *, insert: bool = False) -> Sequences:
+    def with_rows(
+        self, rows: Mapping[int, Tokens], *, insert: bool = False
+    ) -> Sequences:
         """Return the sequences with `rows` replaced, or inserted with `insert`."""
         inserted = rows if insert else {}
         number = len(self.heads) + len(inserted)
@@ -86,10 +91,14 @@ class Sequences:
         tokens = {index: self.row(i) for i, index in enumerate(indices)}
         tokens.update(rows)
         refusals = {indices[i]: refusal for i, refusal in self.refusals.items()}
-        return replace(Sequences.of([tokens[i] for i in range(number)]), refusals=refusals)
+        return replace(
+            Sequences.of([tokens[i] for i in range(number)]), refusals=refusals
+        )
 
     def select(self, is_selected: Bool) -> tuple[Int32, Bool, Int64]:
-        """Return ids, supervision and lengths of the sequences where `is_selected`, `[S]`."""
+        """Return ids, supervision and lengths of the sequences where `is_selected`,
+        `[S]`.
+        """
         lengths = np.diff(self.offsets)
         if is_selected.all():
             return self.ids, self.supervised, lengths
@@ -105,7 +114,9 @@ def common_prefix(a: Int32, b: Int32) -> int:
 
 
 def unwrapped(value: Any) -> Any:
-    """Return a tensor as an array, a scalar of numpy or torch as a number, others as they are."""
+    """Return a tensor as an array, a scalar of numpy or torch as a number, others as
+    they are.
+    """
     if not hasattr(value, "__array__"):
         return value
     array = np.asarray(value)
@@ -113,7 +124,9 @@ def unwrapped(value: Any) -> Any:
 
 
 def holds_ids(value: object) -> bool:
-    """Return True for an array, and for a list that is empty or starts with a whole number."""
+    """Return True for an array, and for a list that is empty or starts with a whole
+    number.
+    """
     if not isinstance(value, list):
         return isinstance(value, np.ndarray)
     return not value or type(value[0]) is int
@@ -127,7 +140,9 @@ def as_ids(value: object, name: str) -> Int32:
     """
     array = _whole_numbers(value)
     if array is None or not _are_ids(array):
-        raise wrong_type(f"{name} must be token ids, whole numbers in 0..{MAX_ID}", value)
+        raise wrong_type(
+            f"{name} must be token ids, whole numbers in 0..{MAX_ID}", value
+        )
     return np.asarray(array, np.int32)
 
 
@@ -150,7 +165,8 @@ def _whole_numbers(value: object) -> Any:
 
 
 def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
-    """Return the supervision mask of ids, bool `[N]`, by their labels; without, all True.
+    """Return the supervision mask of ids, bool `[N]`, by their labels; without, all
+    True.
 
     Raises:
         Refused: a label is neither the id at its place nor -100 (``wrong_type``).
@@ -211,5 +227,7 @@ def _head_of(ids: Int32, tokenizer: Tokenizer | None) -> int:
     if tokenizer is None or len(ids) == 0:
         return 0
     if ids.max() >= tokenizer.vocab_size:
-        raise Refused("wrong_type", f"id {ids.max()} in a vocabulary of {tokenizer.vocab_size}")
+        raise Refused(
+            "wrong_type", f"id {ids.max()} in a vocabulary of {tokenizer.vocab_size}"
+        )
     return int(ids[0] == tokenizer.bos_id)

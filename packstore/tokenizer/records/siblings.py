@@ -1,4 +1,5 @@
-"""Columns that are named alike but for one part, such as ``response_a`` and ``response_b``.
+"""Columns that are named alike but for one part, such as ``response_a`` and
+``response_b``.
 
 Names of siblings do not decide which answer is better, so another column must.
 """
@@ -14,7 +15,12 @@ from typing import Any, NamedTuple
 
 from packstore.config.record_fields import SPELLINGS
 from packstore.config.remedies import Door, spell
-from packstore.tokenizer.records.judgements import IDS_AND_SOURCES, JUDGEMENTS, fold, names_of
+from packstore.tokenizer.records.judgements import (
+    IDS_AND_SOURCES,
+    JUDGEMENTS,
+    fold,
+    names_of,
+)
 
 _PART = re.compile(
     r"\d+(?:st|nd|rd|th)(?![a-z])"
@@ -35,7 +41,15 @@ _FAMILIES = (
 
 _FAMILY_OF = {word: family for family in _FAMILIES for word in family}
 
-_SIDE_NOUNS = ("model", "response", "answer", "assistant", "output", "candidate", "option")
+_SIDE_NOUNS = (
+    "model",
+    "response",
+    "answer",
+    "assistant",
+    "output",
+    "candidate",
+    "option",
+)
 """Words before the part that names a side in the value of a verdict: ``model_a``."""
 
 LONGEST_VERDICT = 20
@@ -45,7 +59,9 @@ _JUDGEMENT_NAMES = names_of(JUDGEMENTS)
 
 
 class Siblings(NamedTuple):
-    """Two columns that are siblings, in the order of the record, and the parts that differ."""
+    """Two columns that are siblings, in the order of the record, and the parts that
+    differ.
+    """
 
     first: str
     second: str
@@ -54,10 +70,12 @@ class Siblings(NamedTuple):
 
 @functools.lru_cache(maxsize=1000)
 def find_siblings(first: str, second: str) -> Siblings | None:
-    """Return two names or paths as siblings if exactly one part of them differs, else None.
+    """Return two names or paths as siblings if exactly one part of them differs, else
+    None.
 
-    The part is a letter, a number, or a word such as one, first or left; any case, at any place;
-    a name without it is a sibling of one with it, such as ``answer`` and ``answer2``.
+    The part is a letter, a number, or a word such as one, first or left; any case, at
+    any place; a name without it is a sibling of one with it, such as ``answer`` and
+    ``answer2``.
     """
     parts = _differing_parts(_split(first), _split(second))
     if parts is None:
@@ -103,7 +121,9 @@ def _are_alike(first: str, second: str) -> bool:
 
 
 def _kind_of(part: str) -> object:
-    """Return the kind of a part that counts, or names a side: equal for two of one kind."""
+    """Return the kind of a part that counts, or names a side: equal for two of one
+    kind.
+    """
     if len(part) == 1 and part.isalpha():
         return "letter"
     if part.isdecimal():
@@ -114,8 +134,8 @@ def _kind_of(part: str) -> object:
 def side_names(first: str, second: str) -> dict[str, set[str]]:
     """Return the texts, in small letters, that name each of two columns.
 
-    The column's own name, the part that differs from the other one, and this part behind
-    a word such as ``model`` or ``response``. A number alone names no side.
+    The column's own name, the part that differs from the other one, and this part
+    behind a word such as ``model`` or ``response``. A number alone names no side.
     """
     names = {"first": {first.casefold()}, "second": {second.casefold()}}
     parts = _differing_parts(_split(first), _split(second))
@@ -127,12 +147,16 @@ def side_names(first: str, second: str) -> dict[str, set[str]]:
         if not part.isdecimal():
             names[side].add(part.casefold())
         for noun in _SIDE_NOUNS:
-            names[side].update(f"{noun}{separator}{part}".casefold() for separator in "_ -")
+            names[side].update(
+                f"{noun}{separator}{part}".casefold() for separator in "_ -"
+            )
     return names
 
 
 def _differing_text(name: str, sibling: str) -> str:
-    """Return the characters of a name between the beginning and the end that both names share."""
+    """Return the characters of a name between the beginning and the end that both names
+    share.
+    """
     start = _shared_length(name, sibling)
     remainder = name[start:]
     end = _shared_length(remainder[::-1], sibling[start:][::-1])
@@ -145,7 +169,9 @@ def _shared_length(first: str, second: str) -> int:
 
 
 def side_named(value: Any, siblings: Siblings) -> str | None:
-    """Return first or second for a text that names this sibling, None for anything else."""
+    """Return first or second for a text that names this sibling, None for anything
+    else.
+    """
     if not isinstance(value, str):
         return None
     text = value.strip().casefold()
@@ -156,7 +182,8 @@ def side_named(value: Any, siblings: Siblings) -> str | None:
 
 
 def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
-    """Return True for a column that cannot decide between two answers, by its last name.
+    """Return True for a column that cannot decide between two answers, by its last
+    name.
 
     Also if it belongs to one sibling, as ``model_a`` does.
     """
@@ -173,8 +200,8 @@ def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
 def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
     """Return the column that decides between two siblings, or None if several may.
 
-    It is one with a value that names a side, one with a name of a judgement, or the only one with a
-    short value beside ids, sources and packstore's own fields.
+    It is one with a value that names a side, one with a name of a judgement, or the
+    only one with a short value beside ids, sources and packstore's own fields.
 
     Args:
         values: column or path -> value, of those that are no side.
@@ -182,7 +209,9 @@ def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
     candidates = {
         path: value
         for path, value in values.items()
-        if path not in SPELLINGS and not is_id_or_source(path, siblings) and _is_short(value)
+        if path not in SPELLINGS
+        and not is_id_or_source(path, siblings)
+        and _is_short(value)
     }
     for path, value in candidates.items():
         if side_named(value, siblings) is not None:
@@ -205,8 +234,8 @@ def spell_verdict(
 ) -> str:
     """Return the settings that read a pair by its verdict, with the real names.
 
-    A value that names a side needs no mapping. Of others the usual one is shown, which the user
-    must check.
+    A value that names a side needs no mapping. Of others the usual one is shown, which
+    the user must check.
     """
     fields = {"first": siblings.first, "second": siblings.second, "verdict": verdict}
     if needs_prompt:
@@ -223,7 +252,11 @@ def _usual_values(siblings: Siblings, value: Any) -> dict[str, Any]:
     Of a 0 nothing is usual: it means a tie, or the first.
     """
     parts = siblings.parts
-    if type(value) is int and all(part.isdecimal() for part in parts) and str(value) in parts:
+    if (
+        type(value) is int
+        and all(part.isdecimal() for part in parts)
+        and str(value) in parts
+    ):
         return {"first": int(parts[0]), "second": int(parts[1])}
     if value in (1, 2) and type(value) in (int, float):
         return {"first": 1, "second": 2, "tie": 0}
@@ -231,9 +264,11 @@ def _usual_values(siblings: Siblings, value: Any) -> dict[str, Any]:
 
 
 def sibling_columns(record: Mapping[str, Any]) -> Siblings | None:
-    """Return the two columns of a record that are sibling answers; None if there are not two.
+    """Return the two columns of a record that are sibling answers; None if there are
+    not two.
 
-    Answers are texts, messages or objects; of several such couples the longest texts count.
+    Answers are texts, messages or objects; of several such couples the longest texts
+    count.
     """
     candidates = [name for name, value in record.items() if _may_be_answer(name, value)]
     couples: dict[frozenset[str], Siblings] = {}
@@ -241,7 +276,11 @@ def sibling_columns(record: Mapping[str, Any]) -> Siblings | None:
         siblings = find_siblings(first, second)
         if siblings is not None and not is_id_or_source(first, siblings):
             couples[frozenset((first, second))] = siblings
-    couples = {names: couple for names, couple in couples.items() if _stands_alone(names, couples)}
+    couples = {
+        names: couple
+        for names, couple in couples.items()
+        if _stands_alone(names, couples)
+    }
     if not couples:
         return None
 
@@ -256,12 +295,15 @@ def _may_be_answer(name: str, value: Any) -> bool:
 
 
 def _stands_alone(names: frozenset[str], couples: Iterable[frozenset[str]]) -> bool:
-    """Return True unless a third column is a sibling of the two: three answers are no pair."""
+    """Return True unless a third column is a sibling of the two: three answers are no
+    pair.
+    """
     return all(names == couple or names.isdisjoint(couple) for couple in couples)
 
 
 def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
-    """Return how to read a record with two sibling answers, or an empty text for any other record.
+    """Return how to read a record with two sibling answers, or an empty text for any
+    other record.
 
     For the refusal of a record of unknown form.
     """
@@ -281,6 +323,7 @@ def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
         return f"Name both answers and the column that says which one is better ({how})"
     how = spell_verdict(siblings, "NAME", None, door, needs_prompt)
     return (
-        f"Name both answers, the column that says which one is better, and its values ({how}); "
+        "Name both answers, the column that says which one is better, and its values "
+        f"({how}); "
         "a value that names a side, as left or a, needs no listing"
     )

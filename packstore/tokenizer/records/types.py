@@ -34,7 +34,8 @@ class FieldType(NamedTuple):
 
     Attributes:
         description: completes "must be ...".
-        fits: whether a converted value is of the type; cheap, so it may look at the beginning only.
+        fits: whether a converted value is of the type; cheap, so it may look at the
+            beginning only.
         convert: parse a value that may stand as JSON text.
     """
 
@@ -61,7 +62,9 @@ def is_messages(value: object) -> bool:
 
 
 def role_at(messages: object, index: int) -> str | None:
-    """Return packstore's name for the role of the message at `index`; None if it is no message."""
+    """Return packstore's name for the role of the message at `index`; None if it is no
+    message.
+    """
     if not isinstance(messages, list) or not messages:
         return None
     message = messages[index]
@@ -101,7 +104,9 @@ def _is_numeral(value: object) -> bool:
 
 
 def is_score(value: object) -> bool:
-    """Return True for a number or its text, a boolean, and a word for a good or bad answer."""
+    """Return True for a number or its text, a boolean, and a word for a good or bad
+    answer.
+    """
     if isinstance(value, str) and fold_word(value) in LABEL_SCORES:
         return True
     return isinstance(value, bool) or _is_numeral(value)
@@ -113,7 +118,11 @@ def _is_list(value: object) -> bool:
 
 def _is_list_of(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
     def is_list_of_them(value: object) -> bool:
-        return isinstance(value, list) and bool(value) and all(fits(item) for item in value)
+        return (
+            isinstance(value, list)
+            and bool(value)
+            and all(fits(item) for item in value)
+        )
 
     return is_list_of_them
 
@@ -125,7 +134,9 @@ def _parse_items(value: Any) -> Any:
 
 
 def _without_switch(value: Any) -> Any:
-    """Return None for a switch of thinking, which some sets have in place of thoughts."""
+    """Return None for a switch of thinking, which some sets have in place of
+    thoughts.
+    """
     is_switch = isinstance(value, str) and value.lower() in ("on", "off")
     return None if is_switch or isinstance(value, bool) else value
 
@@ -140,12 +151,20 @@ hh_text = FieldType("text of turns that begin with Human: and Assistant:", is_hh
 texts = FieldType("a list of texts", _is_list_of(is_text))
 messages = FieldType("a list of messages, or its JSON text", is_messages, parsed_json)
 chat = FieldType("a list of messages with roles", _is_chat, parsed_json)
-question = FieldType("a list of messages that ends with a question", _is_question, parsed_json)
-answer = FieldType("text, or messages that begin with an answer", _is_answer, parsed_json)
-prompt = FieldType("text, or messages that end with a question", _is_prompt, parsed_json)
+question = FieldType(
+    "a list of messages that ends with a question", _is_question, parsed_json
+)
+answer = FieldType(
+    "text, or messages that begin with an answer", _is_answer, parsed_json
+)
+prompt = FieldType(
+    "text, or messages that end with a question", _is_prompt, parsed_json
+)
 rounds = FieldType("a list of rounds, or its JSON text", _is_list, parse_json_text)
 turns = FieldType("text or messages", _is_turns, parsed_json)
-dialogues = FieldType("a list of texts or lists of messages", _is_list_of(_is_turns), _parse_items)
+dialogues = FieldType(
+    "a list of texts or lists of messages", _is_list_of(_is_turns), _parse_items
+)
 token_ids = FieldType("token ids", holds_ids)
 number = FieldType("a number", is_number)
 numeral = FieldType("a number, or its text", _is_numeral)

@@ -1,8 +1,8 @@
 """Columns that nothing reads: which of them stop a job, and the ways out.
 
-Each rule is a predicate of one record alone, by exact names or by values; see ``judgements.py`` for
-the closed lists and ``docs/records.md`` for the contract. Anything that no rule names is announced
-with its value, and stops nothing.
+Each rule is a predicate of one record alone, by exact names or by values; see
+``judgements.py`` for the closed lists and ``docs/records.md`` for the contract.
+Anything that no rule names is announced with its value, and stops nothing.
 """
 
 from __future__ import annotations
@@ -133,13 +133,19 @@ _PLAIN_TYPES = frozenset((int, float, bool))
 
 
 def _quoted_tokens(names: frozenset[str]) -> frozenset[str]:
-    """Return names as they stand between quotes in JSON text, and in JSON text inside of it."""
+    """Return names as they stand between quotes in JSON text, and in JSON text inside
+    of it.
+    """
     return names | {f"{name}\\" for name in names}
 
 
 _SCHEMA_TOKENS = {key.lower() for key in SCHEMA_KEYS} | {"function"}
-_TEXT_TOKENS = _quoted_tokens(spellings(names_of(HISTORIES)).union(ROLE_KEYS, _SCHEMA_TOKENS))
-_ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(spellings(names_of(JUDGEMENTS)).union(VERDICTS))
+_TEXT_TOKENS = _quoted_tokens(
+    spellings(names_of(HISTORIES)).union(ROLE_KEYS, _SCHEMA_TOKENS)
+)
+_ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(
+    spellings(names_of(JUDGEMENTS)).union(VERDICTS)
+)
 
 
 ROLES_OF_TEXT = {"system": "system", "messages": "user", "judges": "assistant"}
@@ -161,7 +167,8 @@ class Column(NamedTuple):
         path: its name as a path: an odd one stands in quotes.
         rule: that holds for its name, if any.
         skipped: paths inside of it that are read or ignored.
-        above: paths above those that are read; their other parts are looked at like columns.
+        above: paths above those that are read; their other parts are looked at like
+            columns.
     """
 
     name: str
@@ -175,14 +182,21 @@ class UnreadRules:
     """The rules for columns that nothing reads, for one job.
 
     Args:
-        config: `fields` names columns that are read, `ignore` columns that count as absent.
+        config: `fields` names columns that are read, `ignore` columns that count as
+            absent.
         kind: of the job.
         carried: names of columns that are carried.
-        has_adapter: whether a user's function reads the records; it has judged the answers.
+        has_adapter: whether a user's function reads the records; it has judged the
+            answers.
     """
 
     def __init__(
-        self, config: TokenizeConfig, kind: str, *, carried: Collection[str], has_adapter: bool
+        self,
+        config: TokenizeConfig,
+        kind: str,
+        *,
+        carried: Collection[str],
+        has_adapter: bool,
     ) -> None:
         self._fields = config.fields
         self._absent = frozenset((*config.ignore, *carried))
@@ -191,7 +205,9 @@ class UnreadRules:
         self._siblings = None if has_adapter else mapped_siblings(config.fields)
         self._columns: dict[Any, list[Column]] = {}
 
-    def check(self, record: Mapping[str, Any], read: ReadRecord, parsed: Parsed) -> None:
+    def check(
+        self, record: Mapping[str, Any], read: ReadRecord, parsed: Parsed
+    ) -> None:
         """Raise if a record has a column that must not stay unread.
 
         Args:
@@ -200,8 +216,8 @@ class UnreadRules:
             parsed: its text, messages or ids.
 
         Raises:
-            Refused: names all such columns, with the ways out (``unpaired_feedback`` if all of them
-                judge a single answer, else ``unread_field``).
+            Refused: names all such columns, with the ways out (``unpaired_feedback`` if
+                all of them judge a single answer, else ``unread_field``).
         """
         columns = self._columns_of(record, read)
         if not columns:
@@ -218,7 +234,9 @@ class UnreadRules:
             self._refuse(findings, record, read, parsed)
 
     def _columns_of(self, record: Mapping[str, Any], read: ReadRecord) -> list[Column]:
-        """Return the columns that have something unread; kept for records with the same columns."""
+        """Return the columns that have something unread; kept for records with the same
+        columns.
+        """
         read_columns = frozenset((*read.columns.values(), *read.further_columns))
         key = (tuple(record), read_columns)
         columns = self._columns.get(key)
@@ -229,7 +247,9 @@ class UnreadRules:
             self._columns[key] = columns
         return columns
 
-    def _compute_columns(self, names: Iterable[Any], read: frozenset[str]) -> Iterator[Column]:
+    def _compute_columns(
+        self, names: Iterable[Any], read: frozenset[str]
+    ) -> Iterator[Column]:
         read_parts = _parts_by_column(read)
         absent_parts = _parts_by_column(self._absent)
         for name in names:
@@ -239,7 +259,9 @@ class UnreadRules:
             parts = read_parts.get(name, frozenset())
             skipped = parts | absent_parts.get(name, frozenset())
             if path not in skipped:
-                yield Column(name, path, RULES.get(fold(name)), skipped, paths_above(parts))
+                yield Column(
+                    name, path, RULES.get(fold(name)), skipped, paths_above(parts)
+                )
 
     def _refuse(
         self,
@@ -248,7 +270,9 @@ class UnreadRules:
         read: ReadRecord,
         parsed: Parsed,
     ) -> None:
-        """Raise for findings that copy no field that is read, and that no form leaves."""
+        """Raise for findings that copy no field that is read, and that no form
+        leaves.
+        """
         dialogues = Dialogues(parsed)
         remaining: dict[str, Finding] = {}
         for finding in findings:
@@ -259,7 +283,9 @@ class UnreadRules:
             return
 
         summary = _summarized(remaining.values(), record)
-        detail = ", ".join(f"{f.path} {quote(f.value, 40)} ({NOUNS[f.rule]})" for f in summary)
+        detail = ", ".join(
+            f"{f.path} {quote(f.value, 40)} ({NOUNS[f.rule]})" for f in summary
+        )
         ways_in = "; ".join(self._ways_in(summary, read, parsed, dialogues))
         ignores = self._spell_ignored(record, [finding.path for finding in summary])
         ignorable = "it if it changes" if len(summary) == 1 else "those that change"
@@ -271,19 +297,33 @@ class UnreadRules:
         raise Refused(reason, detail, remedy[0].upper() + remedy[1:])
 
     def _spell_ignored(self, record: Mapping[str, Any], paths: Iterable[str]) -> str:
-        """Return the setting that ignores columns and paths; a column by its bare name."""
+        """Return the setting that ignores columns and paths; a column by its
+        bare name.
+        """
         bare_names = {write_path((name,)): name for name in record}
-        return spell(self._door, {"ignore": [bare_names.get(path, path) for path in paths]})
+        return spell(
+            self._door, {"ignore": [bare_names.get(path, path) for path in paths]}
+        )
 
     def _ways_in(
-        self, findings: Sequence[Finding], read: ReadRecord, parsed: Parsed, dialogues: Dialogues
+        self,
+        findings: Sequence[Finding],
+        read: ReadRecord,
+        parsed: Parsed,
+        dialogues: Dialogues,
     ) -> Iterator[str]:
         """Yield how the columns can be read, where that is possible."""
         rules = {finding.rule for finding in findings}
         scores = [finding for finding in findings if may_be_score(finding)]
         if scores and not read.source and not parsed.is_ids:
-            settings = {"kind": "scored", "fields": self._with_fields(score=scores[0].path)}
-            yield f"pack good and bad answers with their scores ({spell(self._door, settings)})"
+            settings = {
+                "kind": "scored",
+                "fields": self._with_fields(score=scores[0].path),
+            }
+            yield (
+                "pack good and bad answers with their scores "
+                f"({spell(self._door, settings)})"
+            )
         yield from [hint for rule, hint in HINTS.items() if rule in rules]
         for finding in findings:
             way = self._way_to_read(finding, read, parsed, dialogues)
@@ -313,13 +353,19 @@ class UnreadRules:
                 return ""
 
     def _with_fields(self, **fields: str) -> dict[str, str]:
-        """Return the setting `fields` with some more: flags add to others, a mapping replaces."""
+        """Return the setting `fields` with some more: flags add to others, a mapping
+        replaces.
+        """
         return fields if self._door == "shell" else {**self._fields, **fields}
 
-    def _map(self, role: str, finding: Finding, read: ReadRecord, parsed: Parsed) -> str:
+    def _map(
+        self, role: str, finding: Finding, read: ReadRecord, parsed: Parsed
+    ) -> str:
         """Return the settings that read a column as a role beside the other fields."""
         settings: dict[str, Any] = {"fields": self._with_fields(**{role: finding.path})}
-        if read.structure is not None:  # without it, fields are read by packstore's own names
+        if (
+            read.structure is not None
+        ):  # without it, fields are read by packstore's own names
             settings["form"] = read.source
         if not parsed.is_chat:
             settings["as_chat"] = True
@@ -328,16 +374,23 @@ class UnreadRules:
     def _set_variable(self, finding: Finding) -> str:
         """Return how to give a variable of the chat template to all records."""
         value = finding.value if self._door == "python" else json.dumps(finding.value)
-        settings = {"template_variables": {finding.path: value}, "ignore": [finding.path]}
+        settings = {
+            "template_variables": {finding.path: value},
+            "ignore": [finding.path],
+        }
         return f"set {finding.path} for all records ({spell(self._door, settings)})"
 
     def _check_siblings(
         self, siblings: Siblings, record: Mapping[str, Any], columns: Iterable[Column]
     ) -> None:
-        """Raise if sides were mapped from siblings beside a column that may judge them."""
+        """Raise if sides were mapped from siblings beside a column that may
+        judge them.
+        """
         values: dict[str, Any] = {}
         for column in columns:
-            for path, value in _leaf_values(record[column.name], column.path, column.skipped):
+            for path, value in _leaf_values(
+                record[column.name], column.path, column.skipped
+            ):
                 if not is_id_or_source(path, siblings):
                     values.setdefault(path, value)
         if not values:
@@ -346,14 +399,17 @@ class UnreadRules:
         verdict = verdict_column(values, siblings)
         unread = ", ".join(f"{path} {quote(values[path], 40)}" for path in paths)
         detail = (
-            f"the sides {siblings.first!r} and {siblings.second!r}, of which no name says that it "
+            f"the sides {siblings.first!r} and {siblings.second!r}, of which no name "
+            "says that it "
             f"is the better one, beside {unread}"
         )
         value = None if verdict is None else values[verdict]
         decides = spell_verdict(siblings, verdict or "NAME", value, self._door)
         remedy = (
-            f"In place of your mapping of the sides, name the column that decides and its values "
-            f"({decides}), or ignore columns that do not ({self._spell_ignored(record, paths)})"
+            "In place of your mapping of the sides, name the column that decides and "
+            "its values "
+            f"({decides}), or ignore columns that do not "
+            f"({self._spell_ignored(record, paths)})"
         )
         raise Refused("unread_field", detail, remedy)
 
@@ -364,17 +420,23 @@ EACH_MARK = "[]"
 class _Search:
     """Collects the findings in one column."""
 
-    def __init__(self, column: Column, is_single: bool, findings: list[Finding]) -> None:
+    def __init__(
+        self, column: Column, is_single: bool, findings: list[Finding]
+    ) -> None:
         self._column = column
         self._is_single = is_single
         self._findings = findings
 
     def look(self, value: Any, path: str, rule: str | None, depth: int = 0) -> None:
-        """Look at a value: by the rule of its name, by its own form, and inside of it."""
+        """Look at a value: by the rule of its name, by its own form, and inside
+        of it.
+        """
         value = unwrapped(value)
         if is_absent(value) or path in self._column.skipped:
             return
-        if path in self._column.above:  # parts beside a field that is read count as columns
+        if (
+            path in self._column.above
+        ):  # parts beside a field that is read count as columns
             for at, name, item in _parts_of(parse_json(value), path):
                 self.look(item, at, RULES.get(fold(name)))
             return
@@ -408,18 +470,23 @@ class _Search:
         return "tools" if is_tools(value) else None
 
     def _parse(self, value: Any) -> Any:
-        """Return JSON text as its value, or None if no rule can hold for anything in it."""
+        """Return JSON text as its value, or None if no rule can hold for anything in
+        it.
+        """
         if not begins_json(value):
             return value
         tokens = _ALL_TOKENS if self._is_single else _TEXT_TOKENS
-        # To split it at its quotes takes less time than to parse it and look at all parts.
+        # To split it at its quotes takes less time than to parse it and look at all
+        # parts.
         if tokens.isdisjoint(value.lower().split('"')):
             return None
         return parse_json(value)
 
 
 def _parts_of(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield path, name and value of all parts of an object, or of the items of a list."""
+    """Yield path, name and value of all parts of an object, or of the items of
+    a list.
+    """
     if isinstance(value, dict):
         for key, item in value.items():
             if isinstance(key, str) and item is not None:
@@ -473,7 +540,9 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def mapped_siblings(fields: Mapping[str, str]) -> Siblings | None:
-    """Return the columns of both sides if they were mapped from siblings, and without a verdict."""
+    """Return the columns of both sides if they were mapped from siblings, and without a
+    verdict.
+    """
     if "verdict" in fields or not fields.keys() >= {"chosen", "rejected"}:
         return None
     return find_siblings(fields["chosen"], fields["rejected"])
@@ -487,7 +556,9 @@ def may_be_score(finding: Finding) -> bool:
 
 
 def _may_stay_unread(finding: Finding, read: ReadRecord, parsed: Parsed) -> bool:
-    """Return True if a form leaves a finding, or if it changes nothing for such a record."""
+    """Return True if a form leaves a finding, or if it changes nothing for such a
+    record.
+    """
     if _is_left(read, finding.path):
         return True
     if finding.rule in (OF_TEXT if parsed.is_ids else OF_IDS):
@@ -496,16 +567,20 @@ def _may_stay_unread(finding: Finding, read: ReadRecord, parsed: Parsed) -> bool
 
 
 def _calls_good(finding: Finding) -> bool:
-    """Return True for a label of packstore's own that calls an answer good: to learn it is right.
+    """Return True for a label of packstore's own that calls an answer good: to learn it
+    is right.
 
-    So ``--kind sft --on unpaired_feedback=drop`` packs the good ones among judged answers.
+    So ``--kind sft --on unpaired_feedback=drop`` packs the good ones among judged
+    answers.
     """
     is_label = finding.path in LABELS and may_be_score(finding)
     return is_label and score_of(finding.value, finding.path) == 1
 
 
 def _may_be_carried(finding: Finding) -> bool:
-    is_number = isinstance(finding.value, int | float) and not isinstance(finding.value, bool)
+    is_number = isinstance(finding.value, int | float) and not isinstance(
+        finding.value, bool
+    )
     return is_number and COLUMN_NAME.fullmatch(finding.path) is not None
 
 
@@ -553,7 +628,9 @@ def _parts_by_column(paths: Iterable[str]) -> dict[str, frozenset[str]]:
 def paths_above(paths: Iterable[str]) -> frozenset[str]:
     """Return all paths above some."""
     steps = [parse_path(path) for path in paths]
-    return frozenset(write_path(path[:i]) for path in steps for i in range(1, len(path)))
+    return frozenset(
+        write_path(path[:i]) for path in steps for i in range(1, len(path))
+    )
 
 
 def write_path(steps: Path) -> str:
@@ -572,11 +649,17 @@ def _is_left(read: ReadRecord, path: str) -> bool:
     """Return True if a form leaves a path, or something above it."""
     if read.structure is None:
         return False
-    return any(read.structure.leaves_out(part) for part in (path, *paths_above((path,))))
+    return any(
+        read.structure.leaves_out(part) for part in (path, *paths_above((path,)))
+    )
 
 
-def _summarized(findings: Iterable[Finding], record: Mapping[str, Any]) -> list[Finding]:
-    """Return findings with a column as a whole where it has many, and not too many of them."""
+def _summarized(
+    findings: Iterable[Finding], record: Mapping[str, Any]
+) -> list[Finding]:
+    """Return findings with a column as a whole where it has many, and not too many of
+    them.
+    """
     by_column: dict[str, list[Finding]] = {}
     for finding in findings:
         root = str(parse_path(finding.path)[0])
@@ -591,7 +674,9 @@ def _summarized(findings: Iterable[Finding], record: Mapping[str, Any]) -> list[
 
 
 def sibling_remedy(record: Mapping[str, Any]) -> str:
-    """Return how to read a record with two sibling answers; empty for any other record."""
+    """Return how to read a record with two sibling answers; empty for any other
+    record.
+    """
     return advise_siblings(record, current_door())
 
 
@@ -613,12 +698,16 @@ def count_unread(
         number = sum(not is_empty(record.get(name)) for record in records)
         number -= read_columns.get(name, 0)
         if number > 0:
-            valid_name = name.encode(errors="backslashreplace").decode()  # it may hold a surrogate
+            valid_name = name.encode(
+                errors="backslashreplace"
+            ).decode()  # it may hold a surrogate
             tally.unused[valid_name] += number
 
 
 def first_values(record: Mapping[str, Any], names: Iterable[str]) -> dict[str, str]:
-    """Return the values of columns as texts of at most :data:`SHOWN` characters, to announce."""
+    """Return the values of columns as texts of at most :data:`SHOWN` characters, to
+    announce.
+    """
     return {name: show_value(record.get(name)) for name in names}
 
 

@@ -1,4 +1,6 @@
-"""Tests of values: messages, tool schemas, weights, masks, and JSON text that may hold them."""
+"""Tests of values: messages, tool schemas, weights, masks, and JSON text that may hold
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ BYTES = (bytes, bytearray, memoryview)
 
 
 def begins_json(value: Any) -> bool:
-    """Return True for text that may be a JSON object or list; looks at the first character."""
+    """Return True for text that may be a JSON object or list; looks at the first
+    character.
+    """
     return type(value) is str and len(value) > 2 and value[0] in "[{"
 
 
@@ -52,7 +56,11 @@ def is_message(value: Any) -> bool:
 
 def is_messages(value: Any) -> bool:
     """Return True for a list of messages that is not empty."""
-    return isinstance(value, list) and bool(value) and all(is_message(item) for item in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(is_message(item) for item in value)
+    )
 
 
 def is_tools(value: Any) -> bool:
@@ -72,11 +80,17 @@ def _is_tool(value: Any) -> bool:
 
 
 def _is_schema(value: Any) -> bool:
-    """Return True for a JSON schema or its text, False for settings such as a temperature."""
+    """Return True for a JSON schema or its text, False for settings such as a
+    temperature.
+    """
     schema = parse_json(value)
     if not isinstance(schema, dict):
         return isinstance(schema, list)
-    return not schema or "type" in schema or any(isinstance(x, dict) for x in schema.values())
+    return (
+        not schema
+        or "type" in schema
+        or any(isinstance(x, dict) for x in schema.values())
+    )
 
 
 def is_numeric(value: Any) -> bool:
@@ -101,7 +115,11 @@ def _is_number_text(text: str) -> bool:
 def is_rounds(value: Any) -> bool:
     """Return True for a list of texts, lists or objects, or its JSON text."""
     items = parse_json(value)
-    return isinstance(items, list) and bool(items) and isinstance(items[0], str | list | dict)
+    return (
+        isinstance(items, list)
+        and bool(items)
+        and isinstance(items[0], str | list | dict)
+    )
 
 
 def leaves_out(mask: Any) -> bool:
@@ -112,7 +130,8 @@ def leaves_out(mask: Any) -> bool:
     if not items or isinstance(items[0], str | dict):
         return False
     return any(
-        leaves_out(item) if isinstance(item, list) else item not in (1, True) for item in items
+        leaves_out(item) if isinstance(item, list) else item not in (1, True)
+        for item in items
     )
 
 

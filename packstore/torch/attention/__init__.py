@@ -1,9 +1,10 @@
 """Attention backends: functions of one signature.
 
-Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of K: grouped
-queries), H head size; values and output may have another head size, except with flash kernels. A
-backend raises :class:`~packstore.errors.BackendError` for anything it cannot compute exactly.
-Capabilities and tested versions are in ``docs/attention.md``.
+Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of
+K: grouped queries), H head size; values and output may have another head size, except
+with flash kernels. A backend raises :class:`~packstore.errors.BackendError` for
+anything it cannot compute exactly. Capabilities and tested versions are in
+``docs/attention.md``.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class Settings(NamedTuple):
         scale: factor on scores.
         window: with a window of w a query sees itself and the w - 1 tokens before it.
         softcap: c of scores ``c * tanh(score / c)``.
-        chunk: a query sees the tokens before it from the last multiple of this in its sequence.
+        chunk: a query sees the tokens before it from the last multiple of this in its
+            sequence.
         sinks: `[N]`, one more score in each softmax, of a key whose value is zero:
             ``o * sigmoid(log_sum_exp - sink)``.
     """
@@ -37,7 +39,9 @@ class Settings(NamedTuple):
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, AttentionLayout, Settings], Tensor]
-"""A backend: queries `[T, N, H]`, keys and values `[T, K, H]`, layout, settings -> `[T, N, H]`."""
+"""A backend: queries `[T, N, H]`, keys and values `[T, K, H]`, layout, settings -> `[T,
+N, H]`.
+"""
 
 ATTENTION: Registry[Attend] = Registry(
     "attention backend",

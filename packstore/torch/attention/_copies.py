@@ -1,8 +1,8 @@
 """Adds up the gradients of the copies of each row, in one kernel.
 
-It reads each copy once and writes each row once, where ``index_add`` widens, zeroes, adds and
-rounds: on an H200 a fifth of the time of ``embedding_bag`` for 58,166 copies of 31,024 rows of 8
-heads of 128, 93 us beside 509, with the same bits.
+It reads each copy once and writes each row once, where ``index_add`` widens, zeroes,
+adds and rounds: on an H200 a fifth of the time of ``embedding_bag`` for 58,166 copies
+of 31,024 rows of 8 heads of 128, 93 us beside 509, with the same bits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def sum_copies(copies: Tensor, places: Tensor, starts: Tensor) -> Tensor:
     """Sums rows of `copies`, `[P, W]`, into `[R, W]`.
 
     Args:
-        copies: half or single precision; row i of the result sums ``copies[places[j]]`` for
-            ``starts[i] <= j < starts[i + 1]``, in this order, in float32.
+        copies: half or single precision; row i of the result sums ``copies[places[j]]``
+            for ``starts[i] <= j < starts[i + 1]``, in this order, in float32.
         places: int64 `[P]`.
         starts: int64 `[R + 1]`.
     """

@@ -1,7 +1,8 @@
-"""FlashAttention 2, 3 and 4 by their packages, and the inputs that flash kernels support.
+"""FlashAttention 2, 3 and 4 by their packages, and the inputs that flash kernels
+support.
 
-CUDA and half precision only; grouped queries, windows and soft-capped scores. Causal masks are
-aligned at the end of the keys, so a shared prefix needs no special call.
+CUDA and half precision only; grouped queries, windows and soft-capped scores. Causal
+masks are aligned at the end of the keys, so a shared prefix needs no special call.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ LARGEST_HEAD = 256
 PACKAGES = {
     "flash_attn": (
         "flash_attn",
-        "its build needs nvcc and the installed torch. Run: pip install ninja packaging setuptools "
+        "its build needs nvcc and the installed torch. Run: pip install ninja "
+        "packaging setuptools "
         "wheel && pip install --no-build-isolation 'packstore[flash]'",
     ),
     "flash_attn_3": (
         "flash_attn_interface",
         "it is for Hopper, and not on PyPI. Run: git clone --recursive "
-        "https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation "
+        "https://github.com/Dao-AILab/flash-attention && pip install "
+        "--no-build-isolation "
         "./flash-attention/hopper",
     ),
     "flash_attn_4": ("flash_attn.cute", "Run: pip install 'packstore[flash4]'"),
@@ -46,20 +49,25 @@ def __getattr__(name: str) -> Attend:
         kernel = importlib.import_module(module).flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f"attention backend {name!r} needs the module {module!r}, which is not installed; "
-            + install
+            f"attention backend {name!r} needs the module {module!r}, which is not "
+            "installed; " + install
         ) from error
     newest = name == "flash_attn_4"
     whole = (None, None) if newest else (-1, -1)
 
     def attend(
-        q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        layout: AttentionLayout,
+        settings: Settings,
     ) -> Tensor:
         check(name, q_TNH, k_TKH, v_TKH, settings)
         version = capability(q_TNH.device)
         if newest and version < (9, 0):  # there the backward pass ends in an assertion
             raise BackendError(
-                f"attention backend {name!r}: the device must have compute capability 9 or newer "
+                f"attention backend {name!r}: the device must have compute capability "
+                "9 or newer "
                 f"(Hopper, Blackwell); found {version[0]}.{version[1]}. "
                 "Use backend='torch_varlen' or 'flash_attn'."
             )
@@ -68,7 +76,8 @@ def __getattr__(name: str) -> Attend:
             q_TNH,
             layout.keys(k_TKH),
             layout.keys(v_TKH),
-            cu_seqlens_q=layout.cu_seqlens_q,  # by name: the fourth argument of version 4 is `qv`
+            # by name: the fourth argument of version 4 is `qv`
+            cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens_k=layout.cu_seqlens_k,
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
@@ -78,7 +87,8 @@ def __getattr__(name: str) -> Attend:
             softcap=settings.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        # Version 4, and builds of version 3 before 2025-11, return the log-sum-exp as well.
+        # Version 4, and builds of version 3 before 2025-11, return the log-sum-exp as
+        # well.
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     return attend
@@ -87,7 +97,11 @@ def __getattr__(name: str) -> Attend:
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Returns the compute capability of a CUDA device; (0, 0) for others."""
-    if device.type != "cuda" or torch.version.cuda is None or not torch.cuda.is_available():
+    if (
+        device.type != "cuda"
+        or torch.version.cuda is None
+        or not torch.cuda.is_available()
+    ):
         return 0, 0
     return torch.cuda.get_device_capability(device)
 
@@ -100,36 +114,47 @@ def runs_on(device: torch.device) -> bool:
 def fits(q: Tensor, v: Tensor) -> bool:
     """Returns True if the kernels support these head sizes."""
     size = q.shape[-1]
-    # A branch, as torch.compile may have symbols for sizes: the answer is then a constant.
+    # A branch, as torch.compile may have symbols for sizes: the answer is then a
+    # constant.
     if size == v.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD:  # noqa: SIM103
         return True
     return False
 
 
 def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
-    """Refuses chunks, sinks, and tensors that the kernels do not support or would cast."""
+    """Refuses chunks, sinks, and tensors that the kernels do not support or
+    would cast.
+    """
     where = f"attention backend {backend!r}"
     if settings.chunk is not None or settings.sinks is not None:
-        extra = "sinks, whose gradient it ignores" if settings.chunk is None else "chunks"
+        extra = (
+            "sinks, whose gradient it ignores" if settings.chunk is None else "chunks"
+        )
         raise BackendError(
-            f"{where}: attention must be a softmax over all tokens before, or over a window of "
+            f"{where}: attention must be a softmax over all tokens before, or over a "
+            "window of "
             f"them; found {extra}. Use backend='flex' or 'sdpa'."
         )
     kinds = {x.dtype for x in (q, k, v)}
     if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
         raise BackendError(
-            f"{where}: tensors must be float16 or bfloat16, all the same, on a CUDA device; found "
-            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}. Load the model in "
+            f"{where}: tensors must be float16 or bfloat16, all the same, on a CUDA "
+            "device; found "
+            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}. Load the "
+            "model in "
             "bfloat16 on a GPU, use torch.autocast, or choose backend='sdpa'."
         )
     if not fits(q, v):
         raise BackendError(
-            f"{where}: heads must have one size, a multiple of 8 up to {LARGEST_HEAD}; found "
+            f"{where}: heads must have one size, a multiple of 8 up to {LARGEST_HEAD}; "
+            "found "
             f"{q.shape[-1]} for queries and {v.shape[-1]} for values. "
             "Use backend='flex' or 'sdpa'."
         )
 
 
 def window_left(layout: AttentionLayout, window: int | None) -> int:
-    """Number of keys before its own that a query sees, as the kernels count windows; -1: all."""
+    """Number of keys before its own that a query sees, as the kernels count windows;
+    -1: all.
+    """
     return -1 if window is None or window >= layout.max_seqlen_k else window - 1

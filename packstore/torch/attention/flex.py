@@ -1,13 +1,16 @@
-"""torch's FlexAttention with the layout as its mask: supports softcaps, sinks and any head size.
+"""torch's FlexAttention with the layout as its mask: supports softcaps, sinks and any
+head size.
 
-Every query of a layout sees one contiguous run of keys, windows and chunks included. So the mask is
-two numbers per query, and the blocks that the kernel may skip follow from their minimum and maximum
-in each block, without evaluating queries times keys. Both are made once per layout, window and
-chunk, and reused by all layers and by gradient checkpointing.
+Every query of a layout sees one contiguous run of keys, windows and chunks included. So
+the mask is two numbers per query, and the blocks that the kernel may skip follow from
+their minimum and maximum in each block, without evaluating queries times keys. Both are
+made once per layout, window and chunk, and reused by all layers and by gradient
+checkpointing.
 
-On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two below them,
-so that most runs compile once; a second length triggers one more compilation, for any length. On
-CPU it runs uncompiled, and torch has the forward pass only: inputs that need gradients raise.
+On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two
+below them, so that most runs compile once; a second length triggers one more
+compilation, for any length. On CPU it runs uncompiled, and torch has the forward pass
+only: inputs that need gradients raise.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout, segment_ids
 
 BLOCK = 128
-"""Block size of the mask: the kernel skips or computes this many queries and keys together."""
+"""Block size of the mask: the kernel skips or computes this many queries and keys
+together.
+"""
 
 _masks: WeakKeyDictionary[AttentionLayout, dict[Any, BlockMask]] = WeakKeyDictionary()
 """The masks of a layout, by window and chunk."""
@@ -34,18 +39,26 @@ _masks: WeakKeyDictionary[AttentionLayout, dict[Any, BlockMask]] = WeakKeyDictio
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: AttentionLayout,
+    settings: Settings,
 ) -> Tensor:
-    """Computes all segments in one call; torch.compile is kept out, as it has its own."""
+    """Computes all segments in one call; torch.compile is kept out, as it has
+    its own.
+    """
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
     training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
     if training and q_TNH.device.type == "cpu":
         raise BackendError(
-            "attention backend 'flex': on CPU it has a forward pass only; found tensors that need "
+            "attention backend 'flex': on CPU it has a forward pass only; found "
+            "tensors that need "
             "gradients. Use backend='sdpa' or 'reference' on CPU."
         )
     heads_first = (
-        pad(x, (0, 0, 0, 0, 0, rounded(len(x)) - len(x))).transpose(0, 1)[None] for x in rows
+        pad(x, (0, 0, 0, 0, 0, rounded(len(x)) - len(x))).transpose(0, 1)[None]
+        for x in rows
     )
     output = _kernel(q_TNH.device.type)(
         *heads_first,
@@ -63,12 +76,16 @@ def attend(
 
 
 def rounded(tokens: int) -> int:
-    """Rounds `tokens` up to a quarter of the power of two below it, and to whole blocks."""
+    """Rounds `tokens` up to a quarter of the power of two below it, and to whole
+    blocks.
+    """
     step = max(BLOCK, 1 << max(0, tokens.bit_length() - 3))
     return -(-tokens // step) * step
 
 
-def block_mask(layout: AttentionLayout, window: int | None, chunk: int | None = None) -> BlockMask:
+def block_mask(
+    layout: AttentionLayout, window: int | None, chunk: int | None = None
+) -> BlockMask:
     """Returns the mask of a layout, made on first use."""
     masks = _masks.setdefault(layout, {})
     if (window, chunk) not in masks:
@@ -76,7 +93,9 @@ def block_mask(layout: AttentionLayout, window: int | None, chunk: int | None = 
     return masks[window, chunk]
 
 
-def _block_mask(layout: AttentionLayout, window: int | None, chunk: int | None) -> BlockMask:
+def _block_mask(
+    layout: AttentionLayout, window: int | None, chunk: int | None
+) -> BlockMask:
     """From the first and last key of each query, `[rounded T]`."""
     starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
     tokens = layout.num_queries
@@ -107,14 +126,17 @@ def _block_mask(layout: AttentionLayout, window: int | None, chunk: int | None) 
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of blocks of each row, and indices with those blocks first: `[1, 1, rows(, n)]`."""
+    """Number of blocks of each row, and indices with those blocks first: `[1, 1, rows(,
+    n)]`.
+    """
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()
 
 
 @cache
 def _kernel(device: str) -> Any:
-    # fullgraph: raises instead of running the uncompiled kernel, which makes all scores of a row.
+    # fullgraph: raises instead of running the uncompiled kernel, which makes all scores
+    # of a row.
     compiler = "eager" if device == "cpu" else "inductor"
     return torch.compile(flex_attention, fullgraph=True, backend=compiler)
 

@@ -1,9 +1,10 @@
 """Attention one segment at a time: by its definition, and by torch's kernel.
 
-`reference` is slow, exact, and what tests compare with: any dtype (float64 stays float64, half
-precision is computed in float32), windows, softcaps, chunks and sinks. `sdpa` calls torch's
-scaled_dot_product_attention once per segment: the cost is the sum of the squares of their lengths,
-where one call with a block-diagonal mask would cost the square of the row's.
+`reference` is slow, exact, and what tests compare with: any dtype (float64 stays
+float64, half precision is computed in float32), windows, softcaps, chunks and sinks.
+`sdpa` calls torch's scaled_dot_product_attention once per segment: the cost is the sum
+of the squares of their lengths, where one call with a block-diagonal mask would cost
+the square of the row's.
 
 torch.compile is kept out of both, as a graph would be specialised to one batch's sizes.
 """
@@ -19,8 +20,12 @@ from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout
 
 
-def visible(queries: int, keys: int, settings: Settings, device: torch.device) -> Tensor:
-    """Returns a bool mask `[queries, keys]`, causal and aligned at the end; see `Attend`."""
+def visible(
+    queries: int, keys: int, settings: Settings, device: torch.device
+) -> Tensor:
+    """Returns a bool mask `[queries, keys]`, causal and aligned at the end; see
+    `Attend`.
+    """
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
     mask = key <= query
@@ -33,7 +38,11 @@ def visible(queries: int, keys: int, settings: Settings, device: torch.device) -
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def reference(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: AttentionLayout,
+    settings: Settings,
 ) -> Tensor:
     """Computes softmax(cap(q k^T * scale)) v over the visible keys of each segment."""
     softcap, sinks = settings.softcap, settings.sinks
@@ -57,21 +66,31 @@ def reference(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def sdpa(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: AttentionLayout,
+    settings: Settings,
 ) -> Tensor:
     """Calls torch's kernel for each segment, which has no softcap.
 
-    A sink is one more key, whose value is zero. Heads get one more component: ``sink / scale`` in
-    queries; in keys 1 at the sink and 0 elsewhere. So its score is the sink, with its gradient.
+    A sink is one more key, whose value is zero. Heads get one more component: ``sink /
+    scale`` in queries; in keys 1 at the sink and 0 elsewhere. So its score is the sink,
+    with its gradient.
     """
     if settings.softcap is not None:
         raise BackendError(
-            "attention backend 'sdpa': attention scores must not be soft-capped; found softcap "
+            "attention backend 'sdpa': attention scores must not be soft-capped; found "
+            "softcap "
             f"{settings.softcap}. Use backend='reference', or 'flex' on a GPU."
         )
     sinks = settings.sinks
     if sinks is not None:
-        extra = (sinks / settings.scale).to(q_TNH.dtype)[None, :, None].expand(len(q_TNH), -1, 1)
+        extra = (
+            (sinks / settings.scale)
+            .to(q_TNH.dtype)[None, :, None]
+            .expand(len(q_TNH), -1, 1)
+        )
         q_TNH, k_TKH = torch.cat([q_TNH, extra], dim=-1), pad(k_TKH, (0, 1))
     grouped, outputs = q_TNH.shape[1] != k_TKH.shape[1], []
     for q, k, v in layout.split(q_TNH, layout.keys(k_TKH), layout.keys(v_TKH)):

@@ -1,12 +1,13 @@
-"""torch's own variable-length flash kernels (``torch.nn.attention.varlen``): no package needed.
+"""torch's own variable-length flash kernels (``torch.nn.attention.varlen``): no package
+needed.
 
-CUDA and half precision only; no softcap. The kernels need each sequence's keys in one run, so those
-of a shared prefix are copied once per response. ``varlen_attn`` would keep the copies until the
-backward pass; here the rows are kept, and gathered twice. The gradient of a row is the sum over its
-copies, in float32 and in order.
+CUDA and half precision only; no softcap. The kernels need each sequence's keys in one
+run, so those of a shared prefix are copied once per response. ``varlen_attn`` would
+keep the copies until the backward pass; here the rows are kept, and gathered twice. The
+gradient of a row is the sum over its copies, in float32 and in order.
 
-The gathering kernels are operators of their own, as in a traced graph both gathers would be one,
-which the compiler may keep.
+The gathering kernels are operators of their own, as in a traced graph both gathers
+would be one, which the compiler may keep.
 """
 
 from __future__ import annotations
@@ -27,40 +28,56 @@ from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore")
 
-# Later versions require the keyword for grouped queries; torch 2.11 has neither it nor the check,
-# and the same kernel.
+# Later versions require the keyword for grouped queries; torch 2.11 has neither it nor
+# the check, and the same kernel.
 GROUPS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters else {}
+    {"enable_gqa": True}
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    else {}
 )
 
 COPIES = "Tensor? index, Tensor? places, Tensor? starts"
-"""The key runs as `kv_index`, `places` and `place_offsets` of a layout; None: they are the rows."""
+"""The key runs as `kv_index`, `places` and `place_offsets` of a layout; None: they are
+the rows.
+"""
 
 SIZES = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt left"
-"""Arguments of both operators; `left` counts the keys before its own that a query sees, -1: all."""
+"""Arguments of both operators; `left` counts the keys before its own that a query sees,
+-1: all.
+"""
 
 
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, layout: AttentionLayout, settings: Settings
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    layout: AttentionLayout,
+    settings: Settings,
 ) -> Tensor:
     """Computes all segments in one call."""
     flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, settings)
     if settings.softcap is not None:
         raise BackendError(
-            "attention backend 'torch_varlen': attention scores must not be soft-capped; found "
+            "attention backend 'torch_varlen': attention scores must not be "
+            "soft-capped; found "
             f"softcap {settings.softcap}. Use backend='flex' or 'flash_attn'."
         )
     left = flash.window_left(layout, settings.window)
     cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
     longest = (layout.max_seqlen_q, layout.max_seqlen_k)
-    # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic backward pass.
+    # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic
+    # backward pass.
     if layout.kv_index is not None or torch.are_deterministic_algorithms_enabled():
         rows = layout.rows(k_TKH), layout.rows(v_TKH)
         copies = layout.kv_index, layout.places, layout.place_offsets
         sizes = cu_q, cu_k, *longest, settings.scale, left
         output: Tensor = gathered(q_TNH, *rows, *copies, *sizes)[0]
         return output
-    window: dict[str, Any] = {"scale": settings.scale, "window_size": (left, 0), **GROUPS}
+    window: dict[str, Any] = {
+        "scale": settings.scale,
+        "window_size": (left, 0),
+        **GROUPS,
+    }
     whole: Any = varlen.varlen_attn(q_TNH, k_TKH, v_TKH, cu_q, cu_k, *longest, **window)
     return whole  # type: ignore[no-any-return]
 
@@ -75,8 +92,8 @@ def gathered(
 ) -> tuple[Tensor, Tensor]:
     """Returns the output `[T, N, H]` and its log-sum-exp.
 
-    `k` and `v` are rows `[R, K, H]`, of which `index` takes one for each place of the key runs, or
-    the runs if it is None.
+    `k` and `v` are rows `[R, K, H]`, of which `index` takes one for each place of the
+    key runs, or the runs if it is None.
     """
     *offsets, scale, left = rest[2:]
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -92,7 +109,8 @@ def gathered(
 @torch.library.custom_op(
     "packstore::varlen_backward",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {COPIES}, "
+    schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{COPIES}, "
     f"{SIZES}) -> (Tensor, Tensor, Tensor)",
 )
 def gathered_backward(
@@ -116,7 +134,9 @@ def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
 
 
 def summed(grad: Tensor, places: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Sums the gradients of the places of each row, `[R, K, H]`, in float32 at least."""
+    """Sums the gradients of the places of each row, `[R, K, H]`, in float32 at
+    least.
+    """
     if places is None:
         return grad
     sums = _sum_copies(grad.device)(grad.flatten(1), places, starts)
@@ -125,25 +145,34 @@ def summed(grad: Tensor, places: Tensor | None, starts: Tensor | None) -> Tensor
 
 @cache
 def _sum_copies(device: torch.device) -> Callable[..., Tensor]:
-    """Triton's kernel if it computes the same on this device, else ``embedding_bag``."""
+    """Triton's kernel if it computes the same on this device, else
+    ``embedding_bag``.
+    """
     if device.type != "cuda":
         return _bag
     try:
         from packstore.torch.attention._copies import sum_copies
 
         copies = torch.linspace(-1, 1, 24, device=device).bfloat16().view(3, 8)
-        sample = copies, *(torch.tensor(x, device=device) for x in ([2, 0, 1], [0, 2, 2, 3]))
+        sample = (
+            copies,
+            *(torch.tensor(x, device=device) for x in ([2, 0, 1], [0, 2, 2, 3])),
+        )
         if torch.equal(sum_copies(*sample), _bag(*sample)):
             return sum_copies
         reason = "the results differ"
     except Exception as error:  # a compiler fails in any way
         reason = quote(f"{type(error).__name__}: {error}", 300)
-    logger.warning("gradients of shared prefixes are summed without Triton, slower: %s", reason)
+    logger.warning(
+        "gradients of shared prefixes are summed without Triton, slower: %s", reason
+    )
     return _bag
 
 
 def _bag(copies: Tensor, places: Tensor, starts: Tensor) -> Tensor:
-    return nn.functional.embedding_bag(places, copies, starts, mode="sum", include_last_offset=True)
+    return nn.functional.embedding_bag(
+        places, copies, starts, mode="sum", include_last_offset=True
+    )
 
 
 @gathered.register_fake
@@ -153,7 +182,14 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 @gathered_backward.register_fake
 def _(
-    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, _out: Tensor, _lse: Tensor, index: Any, *_: Any
+    _grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _out: Tensor,
+    _lse: Tensor,
+    index: Any,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if index is None:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

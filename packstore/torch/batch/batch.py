@@ -1,4 +1,6 @@
-"""One or more packs as a flat row of tokens, with the tensors that attention and loss need."""
+"""One or more packs as a flat row of tokens, with the tensors that attention and loss
+need.
+"""
 
 from __future__ import annotations
 
@@ -50,13 +52,13 @@ class StepInfo:
         index: 0-based index of the step in the epoch.
         batch: 0-based index of the batch in the step.
         batches: batches of the step on each rank.
-        examples: examples of the whole step, over all its batches and ranks, without fillers of
-            weight 0: for pairs, the divisor of the loss.
+        examples: examples of the whole step, over all its batches and ranks, without
+            fillers of weight 0: for pairs, the divisor of the loss.
         ranks: number of ranks that share the step.
         packs: packs of the whole step, counted alike; None: unknown.
         counts: other divisors of losses for the whole step, with the names of
-            :data:`packstore.format.arrays.COUNTS`, and of what was packed in memory also
-            `sequences` and their supervised `tokens`; None: unknown.
+            :data:`packstore.format.arrays.COUNTS`, and of what was packed in memory
+            also `sequences` and their supervised `tokens`; None: unknown.
     """
 
     index: int
@@ -74,7 +76,14 @@ class StepInfo:
 
 
 _DERIVED = (
-    *("input_ids", "labels", "position_ids", "segment_ids", "target_index", "cu_seqlens_k"),
+    *(
+        "input_ids",
+        "labels",
+        "position_ids",
+        "segment_ids",
+        "target_index",
+        "cu_seqlens_k",
+    ),
     *("kv_index", "weights", "pack_ids", "sources"),
 )
 """Fields of a batch that are computed on first access, on its device."""
@@ -83,8 +92,8 @@ _DERIVED = (
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
-    A batch of :func:`collate` holds the id and label of a token in 4 bytes. Tensors of length T are
-    computed on first access, on the device where the batch is by then.
+    A batch of :func:`collate` holds the id and label of a token in 4 bytes. Tensors of
+    length T are computed on first access, on the device where the batch is by then.
 
     Attributes:
         kind: ``preference``, ``sft`` or ``scored``.
@@ -92,18 +101,22 @@ class PackedBatch:
         max_seqlen: longest segment.
         max_seqlen_k: longest logical sequence.
         lengths: int32 `[S]`, logical length of each sequence.
-        rewards: float32 `[S]`, ground-truth reward of each sequence: the column ``reward``.
+        rewards: float32 `[S]`, ground-truth reward of each sequence: the column
+            ``reward``.
         ref_logps: float32 `[S]`, log-probs of a reference model, or None.
         example_ids: int64 `[E]`.
-        num_responses: int32 `[E]`, the segments of each example, which lie one after another.
+        num_responses: int32 `[E]`, the segments of each example, which lie one after
+            another.
         num_packs: P.
-        columns: carried columns and joined side data, `[E]` each: tensors, or numpy arrays of
-            strings.
-        sequence_columns: joined side data with a value for each sequence, float32 `[S]` each.
+        columns: carried columns and joined side data, `[E]` each: tensors, or numpy
+            arrays of strings.
+        sequence_columns: joined side data with a value for each sequence, float32 `[S]`
+            each.
         step: the optimizer step that the batch belongs to, if the loader planned steps.
-        cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the padding at their
-            ends, laid end to end; None if no segment is padded. If set, `cu_seqlens`,
-            `cu_seqlens_k` and `kv_index` include the padding; `lengths` never does.
+        cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the
+            padding at their ends, laid end to end; None if no segment is padded. If
+            set, `cu_seqlens`, `cu_seqlens_k` and `kv_index` include the padding;
+            `lengths` never does.
     """
 
     kind: str
@@ -121,24 +134,33 @@ class PackedBatch:
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
     _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
-    _shared_tokens: int  # tokens that segments leave out, as the first of their example has them
+    _shared_tokens: (
+        int  # tokens that segments leave out, as the first of their example has them
+    )
     _pack_examples: Int64  # int64 `[P]`, examples of each pack
     _filler_packs: list[int]  # indices of those of weight 0
     _pack_sources: Int64 | None  # int64 `[P]`, of each pack in a mix; None: 0
 
     def __init__(self, **fields: Any) -> None:
-        """Makes a batch, as :func:`collate` does, from the fields that are not computed."""
+        """Makes a batch, as :func:`collate` does, from the fields that are not
+        computed.
+        """
         vars(self).update(fields)
 
     def __repr__(self) -> str:
         return (
-            f"PackedBatch({self.kind}: {self.num_packs} packs, {self.num_examples} examples, "
-            f"{self.num_segments} segments, {self.num_tokens} tokens on {self.lengths.device})"
+            f"PackedBatch({self.kind}: {self.num_packs} packs, {self.num_examples} "
+            "examples, "
+            f"{self.num_segments} segments, {self.num_tokens} tokens on "
+            f"{self.lengths.device})"
         )
 
     def _repr_html_(self) -> str:
         lengths = np.diff(self.cu_seqlens.cpu().numpy()).astype(np.int64)
-        starts = np.cumsum(self.num_responses.cpu().numpy()) - self.num_responses.cpu().numpy()
+        starts = (
+            np.cumsum(self.num_responses.cpu().numpy())
+            - self.num_responses.cpu().numpy()
+        )
         facts: dict[str, object] = {
             "kind": self.kind,
             "packs": self.num_packs,
@@ -154,7 +176,11 @@ class PackedBatch:
 
     def __getitem__(self, name: str) -> Any:
         """Returns a field by its name, as a mapping does."""
-        names = [n for n in dir(self) if n[:1] != "_" and not callable(getattr(type(self), n, 0))]
+        names = [
+            n
+            for n in dir(self)
+            if n[:1] != "_" and not callable(getattr(type(self), n, 0))
+        ]
         if name not in names:
             raise KeyError(f"a batch has no field {name!r}; it has: {', '.join(names)}")
         return getattr(self, name)
@@ -175,7 +201,9 @@ class PackedBatch:
         ends, lengths = self._ends, self.lengths
         if ends.device.type == "cpu":
             places, shifts = np.arange(self.num_tokens), lengths.numpy() - ends.numpy()
-            places += np.repeat(shifts.astype(np.int64), np.diff(self.cu_seqlens.numpy()))
+            places += np.repeat(
+                shifts.astype(np.int64), np.diff(self.cu_seqlens.numpy())
+            )
             return torch.from_numpy(places)
         tokens = torch.arange(self.num_tokens, device=ends.device)
         return tokens.add_((lengths - ends).long().index_select(0, self.segment_ids))
@@ -208,8 +236,8 @@ class PackedBatch:
     def cu_seqlens_k(self) -> Tensor:
         """int32 `[S + 1]`, offsets of the logical sequences laid end to end.
 
-        Without shared prefixes it is `cu_seqlens`, the same tensor: torch looks for that identity
-        when it selects a kernel.
+        Without shared prefixes it is `cu_seqlens`, the same tensor: torch looks for
+        that identity when it selects a kernel.
         """
         if not self._shared_tokens:
             return self.cu_seqlens
@@ -218,7 +246,8 @@ class PackedBatch:
 
     @cached_outside_inference_mode
     def kv_index(self) -> Tensor | None:
-        """int64 `[last of cu_seqlens_k]`, the token at each place of the logical sequences.
+        """int64 `[last of cu_seqlens_k]`, the token at each place of the logical
+        sequences.
 
         None if no segment leaves out a shared prefix.
         """
@@ -230,16 +259,22 @@ class PackedBatch:
         firsts = starts[responses.cumsum(0) - responses]
         first = firsts.repeat_interleave(responses, output_size=self.num_segments)
         physical = place - shared_tokens[sequence]
-        return torch.where(physical < 0, first[sequence] + place, starts[sequence] + physical)
+        return torch.where(
+            physical < 0, first[sequence] + place, starts[sequence] + physical
+        )
 
     @cached_outside_inference_mode
     def pack_ids(self) -> Tensor:
         """int64 `[E]`, the pack of each example."""
-        return torch.from_numpy(np.repeat(np.arange(self.num_packs), self._pack_examples))
+        return torch.from_numpy(
+            np.repeat(np.arange(self.num_packs), self._pack_examples)
+        )
 
     @cached_outside_inference_mode
     def weights(self) -> Tensor:
-        """float32 `[E]`, 1; or 0 in fillers, which pad the last batch or replace damaged packs."""
+        """float32 `[E]`, 1; or 0 in fillers, which pad the last batch or replace
+        damaged packs.
+        """
         weights = np.ones(self.num_examples, np.float32)
         if self._filler_packs:
             weights[np.isin(self.pack_ids.numpy(), self._filler_packs)] = 0
@@ -259,10 +294,14 @@ class PackedBatch:
 
     @property
     def key_places(self) -> tuple[Tensor, Tensor]:
-        """int64 `[last of cu_seqlens_k]` each: of each key its logical sequence, and its place."""
+        """int64 `[last of cu_seqlens_k]` each: of each key its logical sequence, and
+        its place.
+        """
         starts = self.cu_seqlens_k.long()
         sequence = segment_ids(starts.diff(), self.num_tokens + self._shared_tokens)
-        return sequence, torch.arange(len(sequence), device=starts.device) - starts[sequence]
+        return sequence, torch.arange(len(sequence), device=starts.device) - starts[
+            sequence
+        ]
 
     @property
     def _ends(self) -> Tensor:
@@ -289,7 +328,8 @@ class PackedBatch:
 
     @cached_outside_inference_mode
     def cpu_rewards_and_counts(self) -> tuple[Float32, Int32]:
-        """`rewards` and `num_responses` on the CPU, by which scored responses are compared.
+        """`rewards` and `num_responses` on the CPU, by which scored responses are
+        compared.
 
         Read once; a batch that was copied to a device has brought them along.
         """
@@ -303,12 +343,16 @@ class PackedBatch:
         return Targets(
             rows=(self.target_index - 1).clamp(min=0),
             ids=ids.clamp(min=0),
-            segments=self.segment_ids[self.target_index].masked_fill(fills, self.num_segments),
+            segments=self.segment_ids[self.target_index].masked_fill(
+                fills, self.num_segments
+            ),
         )
 
     @cached_outside_inference_mode
     def layout(self) -> AttentionLayout:
-        """The keys that each query may see; one object, on which backends cache their masks."""
+        """The keys that each query may see; one object, on which backends cache their
+        masks.
+        """
         return AttentionLayout(
             cu_seqlens_q=self.cu_seqlens,
             cu_seqlens_k=self.cu_seqlens_k,
@@ -320,7 +364,8 @@ class PackedBatch:
         )
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the batch with other values of these fields; all others are computed first.
+        """Returns the batch with other values of these fields; all others are computed
+        first.
 
         But for positions and keys, which follow other offsets of segments.
         """
@@ -330,7 +375,9 @@ class PackedBatch:
         if changes.keys() & {"rewards", "num_responses"}:
             outdated.add("cpu_rewards_and_counts")
         batch = copy.copy(self)
-        vars(batch).update({name: getattr(self, name) for name in _DERIVED if name not in outdated})
+        vars(batch).update(
+            {name: getattr(self, name) for name in _DERIVED if name not in outdated}
+        )
         for name in outdated:
             vars(batch).pop(name, None)
         vars(batch).update(changes)
@@ -341,18 +388,21 @@ class PackedBatch:
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
-        """Returns the batch in page-locked memory, so that copies to a GPU overlap with work."""
+        """Returns the batch in page-locked memory, so that copies to a GPU overlap with
+        work.
+        """
         return self._map(Tensor.pin_memory)
 
     def model_inputs(self, style: Style = "hf") -> dict[str, Any]:
         """Returns keyword arguments for the model's forward call.
 
         Args:
-            style: ``hf``: for a model that :func:`use_packed_attention` prepared. ``flash``: for an
-                unchanged Hugging Face model with a flash-attention implementation. ``megatron``:
-                under the names that Megatron's packed-sequence code reads. ``padded``: the logical
-                sequences as padded rows `[S, longest]` with a mask, for any model; :meth:`unpad`
-                brings its output back to the flat row.
+            style: ``hf``: for a model that :func:`use_packed_attention` prepared.
+                ``flash``: for an unchanged Hugging Face model with a flash-attention
+                implementation. ``megatron``: under the names that Megatron's
+                packed-sequence code reads. ``padded``: the logical sequences as padded
+                rows `[S, longest]` with a mask, for any model; :meth:`unpad` brings its
+                output back to the flat row.
 
         Raises:
             UnknownNameError: `style` is unknown.
@@ -361,18 +411,25 @@ class PackedBatch:
         return STYLES.load(style)(self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Maps values of padded sequences `[S, longest, ...]` to values of the row `[T, ...]`."""
+        """Maps values of padded sequences `[S, longest, ...]` to values of the row `[T,
+        ...]`.
+        """
         return padded[self.segment_ids, self.position_ids]
 
     @outside_inference_mode
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Applies `change` to the tensors that exist; others are derived later."""
-        # Derived first: the number of targets, derived on a GPU, would force a synchronisation.
+        # Derived first: the number of targets, derived on a GPU, would force a
+        # synchronisation.
         _ = self.target_index, self.weights, self.sources
         if self.kind == "scored":
             _ = self.cpu_rewards_and_counts
         fields = {n: x for n, x in vars(self).items() if n != "layout"}
-        every = (*fields.values(), *self.columns.values(), *self.sequence_columns.values())
+        every = (
+            *fields.values(),
+            *self.columns.values(),
+            *self.sequence_columns.values(),
+        )
         # By identity: a tensor under two names stays one.
         tensors = {id(x): x for x in every if isinstance(x, Tensor)}
         moved = {key: change(x) for key, x in tensors.items()}
@@ -382,12 +439,16 @@ class PackedBatch:
         vars(batch).pop("layout", None)
         vars(batch).update({n: moved.get(id(x), x) for n, x in fields.items()})
         batch.columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
-        batch.sequence_columns = {n: moved[id(x)] for n, x in self.sequence_columns.items()}
+        batch.sequence_columns = {
+            n: moved[id(x)] for n, x in self.sequence_columns.items()
+        }
         return batch
 
 
 def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
-    """Uses numpy on a CPU: torch would split this little work over threads and wait for them."""
+    """Uses numpy on a CPU: torch would split this little work over threads and wait for
+    them.
+    """
     if signed.device.type == "cpu":
         return torch.from_numpy(change(signed.numpy()).astype(np.int64))
     wide: Tensor = change(signed).long()
@@ -409,7 +470,8 @@ def collate(
     Args:
         packs: the packs; a sequence of them is joined first.
         kind: what an example is: ``preference``, ``sft`` or ``scored``.
-        ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the packs' own.
+        ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the
+            packs' own.
         sources: int64 `[P]`, the source of each pack in a mix; default: 0.
         step: the optimizer step that the batch belongs to.
         fillers: number of packs at the end that get weight 0.
@@ -455,22 +517,32 @@ def collate(
         lengths=torch.from_numpy(lengths),
         rewards=_joined([p.reward for p in parts], np.float32),
         # A copy, as stored columns are read-only views.
-        ref_logps=None if ref_logps is None else torch.from_numpy(np.array(ref_logps, np.float32)),
+        ref_logps=None
+        if ref_logps is None
+        else torch.from_numpy(np.array(ref_logps, np.float32)),
         example_ids=_joined([p.example_ids for p in parts], np.int64),
         num_responses=_joined([p.num_responses for p in parts], np.int32),
         num_packs=number,
-        columns={name: _column([c[name] for c in columns]) for name in _shared(columns)},
-        sequence_columns={n: _joined([c[n] for c in values], np.float32) for n in _shared(values)},
+        columns={
+            name: _column([c[name] for c in columns]) for name in _shared(columns)
+        },
+        sequence_columns={
+            n: _joined([c[n] for c in values], np.float32) for n in _shared(values)
+        },
         step=step,
         cu_seqlens_unpadded=None,
     )
 
 
 def _steps(parts: Sequence[Int32] | Sequence[Int64]) -> Any:
-    """Returns the differences inside each pack of offsets that rise strictly, from 0 in each."""
+    """Returns the differences inside each pack of offsets that rise strictly, from 0 in
+    each.
+    """
     flat: Any = np.concatenate(parts)
     steps = flat[1:] - flat[:-1]
-    return steps[steps > 0]  # the others lead from the end of a pack to the start of the next
+    return steps[
+        steps > 0
+    ]  # the others lead from the end of a pack to the start of the next
 
 
 def _shared(columns: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -483,6 +555,8 @@ def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
 
 
 def _column(parts: Sequence[Column]) -> Tensor | Column:
-    """Returns numbers as a tensor; strings, which torch has no dtype for, stay an array."""
+    """Returns numbers as a tensor; strings, which torch has no dtype for, stay an
+    array.
+    """
     values = np.concatenate(parts)
     return torch.from_numpy(values) if values.dtype.kind in "biuf" else values

@@ -1,4 +1,6 @@
-"""Converts a batch to the arguments of a model's forward call: one function per style."""
+"""Converts a batch to the arguments of a model's forward call: one function per
+style.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ def hf(batch: Any) -> dict[str, Any]:
 
 
 def flash(batch: PackedBatch) -> dict[str, Any]:
-    """Inputs for an unchanged Hugging Face model with a flash-attention implementation."""
+    """Inputs for an unchanged Hugging Face model with a flash-attention
+    implementation.
+    """
     _refuse_shared(batch, "model_inputs(style='flash')")
     return {
         "input_ids": batch.input_ids[None],
@@ -33,15 +37,19 @@ def flash(batch: PackedBatch) -> dict[str, Any]:
 
 
 def megatron(batch: PackedBatch) -> dict[str, Any]:
-    """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code reads.
+    """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code
+    reads.
 
-    ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded segments)
-    exclude the padding. Both end with -1, whose index is the argmin beside them: readers cut
-    there. Argmins and ``max_seqlen`` stay on the CPU, as readers call ``item()`` on them, which
-    would synchronise a GPU.
+    ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded
+    segments) exclude the padding. Both end with -1, whose index is the argmin beside
+    them: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as readers call
+    ``item()`` on them, which would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
-    offsets = {"cu_seqlens": batch.cu_seqlens, "cu_seqlens_unpadded": batch.cu_seqlens_unpadded}
+    offsets = {
+        "cu_seqlens": batch.cu_seqlens,
+        "cu_seqlens_unpadded": batch.cu_seqlens_unpadded,
+    }
     inputs = {
         "tokens": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
@@ -56,15 +64,17 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
 
 
 def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
-    """Returns keyword arguments of Megatron-Core's `PackedSeqParams`, without importing it.
+    """Returns keyword arguments of Megatron-Core's `PackedSeqParams`, without importing
+    it.
 
     As in Transformer Engine, ``cu_seqlens_q`` and ``cu_seqlens_kv`` exclude padding and
-    ``…_padded`` include it; the latter are None without padded segments, as the kernels for them
-    are slower. All offsets are those of the whole row, also under context parallelism. Several
-    packs in a batch are one row.
+    ``…_padded`` include it; the latter are None without padded segments, as the kernels
+    for them are slower. All offsets are those of the whole row, also under context
+    parallelism. Several packs in a batch are one row.
 
     Raises:
-        BackendError: the batch has shared prefixes, which self-attention offsets cannot express.
+        BackendError: the batch has shared prefixes, which self-attention offsets cannot
+            express.
     """
     _refuse_shared(batch, "packed_seq_params")
     padded = None if batch.cu_seqlens_unpadded is None else batch.cu_seqlens
@@ -81,7 +91,9 @@ def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
 
 
 def padded(batch: PackedBatch) -> dict[str, Any]:
-    """Inputs for any model: the logical sequences as padded rows `[S, longest]` with a mask."""
+    """Inputs for any model: the logical sequences as padded rows `[S, longest]` with a
+    mask.
+    """
     ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
     position = torch.arange(batch.max_seqlen_k, device=ids.device)
     taken = position < batch.cu_seqlens_k.diff()[:, None]
@@ -94,6 +106,7 @@ def padded(batch: PackedBatch) -> dict[str, Any]:
 def _refuse_shared(batch: PackedBatch, where: str) -> None:
     if batch.kv_index is not None:
         raise BackendError(
-            f"{where}: every segment must be whole, as it has no way to name shared keys; found a "
+            f"{where}: every segment must be whole, as it has no way to name shared "
+            "keys; found a "
             "shared prefix. Use style='hf' or 'padded', or a dataset of layout concat."
         )

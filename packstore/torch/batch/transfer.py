@@ -1,6 +1,8 @@
-"""Copies between CPU and device that no side waits for: inference without gaps on the device.
+"""Copies between CPU and device that no side waits for: inference without gaps on the
+device.
 
-The host starts a batch, and only then reads the result of the one before, while the device works.
+The host starts a batch, and only then reads the result of the one before, while the
+device works.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ T = TypeVar("T")
 
 
 def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    """Returns the batch on `device`; copied from page-locked memory, for which nobody waits."""
+    """Returns the batch on `device`; copied from page-locked memory, for which nobody
+    waits.
+    """
     if device.type == "cuda" and not batch.cu_seqlens.is_cuda:
         batch = batch if batch.cu_seqlens.is_pinned() else batch.pin_memory()
     return batch.to(device, non_blocking=True)
@@ -56,8 +60,13 @@ def delay_by_one(started: Iterable[T]) -> Iterator[T]:
 def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
-    """Returns what was given for inference; by default on CUDA the tokens of 4 packs."""
-    is_set = any(batching.get(name) is not None for name in ("packs_per_batch", "tokens_per_batch"))
+    """Returns what was given for inference; by default on CUDA the tokens of 4
+    packs.
+    """
+    is_set = any(
+        batching.get(name) is not None
+        for name in ("packs_per_batch", "tokens_per_batch")
+    )
     if is_set or device.type != "cuda":
         return batching
     # One pack of a small model is launched more slowly than it is computed.

@@ -32,7 +32,13 @@ from packstore.torch.data.position import (
     stale_state_error,
 )
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
-from packstore.torch.data.stream import Identity, PackStream, Shuffle, SideColumns, StoredPacks
+from packstore.torch.data.stream import (
+    Identity,
+    PackStream,
+    Shuffle,
+    SideColumns,
+    StoredPacks,
+)
 from packstore.torch.frameworks import check_dealt_once
 from packstore.torch.metrics import distributed
 
@@ -43,32 +49,40 @@ _TOGETHER = 8
 
 
 class PackedDataset(IterableDataset[Packs]):
-    """Yields the packs of one rank; over all ranks and workers, every pack once per epoch.
+    """Yields the packs of one rank; over all ranks and workers, every pack once per
+    epoch.
 
-    Pack i of the global order goes to rank ``i % world_size``. The order is a pure function of the
-    dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and workers.
-    Iterating again repeats the epoch; call :meth:`set_epoch` before each. Persistent workers
-    (``persistent_workers=True``) follow it.
+    Pack i of the global order goes to rank ``i % world_size``. The order is a pure
+    function of the dataset, `seed`, `lanes` and the epoch, independent of the number of
+    ranks and workers. Iterating again repeats the epoch; call :meth:`set_epoch` before
+    each. Persistent workers (``persistent_workers=True``) follow it.
 
-    Its epoch and position are those of its own iterations, and of a torch loader around it. A
-    :class:`PackedDataLoader` and a trainer have an epoch and a position of their own, and never
-    move the dataset. :meth:`set_epoch` and :meth:`load_state_dict` also move the loaders over it.
+    Its epoch and position are those of its own iterations, and of a torch loader around
+    it. A :class:`PackedDataLoader` and a trainer have an epoch and a position of their
+    own, and never move the dataset. :meth:`set_epoch` and :meth:`load_state_dict` also
+    move the loaders over it.
 
     :meth:`mix` mixes several datasets.
 
-    Files are opened in the process that reads them, so the object is safe to fork and to pickle.
+    Files are opened in the process that reads them, so the object is safe to fork and
+    to pickle.
 
     Args:
-        source: a dataset's URL or local folder, a dataset opened by ``packstore.open``, or a
-            stream, which has its own order.
+        source: a dataset's URL or local folder, a dataset opened by ``packstore.open``,
+            or a stream, which has its own order.
         seed: seed of the order.
-        shuffle: False reads in file order; ``stratified`` spreads examples evenly over the epoch.
+        shuffle: False reads in file order; ``stratified`` spreads examples evenly over
+            the epoch.
         lanes: row groups open at once, over all ranks.
-        rank: rank of this process; default: torch.distributed's, else the variable RANK, else 0.
-        world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else 1.
+        rank: rank of this process; default: torch.distributed's, else the variable
+            RANK, else 0.
+        world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else
+            1.
         storage_options: options of the fsspec filesystem, with a URL.
-        reading: how row groups are fetched, and what happens to one that cannot be read.
-        side: a side dataset, its URL, or several, whose columns join the packs by example id.
+        reading: how row groups are fetched, and what happens to one that cannot be
+            read.
+        side: a side dataset, its URL, or several, whose columns join the packs by
+            example id.
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
@@ -96,9 +110,15 @@ class PackedDataset(IterableDataset[Packs]):
             columns = SideColumns(source, sides) if sides else None
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
         elif side:
-            raise ConfigError("side data joins a dataset; give it to the datasets of the stream.")
-        check_class("PackedDataset", source, PackStream, "Give a dataset's folder or URL")
-        self.stream: PackStream = copy.copy(source)  # that of the caller stays in its epoch
+            raise ConfigError(
+                "side data joins a dataset; give it to the datasets of the stream."
+            )
+        check_class(
+            "PackedDataset", source, PackStream, "Give a dataset's folder or URL"
+        )
+        self.stream: PackStream = copy.copy(
+            source
+        )  # that of the caller stays in its epoch
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
         self._rank_is_detected = rank is None
@@ -125,13 +145,17 @@ class PackedDataset(IterableDataset[Packs]):
         return {**self.__dict__, "_followers": []}  # the loaders of this process
 
     def copy_at_start(self) -> Self:
-        """Return a dataset of the same packs at the start of epoch 0; nothing else moves it."""
+        """Return a dataset of the same packs at the start of epoch 0; nothing else
+        moves it.
+        """
         other = copy.copy(self)
         other._move(0, Position())
         return other
 
     def copy_for_loader(self) -> Self:
-        """Return a dataset of the same packs that is moved with this one, but not the reverse."""
+        """Return a dataset of the same packs that is moved with this one, but not the
+        reverse.
+        """
         follower = copy.copy(self)
         self._followers = [ref for ref in self._followers if ref() is not None]
         self._followers.append(weakref.ref(follower))
@@ -142,22 +166,26 @@ class PackedDataset(IterableDataset[Packs]):
         cls,
         weights: Mapping[str | PathLike[str] | Dataset | PackedDataset, float],
         *,
-        stopping_strategy: Literal["first_exhausted", "all_exhausted"] = "first_exhausted",
+        stopping_strategy: Literal[
+            "first_exhausted", "all_exhausted"
+        ] = "first_exhausted",
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Self:
-        """Mixes the packs of several datasets in proportion to their weights, which count examples.
+        """Mixes the packs of several datasets in proportion to their weights, which
+        count examples.
 
-        ``PackedDataset.mix({"chat": 3, "code": 1})`` gives three examples of the first for each of
-        the second; ``batch.sources`` tells them apart. A key that is a :class:`PackedDataset`
-        brings its own seed, options and side data.
+        ``PackedDataset.mix({"chat": 3, "code": 1})`` gives three examples of the first
+        for each of the second; ``batch.sources`` tells them apart. A key that is a
+        :class:`PackedDataset` brings its own seed, options and side data.
 
         Args:
-            weights: dataset, or its URL or local folder -> weight. All of one kind and tokenizer;
-                layouts and pack sizes may differ.
-            stopping_strategy: when an epoch ends, as in ``datasets.interleave_datasets``; smaller
-                sources repeat until all are exhausted, each time in another order.
+            weights: dataset, or its URL or local folder -> weight. All of one kind and
+                tokenizer; layouts and pack sizes may differ.
+            stopping_strategy: when an epoch ends, as in
+                ``datasets.interleave_datasets``; smaller sources repeat until all are
+                exhausted, each time in another order.
             seed: seed of the order of each dataset.
             rank: see :class:`PackedDataset`.
             world_size: see :class:`PackedDataset`.
@@ -167,7 +195,9 @@ class PackedDataset(IterableDataset[Packs]):
             CompatibilityError: sources differ in kind, tokenizer or chat template.
             DatasetNotFoundError: a URL holds no dataset.
         """
-        check_class("argument weights", weights, Mapping, "Give each dataset with its weight")
+        check_class(
+            "argument weights", weights, Mapping, "Give each dataset with its weight"
+        )
         sources = [
             (each if isinstance(each, PackedDataset) else cls(each, seed=seed)).stream
             for each in weights
@@ -180,7 +210,9 @@ class PackedDataset(IterableDataset[Packs]):
                 continue
             if (each.rank, each.world_size) != place:
                 rule = "rank and world_size must be those of its sources"
-                found = "{} of {}, and {} of {}".format(*place, each.rank, each.world_size)
+                found = "{} of {}, and {} of {}".format(
+                    *place, each.rank, each.world_size
+                )
                 raise ConfigError(sentence("the mix", rule, found))
         if mixed.rank == 0:
             stream.log_proportions()
@@ -188,12 +220,16 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def generator(self) -> None:
-        """None; Accelerate looks for it where it is about to deal the packs again: refused."""
+        """None; Accelerate looks for it where it is about to deal the packs again:
+        refused.
+        """
         check_dealt_once(self.world_size)
 
     @property
     def sampler(self) -> PackedDataset:
-        """The dataset itself, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        """The dataset itself, whose :meth:`set_epoch` Lightning calls on a loader's
+        `sampler`.
+        """
         return self
 
     @property
@@ -208,21 +244,32 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def quarantined(self) -> list[str]:
-        """Row groups that this process skipped (`on_error` quarantine), as shard and row group."""
+        """Row groups that this process skipped (`on_error` quarantine), as shard and
+        row group.
+        """
         streams = getattr(self.stream, "streams", [self.stream])
         stored = [stream for stream in streams if isinstance(stream, StoredPacks)]
-        return [s.dataset.group_name(group) for s in stored for group in sorted(s.quarantined)]
+        return [
+            s.dataset.group_name(group)
+            for s in stored
+            for group in sorted(s.quarantined)
+        ]
 
     def __len__(self) -> int:
         """Packs that the next iteration yields on this rank, over all its workers."""
-        left = len(Unseen(self.num_packs, to_resumable_position(self.stream, self.start.peek())))
+        left = len(
+            Unseen(
+                self.num_packs, to_resumable_position(self.stream, self.start.peek())
+            )
+        )
         return len(range(self.rank, left, self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
-        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's share.
+        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's
+        share.
 
-        Iterators are independent of each other, and of a later :meth:`set_epoch`. The position is
-        that of the one started last; others that still run do not move it.
+        Iterators are independent of each other, and of a later :meth:`set_epoch`. The
+        position is that of the one started last; others that still run do not move it.
         """
         check_dealt_once(self.world_size)
         worker = get_worker_info()
@@ -241,11 +288,23 @@ class PackedDataset(IterableDataset[Packs]):
             ConfigError: `epoch` is no whole number.
         """
         if not hasattr(epoch, "__index__"):  # of numpy's integers, too
-            raise ConfigError(sentence("epoch", "it must be a whole number", quote(epoch)))
+            raise ConfigError(
+                sentence("epoch", "it must be a whole number", quote(epoch))
+            )
         if epoch != self.epoch:
-            if self._is_resumed and epoch < self.epoch:  # a loop over the epochs of another object
-                text = "the position in epoch %d that was loaded is left for the start of epoch %d"
-                text += "; to go on with it, begin the loop at the epoch of its owner, loader.epoch"
+            if (
+                self._is_resumed and epoch < self.epoch
+            ):  # a loop over the epochs of another object
+                text = (
+                    "the position in epoch %d that was loaded is left for the "
+                    "start "
+                    "of epoch %d"
+                )
+                text += (
+                    "; to go on with it, begin the loop at the epoch of its "
+                    "owner, "
+                    "loader.epoch"
+                )
                 logger.warning(text, self.epoch, epoch)
             self._move(epoch, Position())
         for follower in self._loaders():
@@ -255,12 +314,16 @@ class PackedDataset(IterableDataset[Packs]):
         """Begins an iteration: returns its position, and rewinds the next one.
 
         Raises:
-            ConfigError: the ranks started after the dataset was made; all would read all packs.
+            ConfigError: the ranks started after the dataset was made; all would read
+                all packs.
         """
         if self._rank_is_detected and get_worker_info() is None:
             now, before = placement(None, None), (self.rank, self.world_size)
             if now != before and now[1] > 1:
-                rule = "it must be made after the ranks have started, or be given rank, world_size"
+                rule = (
+                    "it must be made after the ranks have started, or be given "
+                    "rank, world_size"
+                )
                 found = "rank {} of {}, after {} of {}".format(*now, *before)
                 raise ConfigError(sentence("PackedDataset", rule, found))
         epoch = self.start.new_epoch()
@@ -272,14 +335,20 @@ class PackedDataset(IterableDataset[Packs]):
         return self.position
 
     def move_on(self, started: Position, position: Position) -> None:
-        """Moves to `position`, if the iteration that `started` came from is still the newest."""
+        """Moves to `position`, if the iteration that `started` came from is still the
+        newest.
+        """
         if self._newest is started:
             self.position = position
 
-    def plan(self, *, world_size: int | None = None, epochs: int = 1, **batching: Any) -> StepPlan:
-        """Plans the steps of a loader with these settings, from the beginning of this epoch.
+    def plan(
+        self, *, world_size: int | None = None, epochs: int = 1, **batching: Any
+    ) -> StepPlan:
+        """Plans the steps of a loader with these settings, from the beginning of this
+        epoch.
 
-        Works without starting ranks: ``PackedDataset(url).plan(world_size=64, packs_per_batch=2)``.
+        Works without starting ranks: ``PackedDataset(url).plan(world_size=64,
+            packs_per_batch=2)``.
 
         Args:
             world_size: number of ranks; default: that of the dataset.
@@ -287,12 +356,19 @@ class PackedDataset(IterableDataset[Packs]):
             batching: fields of :class:`packstore.config.BatchConfig`.
 
         Raises:
-            ConfigError: a setting is out of range, or a pack alone is over `tokens_per_batch`.
+            ConfigError: a setting is out of range, or a pack alone is over
+                `tokens_per_batch`.
         """
-        return self.plan_from(BatchConfig.of(**batching), world_size or self.world_size, epochs)
+        return self.plan_from(
+            BatchConfig.of(**batching), world_size or self.world_size, epochs
+        )
 
     def plan_from(
-        self, config: BatchConfig, world_size: int, epochs: int, start: Position | None = None
+        self,
+        config: BatchConfig,
+        world_size: int,
+        epochs: int,
+        start: Position | None = None,
     ) -> StepPlan:
         """Plan `epochs` as :meth:`plan` does, from `start` on in the first."""
         numbers = range(self.epoch, self.epoch + epochs)
@@ -300,11 +376,13 @@ class PackedDataset(IterableDataset[Packs]):
         return plan_steps(stream, config, world_size, numbers, start or Position())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, equal on all ranks after the same number of steps.
+        """Return the position as JSON values, equal on all ranks after the same number
+        of steps.
 
-        All packs before ``next`` were yielded, over all ranks; inside an optimizer step also
-        ``batches`` of the step that begins there, with the step boundaries of ``cut``. The steps
-        so far are ``shortfall`` examples short of those requested, which the next ones make up for.
+        All packs before ``next`` were yielded, over all ranks; inside an optimizer step
+        also ``batches`` of the step that begins there, with the step boundaries of
+        ``cut``. The steps so far are ``shortfall`` examples short of those requested,
+        which the next ones make up for.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
@@ -314,7 +392,8 @@ class PackedDataset(IterableDataset[Packs]):
         Loaders over this dataset resume there, too.
 
         Raises:
-            CompatibilityError: the state belongs to another dataset, version, seed or order.
+            CompatibilityError: the state belongs to another dataset, version, seed or
+                order.
         """
         check_class("argument state", state, Mapping)
         for name, expected in self._identity().items():
@@ -349,7 +428,12 @@ class PackedDataset(IterableDataset[Packs]):
         return [follower for follower in followers if follower is not None]
 
     def _packs(
-        self, stream: PackStream, started: Position, start: Position, number: int, workers: int
+        self,
+        stream: PackStream,
+        started: Position,
+        start: Position,
+        number: int,
+        workers: int,
     ) -> Iterator[Packs]:
         """The share of worker `number` of a stream, from `start` on."""
         unseen = Unseen(len(stream), start)
@@ -377,11 +461,17 @@ def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if rank is None or world_size is None:
         if distributed():
             return dist.get_rank(), dist.get_world_size()
-        rank, world_size = (int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1)))
-        if world_size > 1 and "RANK" not in os.environ:  # all ranks would read the share of one
+        rank, world_size = (
+            int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
+        )
+        if (
+            world_size > 1 and "RANK" not in os.environ
+        ):  # all ranks would read the share of one
             rule = "the environment must give RANK beside WORLD_SIZE"
             remedy = "Start the ranks by torchrun, or give rank and world_size"
-            raise ConfigError(sentence("PackedDataset", rule, f"WORLD_SIZE={world_size}", remedy))
+            raise ConfigError(
+                sentence("PackedDataset", rule, f"WORLD_SIZE={world_size}", remedy)
+            )
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
     return rank, world_size

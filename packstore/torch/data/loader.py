@@ -1,4 +1,6 @@
-"""Yields batches of packs in the global order, with a position that can be saved and loaded."""
+"""Yields batches of packs in the global order, with a position that can be saved and
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +41,9 @@ _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
 _LONGEST_FOLDER = 70
-"""Characters of TMPDIR up to which torch's Unix sockets there have names that Linux takes (108):
-beyond about 75 its workers wait for ever."""
+"""Characters of TMPDIR up to which torch's Unix sockets there have names that Linux
+takes (108): beyond about 75 its workers wait for ever.
+"""
 
 _TORCH_ATTRIBUTES = (
     "batch_size",
@@ -58,7 +61,9 @@ class LoaderAttributeError(ConfigError, AttributeError):
 
 
 class _Planned(NamedTuple):
-    """A batch, and the range of its step among the packs not yet yielded as the iteration began."""
+    """A batch, and the range of its step among the packs not yet yielded as the
+    iteration began.
+    """
 
     batch: PackedBatch
     step_start: int
@@ -68,41 +73,47 @@ class _Planned(NamedTuple):
 
 
 class PackedDataLoader:
-    """Yields batches grouped by optimizer step: a step holds the same packs on any machine.
+    """Yields batches grouped by optimizer step: a step holds the same packs on any
+    machine.
 
-    The plan is a pure function of the dataset's order, the settings and the number of ranks. It
-    divides the epoch into steps, each a contiguous part of the global order, and distributes each
-    step over the ranks. Every rank gets the same number of batches, in the same order for any
-    number of workers. ``batch.step`` gives the batch's index in its step and the step's number of
-    examples.
+    The plan is a pure function of the dataset's order, the settings and the number of
+    ranks. It divides the epoch into steps, each a contiguous part of the global order,
+    and distributes each step over the ranks. Every rank gets the same number of
+    batches, in the same order for any number of workers. ``batch.step`` gives the
+    batch's index in its step and the step's number of examples.
 
-    It begins at the epoch and position of `data`, and then has its own: it never moves `data`, and
-    no other loader moves it. ``data.set_epoch`` and ``data.load_state_dict`` do, as its own.
+    It begins at the epoch and position of `data`, and then has its own: it never moves
+    `data`, and no other loader moves it. ``data.set_epoch`` and
+    ``data.load_state_dict`` do, as its own.
 
     Attributes:
         data: the same packs, with the epoch and position of this loader.
 
     Args:
         data: the dataset.
-        num_workers: processes that read; 0, which reads in threads of this process, is the fastest
-            unless collation is slow.
+        num_workers: processes that read; 0, which reads in threads of this process, is
+            the fastest unless collation is slow.
         pin_memory: put batches into page-locked memory, for copies to a GPU.
         prefetch_factor: batches that each worker prepares ahead; default: 2.
         persistent_workers: keep the workers from one epoch to the next.
-        multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default: torch's.
-        batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch` (default 1) or
-            `tokens_per_batch`; `gradient_accumulation_steps` or `examples_per_step`; `balance`,
-            `drop_last`. See ``docs/loaders.md``.
+        multiprocessing_context: ``fork``, ``spawn`` or ``forkserver``; default:
+            torch's.
+        batching: fields of :class:`packstore.config.BatchConfig`: `packs_per_batch`
+            (default 1) or `tokens_per_batch`; `gradient_accumulation_steps` or
+            `examples_per_step`; `balance`, `drop_last`. See ``docs/loaders.md``.
 
     Raises:
-        ConfigError: a value is out of range, settings exclude each other, or a single pack is
-            longer than `tokens_per_batch`.
+        ConfigError: a value is out of range, settings exclude each other, or a single
+            pack is longer than `tokens_per_batch`.
         UnknownNameError: a setting does not exist.
 
-    Iterating raises the errors of reading a dataset, and WorkerError if a worker process dies.
+    Iterating raises the errors of reading a dataset, and WorkerError if a worker
+    process dies.
     """
 
-    batch_sampler = None  # as torch's loader has it without a batch size; Lightning looks
+    batch_sampler = (
+        None  # as torch's loader has it without a batch size; Lightning looks
+    )
 
     def __init__(
         self,
@@ -122,11 +133,15 @@ class PackedDataLoader:
                 f"found {num_workers} and {prefetch_factor}."
             )
         if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
-            raise ConfigError("prefetch_factor and persistent_workers need num_workers above 0.")
+            raise ConfigError(
+                "prefetch_factor and persistent_workers need num_workers above 0."
+            )
         if num_workers and len(folder := tempfile.gettempdir()) > _LONGEST_FOLDER:
             rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
             remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
-            raise ConfigError(sentence("PackedDataLoader", rule, str(len(folder)), remedy))
+            raise ConfigError(
+                sentence("PackedDataLoader", rule, str(len(folder)), remedy)
+            )
         data = data.copy_for_loader()
         self.data, self.config = data, BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
@@ -149,8 +164,8 @@ class PackedDataLoader:
     def __len__(self) -> int:
         """Exact number of batches that the next iteration yields on this rank.
 
-        With `tokens_per_batch` or `examples_per_step` it looks up the sizes of all packs, once per
-        epoch and position.
+        With `tokens_per_batch` or `examples_per_step` it looks up the sizes of all
+        packs, once per epoch and position.
         """
         start = self.data.start.peek()
         key = (self.data.epoch, start)
@@ -161,13 +176,16 @@ class PackedDataLoader:
     def __iter__(self) -> Iterator[PackedBatch]:
         """Yields batches from the loaded position, or from the beginning of the epoch.
 
-        :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first batch.
+        :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first
+        batch.
         """
         return self._iterate(self.data.start_iteration(), self.data.start.times_set)
 
     def _iterate(self, start: Position, moves: int) -> Iterator[PackedBatch]:
         data, cut = self.data, self._batches.cut
-        if data.start.times_set != moves:  # frameworks may load a state after making the iterator
+        if (
+            data.start.times_set != moves
+        ):  # frameworks may load a state after making the iterator
             start = data.start_iteration()
         started = start
         if not self._is_logged:
@@ -181,26 +199,36 @@ class PackedDataLoader:
             steps = step.index + 1
             after = unseen.after(planned.step_stop, steps, planned.shortfall_after)
             if not step.last:
-                before = unseen.after(planned.step_start, step.index, planned.shortfall_before)
+                before = unseen.after(
+                    planned.step_start, step.index, planned.shortfall_before
+                )
                 after = replace(before, batches=step.batch + 1, cut=cut)
             data.move_on(started, after)
             yield planned.batch
         data.move_on(started, unseen.after(len(unseen), steps))
 
     def _running(self, once: bool) -> Iterable[_Planned]:
-        """The batches of this process, or of workers; with `once`, not of persistent ones."""
+        """The batches of this process, or of workers; with `once`, not of persistent
+        ones.
+        """
         if not self._options["num_workers"]:
             if self._options["pin_memory"] and torch.accelerator.is_available():
-                return (each._replace(batch=each.batch.pin_memory()) for each in self._batches)
+                return (
+                    each._replace(batch=each.batch.pin_memory())
+                    for each in self._batches
+                )
             return self._batches
         lasting = self._lasting and not once
         if lasting and self._loader is not None:
             return _watched(self._loader)
-        # A separate generator: torch's loader would draw from the global one, and so change the
-        # random numbers of the training.
+        # A separate generator: torch's loader would draw from the global one, and so
+        # change the random numbers of the training.
         batches = self._batches if lasting else self._batches.detached()
         loader: DataLoader[Any] = DataLoader(
-            batches, generator=torch.Generator(), persistent_workers=lasting, **self._options
+            batches,
+            generator=torch.Generator(),
+            persistent_workers=lasting,
+            **self._options,
         )
         if lasting:
             self._loader = loader
@@ -208,12 +236,20 @@ class PackedDataLoader:
 
     def __getattr__(self, name: str) -> Any:
         if name not in _TORCH_ATTRIBUTES:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}"
+            )
         rule = f"it batches, orders and deals packs itself, so it has no {name}"
-        remedy = "To skip what was trained on, load_state_dict(state); to the dataset, loader.data"
+        remedy = (
+            "To skip what was trained on, load_state_dict(state); to the "
+            "dataset, "
+            "loader.data"
+        )
         if name in ("generator", "worker_init_fn"):
             remedy = "In Ray Train, prepare_data_loader(loader, add_dist_sampler=False)"
-        raise LoaderAttributeError(sentence("PackedDataLoader", rule, f"a use of {name}", remedy))
+        raise LoaderAttributeError(
+            sentence("PackedDataLoader", rule, f"a use of {name}", remedy)
+        )
 
     def __getitem__(self, index: object) -> Any:
         """Refuses to be a dataset, which torch's loader would index."""
@@ -222,12 +258,16 @@ class PackedDataLoader:
 
     @property
     def sampler(self) -> PackedDataset:
-        """Its dataset, whose :meth:`set_epoch` Lightning calls on a loader's `sampler`."""
+        """Its dataset, whose :meth:`set_epoch` Lightning calls on a loader's
+        `sampler`.
+        """
         return self.data
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration; after :meth:`load_state_dict` that of the state."""
+        """The epoch of the next iteration; after :meth:`load_state_dict` that of the
+        state.
+        """
         return self.data.epoch
 
     def set_epoch(self, epoch: int) -> None:
@@ -235,7 +275,8 @@ class PackedDataLoader:
         self.data.set_epoch(epoch)
 
     def plan(self, epochs: int = 1, *, left: bool = False) -> StepPlan:
-        """Plans `epochs` epochs from the current one: from its beginning, or what is `left` of it.
+        """Plans `epochs` epochs from the current one: from its beginning, or what is
+        `left` of it.
 
         A step that was interrupted counts whole.
         """
@@ -243,35 +284,50 @@ class PackedDataLoader:
         return self.data.plan_from(self.config, self.data.world_size, epochs, start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batches yielded so far; prefetched ones do not count."""
+        """Returns the position after the batches yielded so far; prefetched ones do not
+        count.
+        """
         return self.data.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where `state` was taken, with any settings, ranks and workers.
 
-        With the settings and number of ranks of the state, the same batches follow as without the
-        interruption. With others, the packs not yet yielded are batched by the new settings.
+        With the settings and number of ranks of the state, the same batches follow as
+        without the interruption. With others, the packs not yet yielded are batched by
+        the new settings.
 
         Raises:
-            CompatibilityError: the state belongs to another dataset, version, seed or order.
+            CompatibilityError: the state belongs to another dataset, version, seed or
+                order.
         """
         self.data.load_state_dict(state)
 
 
 class _Batches(IterableDataset[_Planned]):
-    """Yields the batches of one rank from a position on; in one of n workers, every n-th."""
+    """Yields the batches of one rank from a position on; in one of n workers, every
+    n-th.
+    """
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
         self.data, self.config = data, config
         self.cut = {"world_size": data.world_size, **config.changed()}
         self._start = Position()
-        # Epoch, next, step, batches, shortfall: in memory shared with persistent workers.
+        # Epoch, next, step, batches, shortfall: in memory shared with persistent
+        # workers.
         self._cells = shared_integers(5)
 
     def start_at(self, position: Position) -> Position:
-        """Starts the next iteration at `position`; returns it as these settings express it."""
+        """Starts the next iteration at `position`; returns it as these settings express
+        it.
+        """
         self._start = start = self.convert_position(position)
-        cells = [self.data.epoch, start.next, start.step, start.batches, start.shortfall]
+        cells = [
+            self.data.epoch,
+            start.next,
+            start.step,
+            start.batches,
+            start.shortfall,
+        ]
         self._cells[:] = torch.tensor(cells)
         return start
 
@@ -288,7 +344,9 @@ class _Batches(IterableDataset[_Planned]):
         cutter = self._cutter(start)
         if cutter.fixed is None:
             return sum(len(step.edges) - 1 for step in cutter) - start.batches
-        return -(-cutter.end // (self.data.world_size * self.config.width)) - start.batches
+        return (
+            -(-cutter.end // (self.data.world_size * self.config.width)) - start.batches
+        )
 
     def __iter__(self) -> Iterator[_Planned]:
         worker = get_worker_info()
@@ -310,7 +368,9 @@ class _Batches(IterableDataset[_Planned]):
             lookup.join()
             step, index, number, _, fillers = turn
             info = step.info(index, number, self.data.world_size)
-            batch = collate(packs, stream.kind, sources=sources, step=info, fillers=fillers)
+            batch = collate(
+                packs, stream.kind, sources=sources, step=info, fillers=fillers
+            )
             shortfalls = step.shortfall_before, step.shortfall_after
             yield _Planned(batch, step.start, step.stop, *shortfalls)
 
@@ -318,7 +378,9 @@ class _Batches(IterableDataset[_Planned]):
         """Yields the batches of this rank, in all workers."""
         skipped = start.batches
         for index, step in enumerate(cutter, start=start.step):
-            shares = assign_ranks(step, self.data.rank, self.data.world_size, self.config)
+            shares = assign_ranks(
+                step, self.data.rank, self.data.world_size, self.config
+            )
             for number, share in enumerate(shares[skipped:], start=skipped):
                 yield step, index, number, *share
             skipped = 0
@@ -327,11 +389,18 @@ class _Batches(IterableDataset[_Planned]):
         self, stream: PackStream, unseen: Unseen, turns: Iterator[_Turn]
     ) -> Iterator[tuple[_Turn, Int64, Int64]]:
         """Yields each batch with the indices and the sources of its packs."""
-        size = 1  # the first batch without delay; later ones in chunks, which is cheaper
+        size = (
+            1  # the first batch without delay; later ones in chunks, which is cheaper
+        )
         while chunk := list(itertools.islice(turns, size)):
             places = [places for _, _, _, places, _ in chunk]
-            indices, edges = unseen[np.concatenate(places)], np.cumsum([*map(len, places)])[:-1]
-            parts = (np.split(values, edges) for values in (indices, stream.sources(indices)))
+            indices, edges = (
+                unseen[np.concatenate(places)],
+                np.cumsum([*map(len, places)])[:-1],
+            )
+            parts = (
+                np.split(values, edges) for values in (indices, stream.sources(indices))
+            )
             yield from zip(chunk, *parts, strict=True)
             size = _CHUNK
 
@@ -341,21 +410,29 @@ class _Batches(IterableDataset[_Planned]):
         return position if same else to_resumable_position(self.data.stream, position)
 
     def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
-        return StepCutter(stream or self.data.stream, start, self.config, self.data.world_size)
+        return StepCutter(
+            stream or self.data.stream, start, self.config, self.data.world_size
+        )
 
 
 _Turn = tuple[Step, int, int, Int64, int]
-"""A batch of a rank: its step, indices of both, the places of its packs, how many are fillers."""
+"""A batch of a rank: its step, indices of both, the places of its packs, how many are
+fillers.
+"""
 
 
 def _look_up(stream: PackStream, index: int) -> None:
     if index < len(stream):
-        with contextlib.suppress(PackstoreError):  # raised again where the size is needed
+        with contextlib.suppress(
+            PackstoreError
+        ):  # raised again where the size is needed
             stream.sizes(np.array([index]))
 
 
 def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields the workers' batches; raises WorkerError if one died, and errors inside them as is."""
+    """Yields the workers' batches; raises WorkerError if one died, and errors inside
+    them as is.
+    """
     running = iter(loader)
     try:
         yield from running
@@ -367,9 +444,18 @@ def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
             text += _dead(getattr(running, "_workers", ()))
         if "(pid" not in text:
             raise
-        remedy = "Look for the out-of-memory killer and a full /dev/shm; num_workers=0 needs none"
+        remedy = (
+            "Look for the out-of-memory killer and a full /dev/shm; "
+            "num_workers=0 "
+            "needs none"
+        )
         raise WorkerError(
-            sentence("PackedDataLoader", "workers must live until the epoch ends", text, remedy)
+            sentence(
+                "PackedDataLoader",
+                "workers must live until the epoch ends",
+                text,
+                remedy,
+            )
         ) from error
 
 

@@ -1,7 +1,7 @@
 """The position in an epoch, as a small value that can be saved.
 
-Optimizer steps are yielded in global order, so one number says most of it. Inside a balanced step
-packs are yielded in another order: the position then names the step, the
+Optimizer steps are yielded in global order, so one number says most of it. Inside a
+balanced step packs are yielded in another order: the position then names the step, the
 settings that define its batches, and how many of them were yielded.
 """
 
@@ -36,13 +36,13 @@ class Position:
     Attributes:
         next: all packs before this global index were yielded.
         step: number of optimizer steps yielded.
-        yielded: int64, ascending, all above `next`: further packs that were. Non-empty only after a
-            balanced step was interrupted and resumed with other settings.
+        yielded: int64, ascending, all above `next`: further packs that were. Non-empty
+            only after a balanced step was interrupted and resumed with other settings.
         batches: batches yielded on every rank of the step that begins here.
-        cut: the settings and number of ranks that define that step's batches; empty without
-            `batches`.
-        shortfall: examples that the steps before this position are short of the requested ones;
-            below 0: in excess. The next steps make up for them.
+        cut: the settings and number of ranks that define that step's batches; empty
+            without `batches`.
+        shortfall: examples that the steps before this position are short of the
+            requested ones; below 0: in excess. The next steps make up for them.
     """
 
     next: int = 0
@@ -68,7 +68,11 @@ class Position:
     @classmethod
     def from_state(cls, state: Mapping[str, Any], packs: int) -> Self:
         """Parses the position in `state`, in an epoch of `packs` packs."""
-        position, step, batches = state.get("next"), state.get("step", 0), state.get("batches", 0)
+        position, step, batches = (
+            state.get("next"),
+            state.get("step", 0),
+            state.get("batches", 0),
+        )
         cut, mask = state.get("cut", {}), state.get("given", "")
         shortfall = state.get("shortfall", 0)
         if not all(isinstance(x, int) and x >= 0 for x in (step, batches)):
@@ -86,20 +90,28 @@ class Position:
         try:
             bits = np.unpackbits(np.frombuffer(bytes.fromhex(mask), np.uint8))
         except (TypeError, ValueError) as error:
-            raise stale_state_error("given must be bits in hexadecimal", repr(mask)) from error
+            raise stale_state_error(
+                "given must be bits in hexadecimal", repr(mask)
+            ) from error
         yielded = position + np.flatnonzero(bits)
         if len(yielded) and (yielded[0] == position or yielded[-1] >= packs):
-            raise stale_state_error(f"given must name packs between next and {packs}", repr(mask))
+            raise stale_state_error(
+                f"given must name packs between next and {packs}", repr(mask)
+            )
         return cls(position, step, yielded, batches, cut, shortfall)
 
 
 class Unseen:
-    """The packs of an epoch not yet yielded, in order, and those of an incomplete step."""
+    """The packs of an epoch not yet yielded, in order, and those of an
+    incomplete step.
+    """
 
     def __init__(self, packs: int, position: Position) -> None:
         self.packs, self.first, self._yielded = packs, position.next, position.yielded
         end = int(self._yielded[-1]) + 1 if len(self._yielded) else self.first
-        self._gaps = np.setdiff1d(np.arange(self.first, end), self._yielded) if end else _NONE
+        self._gaps = (
+            np.setdiff1d(np.arange(self.first, end), self._yielded) if end else _NONE
+        )
         self._shift = end - len(self._gaps)
 
     def __len__(self) -> int:
@@ -114,7 +126,9 @@ class Unseen:
         return indices
 
     def after(self, place: int, step: int, shortfall: int = 0) -> Position:
-        """Return the position after all packs before `place` and `step` steps were yielded."""
+        """Return the position after all packs before `place` and `step` steps were
+        yielded.
+        """
         if place >= len(self):
             return Position(self.packs, step)
         if place >= len(self._gaps):
@@ -124,21 +138,26 @@ class Unseen:
         return Position(first, step, yielded, shortfall=shortfall)
 
     def without(self, places: Int64, step: int, shortfall: int = 0) -> Position:
-        """Return the position after the packs at `places` and `step` steps were yielded."""
+        """Return the position after the packs at `places` and `step` steps were
+        yielded.
+        """
         yielded = np.union1d(self._yielded, self[places])
         run = int((yielded == self.first + np.arange(len(yielded))).sum())
         return Position(self.first + run, step, yielded[run:], shortfall=shortfall)
 
 
 class SharedStart:
-    """Epoch and position where the next iteration begins, in memory shared with workers.
+    """Epoch and position where the next iteration begins, in memory shared with
+    workers.
 
-    One iteration uses a start, in any process; the next one begins at the start of the epoch.
+    One iteration uses a start, in any process; the next one begins at the start of the
+    epoch.
     """
 
     def __init__(self) -> None:
         self._cells = shared_integers(4)
-        # Of each process: 0, or the number of processes of the iteration that used the start.
+        # Of each process: 0, or the number of processes of the iteration that used the
+        # start.
         self._used_by = shared_integers(1 + _MAX_WORKERS)
         self._seen, self._position, self._of_worker = 0, Position(), False
 
@@ -148,7 +167,9 @@ class SharedStart:
             cells.share_memory_()  # type: ignore[no-untyped-call]
 
     def set(self, epoch: int, position: Position) -> None:
-        """Starts the next iteration at `position` of `epoch`; in a worker, for that worker only."""
+        """Starts the next iteration at `position` of `epoch`; in a worker, for that
+        worker only.
+        """
         self._position, self._of_worker = position, get_worker_info() is not None
         if not self._of_worker:
             self._cells[_EPOCH], self._cells[_NEXT] = epoch, position.next
@@ -163,7 +184,9 @@ class SharedStart:
         return int(self._cells[_TIMES_SET])
 
     def new_epoch(self) -> int | None:
-        """Returns the epoch if another process set it since this process's last iteration."""
+        """Returns the epoch if another process set it since this process's last
+        iteration.
+        """
         return int(self._cells[_EPOCH]) if self._is_news() else None
 
     def peek(self) -> Position:
@@ -178,13 +201,16 @@ class SharedStart:
             return self._position
         if int(self._cells[_YIELDED]):
             raise CompatibilityError(
-                "loader state: workers that live on cannot take up a balanced step in its middle. "
+                "loader state: workers that live on cannot take up a balanced step in "
+                "its middle. "
                 "Make a new DataLoader after load_state_dict."
             )
         return Position(int(self._cells[_NEXT]))
 
     def take(self) -> Position:
-        """Returns the start of this iteration; the next one begins at the start of the epoch."""
+        """Returns the start of this iteration; the next one begins at the start of the
+        epoch.
+        """
         position = self.peek()
         slot, size = _process()
         self._used_by[slot] = size
@@ -196,7 +222,9 @@ class SharedStart:
 
 
 def _process() -> tuple[int, int]:
-    """Index of this process among those of its iteration, and their number; the main one is 0."""
+    """Index of this process among those of its iteration, and their number; the main
+    one is 0.
+    """
     worker = get_worker_info()
     return (0, 1) if worker is None else (1 + worker.id, 1 + worker.num_workers)
 
@@ -209,7 +237,8 @@ def shared_integers(n: int) -> torch.Tensor:
 def stale_state_error(
     rule: str,
     found: str,
-    remedy: str = "Load it into the dataset, seed and lanes that it was taken from, or start anew",
+    remedy: str = "Load it into the dataset, seed and lanes that it was taken from, or "
+    "start anew",
 ) -> CompatibilityError:
     """Returns the error for a state that does not fit the dataset."""
     return CompatibilityError(sentence("loader state", rule, found, remedy))

@@ -1,7 +1,9 @@
-"""Divides the remaining packs into optimizer steps, and those into batches and ranks; plans.
+"""Divides the remaining packs into optimizer steps, and those into batches and ranks;
+plans.
 
-A pure function of the packs' sizes, the settings and the number of ranks. It reads the epoch in
-windows, so that it starts at once and uses little memory for any number of packs.
+A pure function of the packs' sizes, the settings and the number of ranks. It reads the
+epoch in windows, so that it starts at once and uses little memory for any number of
+packs.
 """
 
 from __future__ import annotations
@@ -32,10 +34,12 @@ WINDOW = 4096
 
 
 class Step:
-    """One optimizer step, as positions among the packs not yet yielded; see :class:`Unseen`.
+    """One optimizer step, as positions among the packs not yet yielded; see
+    :class:`Unseen`.
 
-    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``. The shortfalls, in
-    examples, are those of :attr:`Position.shortfall` before and after the step.
+    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``. The
+    shortfalls, in examples, are those of :attr:`Position.shortfall` before and after
+    the step.
     """
 
     def __init__(
@@ -47,14 +51,19 @@ class Step:
         shortfall_after: int,
     ) -> None:
         self.edges, self.start, self.stop = edges, edges[0], edges[-1]
-        self._look_up, self._first = look_up, first  # of a window, and its first position
+        self._look_up, self._first = (
+            look_up,
+            first,
+        )  # of a window, and its first position
         self.shortfall_before = shortfall_before
         self.shortfall_after = shortfall_after
 
     @cached_property
     def sizes(self) -> PackSizes:
         """Sizes of the packs of the step."""
-        return self._look_up().take(slice(self.start - self._first, self.stop - self._first))
+        return self._look_up().take(
+            slice(self.start - self._first, self.stop - self._first)
+        )
 
     @cached_property
     def examples(self) -> int:
@@ -66,7 +75,9 @@ class Step:
         batches, counts = len(self.edges) - 1, None
         if self.sizes.counts is not None:
             counts = dict(zip(COUNTS, self.sizes.counts.sum(0).tolist(), strict=True))
-        return StepInfo(index, batch, batches, self.examples, ranks, len(self.sizes), counts)
+        return StepInfo(
+            index, batch, batches, self.examples, ranks, len(self.sizes), counts
+        )
 
 
 class StepCutter:
@@ -78,7 +89,9 @@ class StepCutter:
         self.stream, self.unseen = stream, Unseen(len(stream), start)
         self.config, self.world_size = config, world_size
         self._shortfall = 0
-        if config.examples_per_step is not None:  # of the state, which may be of other settings
+        if (
+            config.examples_per_step is not None
+        ):  # of the state, which may be of other settings
             self._shortfall = limit_shortfall(start.shortfall, config.examples_per_step)
         self._width = world_size * config.width
         fixed = config.tokens_per_batch is None and config.examples_per_step is None
@@ -94,7 +107,9 @@ class StepCutter:
         start, size, shortfall = 0, WINDOW, self._shortfall
         while start < self.end:
             stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
-            look_up = cache(partial(self.stream.sizes, self.unseen[np.arange(start, stop)]))
+            look_up = cache(
+                partial(self.stream.sizes, self.unseen[np.arange(start, stop)])
+            )
             begin = start
             for edges, shortfall_after in self._cut(start, stop, look_up, shortfall):
                 step = Step(edges, look_up, begin, shortfall, shortfall_after)
@@ -108,9 +123,11 @@ class StepCutter:
     def _cut(
         self, start: int, stop: int, look_up: Callable[[], PackSizes], shortfall: int
     ) -> Iterator[tuple[list[int], int]]:
-        """Yield edges of each step that the packs from `start` to `stop` determine, and shortfall.
+        """Yield edges of each step that the packs from `start` to `stop` determine, and
+        shortfall.
 
-        `shortfall` is that before the first of these steps; yielded are those after each.
+        `shortfall` is that before the first of these steps; yielded are those after
+        each.
         """
         is_end = stop == self.end
         if self.config.examples_per_step is not None:
@@ -120,7 +137,10 @@ class StepCutter:
                 sizes.examples, requested, self.world_size, shortfall, is_end=is_end
             )
             for end, shortfall_after in steps:
-                yield self._batches(sizes.tokens[begin:end], start + begin), shortfall_after
+                yield (
+                    self._batches(sizes.tokens[begin:end], start + begin),
+                    shortfall_after,
+                )
                 begin = end
         elif self.fixed is not None:
             ends = [*range(start, stop, self.fixed), stop]
@@ -130,12 +150,17 @@ class StepCutter:
             for edges in self._cut_by_tokens(look_up(), start, is_end):
                 yield edges, 0
 
-    def _cut_by_tokens(self, sizes: PackSizes, start: int, closed: bool) -> Iterator[list[int]]:
+    def _cut_by_tokens(
+        self, sizes: PackSizes, start: int, closed: bool
+    ) -> Iterator[list[int]]:
         jumps = self._jumps(sizes.tokens, start)
         row, rows, packs = 0, len(jumps), len(sizes)
         while row < rows:
             edges = [row]
-            while len(edges) <= self.config.gradient_accumulation_steps and edges[-1] < rows:
+            while (
+                len(edges) <= self.config.gradient_accumulation_steps
+                and edges[-1] < rows
+            ):
                 edges.append(jumps[edges[-1]])
             if edges[-1] == rows and not closed:
                 return
@@ -153,7 +178,9 @@ class StepCutter:
         return [min(start + edge * self.world_size, stop) for edge in edges]
 
     def _jumps(self, tokens: Int64, start: int) -> list[int]:
-        """For each row of one pack per rank: the row where a batch that starts here ends."""
+        """For each row of one pack per rank: the row where a batch that starts here
+        ends.
+        """
         budget = self.config.tokens_per_batch
         assert budget is not None
         ranks = self.world_size
@@ -183,8 +210,12 @@ Share = tuple[Int64, int]
 """Positions of a batch's packs, and how many at the end are fillers of weight 0."""
 
 
-def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) -> list[Share]:
-    """Returns the batches of `rank`; in one without a pack for it, a filler of weight 0."""
+def assign_ranks(
+    step: Step, rank: int, world_size: int, config: BatchConfig
+) -> list[Share]:
+    """Returns the batches of `rank`; in one without a pack for it, a filler of weight
+    0.
+    """
     if config.balance and world_size > 1:
         batches = [ranks[rank] for ranks in _balanced(step, world_size, config)]
     else:
@@ -196,16 +227,21 @@ def assign_ranks(step: Step, rank: int, world_size: int, config: BatchConfig) ->
 
 
 def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
-    """The positions of each rank in each batch, with sums of squared lengths as even as possible.
+    """The positions of each rank in each batch, with sums of squared lengths as even as
+    possible.
 
-    With packs per batch the whole step is balanced at once, largest packs first. With a token
-    budget each batch is balanced alone, and round-robin where some rank would exceed the budget.
+    With packs per batch the whole step is balanced at once, largest packs first. With a
+    token budget each batch is balanced alone, and round-robin where some rank would
+    exceed the budget.
     """
     sizes, start = step.sizes, step.start
     if config.tokens_per_batch is None:
         ranks = [start + part for part in spread(sizes.squares, world_size)]
         batches, width = len(step.edges) - 1, config.width
-        return [[part[g * width : (g + 1) * width] for part in ranks] for g in range(batches)]
+        return [
+            [part[g * width : (g + 1) * width] for part in ranks]
+            for g in range(batches)
+        ]
     out = []
     for a, b in pairwise(step.edges):
         parts = spread(sizes.squares[a - start : b - start], world_size)
@@ -213,12 +249,15 @@ def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int
         if max(int(tokens[part].sum()) for part in parts) <= config.tokens_per_batch:
             out.append([a + part for part in parts])
         else:
-            out.append([np.arange(a + rank, b, world_size) for rank in range(world_size)])
+            out.append(
+                [np.arange(a + rank, b, world_size) for rank in range(world_size)]
+            )
     return out
 
 
 def spread(work: Int64, ranks: int) -> list[Int64]:
-    """Assigns indices of `work` to `ranks`, equally many each: largest first, to the smallest sum.
+    """Assigns indices of `work` to `ranks`, equally many each: largest first, to the
+    smallest sum.
 
     Graham, "Bounds on multiprocessing timing anomalies", 1969, with equal counts.
     """
@@ -236,7 +275,9 @@ def spread(work: Int64, ranks: int) -> list[Int64]:
 
 
 def to_resumable_position(stream: PackStream, position: Position) -> Position:
-    """Converts `position` to the set of yielded packs, from which any settings can resume."""
+    """Converts `position` to the set of yielded packs, from which any settings can
+    resume.
+    """
     if not position.batches:
         return position
     settings = dict(position.cut)
@@ -244,13 +285,17 @@ def to_resumable_position(stream: PackStream, position: Position) -> Position:
     try:
         config = BatchConfig.of(**settings)
     except ConfigError as error:
-        raise stale_state_error("cut must be the settings of a loader", str(error)) from error
+        raise stale_state_error(
+            "cut must be the settings of a loader", str(error)
+        ) from error
     if not isinstance(world_size, int) or world_size < 1:
         raise stale_state_error("cut must name the number of ranks", repr(world_size))
     cutter = StepCutter(stream, position, config, world_size)
     step = next(iter(cutter), None)
     if step is None or position.batches >= len(step.edges):
-        raise stale_state_error("batches must be fewer than its step has", str(position.batches))
+        raise stale_state_error(
+            "batches must be fewer than its step has", str(position.batches)
+        )
     out = [np.empty(0, np.int64)]
     for rank in range(world_size):
         shares = assign_ranks(step, rank, world_size, config)[: position.batches]
@@ -301,7 +346,9 @@ def plan_steps(
         for step in cutter:
             examples.append(step.examples)
             batches += len(step.edges) - 1
-            fillers += sum(max(world_size - (b - a), 0) for a, b in pairwise(step.edges))
+            fillers += sum(
+                max(world_size - (b - a), 0) for a, b in pairwise(step.edges)
+            )
             end = step.stop
         packs += end
         dropped_packs += len(unseen) - end
@@ -322,36 +369,57 @@ def plan_steps(
     )
 
 
-def log_steps(plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int) -> None:
-    """Logs how large the steps are, if the settings limit them, and what they leave out."""
+def log_steps(
+    plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int
+) -> None:
+    """Logs how large the steps are, if the settings limit them, and what they leave
+    out.
+    """
     fewest, mean, largest = plan.examples_per_step
     if requested := config.examples_per_step:
-        text = "%d examples in %d steps of %.1f on average, %d to %d (examples_per_step=%d)"
+        text = (
+            "%d examples in %d steps of %.1f on average, %d to %d "
+            "(examples_per_step=%d)"
+        )
         logger.info(text, plan.examples, plan.steps, mean, fewest, largest, requested)
-        pack_size = min((data.manifest.pack_size for data in stream.datasets), default=0)
+        pack_size = min(
+            (data.manifest.pack_size for data in stream.datasets), default=0
+        )
         longest = max((longest_example(data) for data in stream.datasets), default=0)
-        text = large_steps_warning(requested, mean, largest, world_size, pack_size, longest)
+        text = large_steps_warning(
+            requested, mean, largest, world_size, pack_size, longest
+        )
         if text:
             logger.warning(text)
     if plan.dropped_examples:
-        text = "drop_last leaves out %d of %d examples of the epoch, in its last %d packs"
+        text = (
+            "drop_last leaves out %d of %d examples of the epoch, in its last %d packs"
+        )
         whole = plan.examples + plan.dropped_examples
         logger.warning(text, plan.dropped_examples, whole, plan.dropped_packs)
 
 
 def longest_example(dataset: Dataset) -> int:
-    """Return a number of tokens that no example exceeds; a manifest knows the longest sequence."""
+    """Return a number of tokens that no example exceeds; a manifest knows the longest
+    sequence.
+    """
     statistics = dataset.manifest.statistics
     if dataset.manifest.kind == "scored":  # any number of answers
         return statistics.longest_sequence * statistics.most_segments
-    return statistics.longest_sequence * (2 if dataset.manifest.kind == "preference" else 1)
+    return statistics.longest_sequence * (
+        2 if dataset.manifest.kind == "preference" else 1
+    )
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
-    """Refuses packs longer than `budget`: tokens and place in the global order, int64 `[n]`."""
+    """Refuses packs longer than `budget`: tokens and place in the global order, int64
+    `[n]`.
+    """
     if len(tokens) and tokens.max() > budget:
         which = int(tokens.argmax())
         raise ConfigError(
-            f"batches: every pack must fit tokens_per_batch={budget}; found {tokens[which]} "
-            f"tokens in pack {indices[which]} of the epoch's order. Raise tokens_per_batch."
+            f"batches: every pack must fit tokens_per_batch={budget}; found "
+            f"{tokens[which]} "
+            f"tokens in pack {indices[which]} of the epoch's order. Raise "
+            "tokens_per_batch."
         )

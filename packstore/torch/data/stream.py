@@ -1,7 +1,7 @@
 """Streams: the packs of an epoch as a sequence, which a dataset distributes to ranks.
 
-A stream is a pure function of its arguments, its seed and the epoch. It is independent of ranks and
-workers: each reader requests its own positions.
+A stream is a pure function of its arguments, its seed and the epoch. It is independent
+of ranks and workers: each reader requests its own positions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from packstore.format.arrays import Int64, Packs, PackSizes, ragged_indices, to_
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
-from packstore.io.manifest.side_manifest import PER_SEQUENCE, REF_LOGPS, covered, require_covered
+from packstore.io.manifest.side_manifest import (
+    PER_SEQUENCE,
+    REF_LOGPS,
+    covered,
+    require_covered,
+)
 from packstore.io.side.side import Side, SideTable, open_side
 from packstore.registry import choice
 
@@ -54,26 +59,38 @@ class PackStream(Protocol):
         """Makes this the stream of `epoch`."""
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the packs."""
+        """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the
+        packs.
+        """
 
     def sources(self, indices: Int64) -> Int64:
-        """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a mix."""
+        """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a
+        mix.
+        """
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields for each array of positions its packs, each as :class:`Packs` of one row."""
+        """Yields for each array of positions its packs, each as :class:`Packs` of one
+        row.
+        """
 
 
 class SideColumns:
-    """The columns of side datasets, by example id; some have one value for each sequence.
+    """The columns of side datasets, by example id; some have one value for each
+    sequence.
 
-    A side dataset is read whole with the first pack; each batch of packs is then one lookup. For a
-    combined dataset, several may have a column together, each for some of its parts.
+    A side dataset is read whole with the first pack; each batch of packs is then one
+    lookup. For a combined dataset, several may have a column together, each for some of
+    its parts.
     """
 
-    def __init__(self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]) -> None:
+    def __init__(
+        self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]
+    ) -> None:
         self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
         manifest = dataset.manifest
-        self._spans = [covered(side.manifest, manifest, side.url) for side in self.sides]
+        self._spans = [
+            covered(side.manifest, manifest, side.url) for side in self.sides
+        ]
         self.columns: dict[str, list[int]] = {}  # name -> the sides that have it
         for number, side in enumerate(self.sides):
             for name in side.manifest.known:
@@ -81,8 +98,12 @@ class SideColumns:
         for name, numbers in self.columns.items():
             types = {self.sides[n].manifest.known[name] for n in numbers}
             if name in manifest.carried or len(types) > 1:
-                raise ConfigError(f"two columns of the joined packs are named {quote(name)}.")
-            require_covered(name, [span for n in numbers for span in self._spans[n]], manifest)
+                raise ConfigError(
+                    f"two columns of the joined packs are named {quote(name)}."
+                )
+            require_covered(
+                name, [span for n in numbers for span in self._spans[n]], manifest
+            )
         self._tables: list[SideTable] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -105,11 +126,17 @@ class SideColumns:
             if len(places) < len(ids):
                 other = np.setdiff1d(np.arange(len(ids)), places)
                 rule = f"side data {quote(name)} must have every example"
-                raise CompatibilityError(f"{rule}; found no part with example {ids[other[0]]}.")
+                raise CompatibilityError(
+                    f"{rule}; found no part with example {ids[other[0]]}."
+                )
             order = np.argsort(places)
             if self.sides[numbers[0]].manifest.known[name] == PER_SEQUENCE:
-                each = [t.sequence_values(name, rows, counts[at]) for t, at, rows in parts]
-                values = np.concatenate(each)[ragged_indices(to_offsets(counts[places]), order)]
+                each = [
+                    t.sequence_values(name, rows, counts[at]) for t, at, rows in parts
+                ]
+                values = np.concatenate(each)[
+                    ragged_indices(to_offsets(counts[places]), order)
+                ]
                 pairs = zip(packs, np.split(values, sequences), strict=True)
                 packs = [
                     replace(p, ref_logps=x)
@@ -118,22 +145,33 @@ class SideColumns:
                     for p, x in pairs
                 ]
             else:
-                values = np.concatenate([t.column(name, rows) for t, _, rows in parts])[order]
+                values = np.concatenate([t.column(name, rows) for t, _, rows in parts])[
+                    order
+                ]
                 pairs = zip(packs, np.split(values, examples), strict=True)
                 packs = [replace(p, columns={**p.columns, name: x}) for p, x in pairs]
         return packs
 
     def _find(self, number: int, ids: Int64) -> list[tuple[Int64, Int64]]:
-        """Returns, of each span of a side, the places of its examples in `ids`, and their rows."""
-        places = [np.flatnonzero((ids >= s.first) & (ids <= s.last)) for s in self._spans[number]]
+        """Returns, of each span of a side, the places of its examples in `ids`, and
+        their rows.
+        """
+        places = [
+            np.flatnonzero((ids >= s.first) & (ids <= s.last))
+            for s in self._spans[number]
+        ]
         pairs = zip(places, self._spans[number], strict=True)
-        return [(at, self._tables[number].find(ids[at] - span.first)) for at, span in pairs]
+        return [
+            (at, self._tables[number].find(ids[at] - span.first)) for at, span in pairs
+        ]
 
 
 class StoredPacks:
-    """The packs of a dataset as they are stored; threads read ahead. Pickles its arguments only.
+    """The packs of a dataset as they are stored; threads read ahead. Pickles its
+    arguments only.
 
-    `quarantined` holds the row groups that this process skipped, with other packs in their place.
+    `quarantined` holds the row groups that this process skipped, with other packs in
+    their place.
     """
 
     def __init__(
@@ -173,8 +211,13 @@ class StoredPacks:
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns that packs carry, and of those that are joined to them."""
-        return {*self.dataset.manifest.carried, *([] if self.side is None else self.side.columns)}
+        """Names of the columns that packs carry, and of those that are joined
+        to them.
+        """
+        return {
+            *self.dataset.manifest.carried,
+            *([] if self.side is None else self.side.columns),
+        }
 
     @property
     def _order(self) -> PackOrder:
@@ -186,7 +229,9 @@ class StoredPacks:
                 epoch=self._epoch,
                 lanes=self.lanes,
                 shuffle=bool(self.shuffle),
-                strata=self.dataset.pack_index.examples if self.shuffle == "stratified" else None,
+                strata=self.dataset.pack_index.examples
+                if self.shuffle == "stratified"
+                else None,
             )
         return self._cached_order
 
@@ -195,7 +240,9 @@ class StoredPacks:
         return np.zeros_like(indices)
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Returns the sizes of the packs at positions `indices`; see :class:`PackStream`."""
+        """Returns the sizes of the packs at positions `indices`; see
+        :class:`PackStream`.
+        """
         groups, rows = self._order.locate(indices)
         return self.dataset.sizes(self.dataset.group_offsets[groups] + rows)
 

@@ -19,7 +19,9 @@ LOSS_NAMES: dict[str, tuple[str, str | None]] = {
     "rpo_bwd_kl": ("rpo_bwd_kl", None),
     "rpo_fwd_kl": ("rpo_fwd_kl", None),
 }
-"""NeMo-Aligner's `preference_loss` -> our loss on sums, and our loss on means if there is one."""
+"""NeMo-Aligner's `preference_loss` -> our loss on sums, and our loss on means if there
+is one.
+"""
 
 SETTINGS: dict[str, Any] = {
     "preference_loss": "dpo",
@@ -30,28 +32,33 @@ SETTINGS: dict[str, Any] = {
     "preference_loss_weight": 1.0,
     "sft_loss_weight": 0.0,
 }
-"""Settings under ``model.dpo`` -> defaults; None: required, or that of the preference loss."""
+"""Settings under ``model.dpo`` -> defaults; None: required, or that of the preference
+loss.
+"""
 
 OF_MEMORY = ("log_prob_forward_micro_batch_size",)
 """Settings under ``model.dpo`` that do not affect the loss."""
 
 
-def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> PreferenceLoss:
+def loss_from_nemo(
+    settings: Mapping[str, Any], *, pack_mean: bool = False
+) -> PreferenceLoss:
     """Converts NeMo-Aligner's settings to a loss in which every pair weighs the same.
 
     Args:
         settings: the settings under ``model.dpo``: `preference_loss` (``dpo``, ``ipo``,
-            ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our `beta`),
-            `gt_reward_scale` (our `eta`), `preference_average_log_probs` (means over tokens, for
-            any of the losses), `sft_average_log_probs` (default: that of the preference loss),
-            `preference_loss_weight`, `sft_loss_weight`.
-        pack_mean: weight pairs as NeMo-Aligner does, by the mean over the pairs of each pack;
-            biased.
+            ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our
+            `beta`), `gt_reward_scale` (our `eta`), `preference_average_log_probs`
+            (means over tokens, for any of the losses), `sft_average_log_probs`
+            (default: that of the preference loss), `preference_loss_weight`,
+            `sft_loss_weight`.
+        pack_mean: weight pairs as NeMo-Aligner does, by the mean over the pairs of each
+            pack; biased.
 
     Raises:
         UnknownNameError: NeMo-Aligner has no such setting or loss.
-        ConfigError: a value is out of range, or the penalty is 0 (its default, with which
-            preferences have no effect).
+        ConfigError: a value is out of range, or the penalty is 0 (its default, with
+            which preferences have no effect).
     """
     for name in settings:
         if name not in (*SETTINGS, *OF_MEMORY):
@@ -76,7 +83,8 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
     for flag in ("preference_average_log_probs", "sft_average_log_probs"):
         if not isinstance(merged[flag], bool):
             raise ConfigError(
-                f"NeMo-Aligner's {flag} must be true or false; found {quote(merged[flag])}."
+                f"NeMo-Aligner's {flag} must be true or false; found "
+                f"{quote(merged[flag])}."
             )
     averaged = merged["preference_average_log_probs"]
     on_sums, on_means = LOSS_NAMES[loss]
@@ -85,7 +93,9 @@ def loss_from_nemo(settings: Mapping[str, Any], *, pack_mean: bool = False) -> P
     return PreferenceLoss(
         {name: merged["preference_loss_weight"]},
         sft_weight=merged["sft_loss_weight"],
-        sft_average="sequence_mean" if merged["sft_average_log_probs"] else "sequence_sum",
+        sft_average="sequence_mean"
+        if merged["sft_average_log_probs"]
+        else "sequence_sum",
         average_logps=averaged and on_means is None,
         reduction="pack_mean" if pack_mean else "sum",
         beta=beta,
@@ -101,16 +111,17 @@ def nemo_metrics(
     Args:
         means: the result of :meth:`Metrics.means`.
         loss_fn: the loss.
-        pairs: number of pairs; makes `rewards_all_std` the sample standard deviation, as in
-            NeMo-Aligner; default: the population standard deviation.
+        pairs: number of pairs; makes `rewards_all_std` the sample standard deviation,
+            as in NeMo-Aligner; default: the population standard deviation.
 
     Returns:
         ``loss``, ``preference_loss``, ``sft_loss``, ``acc``, ``rewards_chosen_mean``,
-        ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. These are means over
-        all pairs; NeMo-Aligner's are means of means over micro-batches.
+        ``rewards_rejected_mean``, ``rewards_all_mean``, ``rewards_all_std``. These are
+        means over all pairs; NeMo-Aligner's are means of means over micro-batches.
     """
     beta = loss_fn.terms[0].parameters["beta"]
-    # NeMo-Aligner logs the rewards that its loss compares: means over tokens, if it averages.
+    # NeMo-Aligner logs the rewards that its loss compares: means over tokens, if it
+    # averages.
     seen = "rewards_per_token" if loss_fn.terms[0].averaged else "rewards"
     chosen, rejected = means[f"{seen}/chosen"] / beta, means[f"{seen}/rejected"] / beta
     every = (chosen + rejected) / 2

@@ -1,14 +1,17 @@
-"""Log-probs of chosen tokens from hidden states and the output head, a tile of logits at a time.
+"""Log-probs of chosen tokens from hidden states and the output head, a tile of logits
+at a time.
 
-A tile is some tokens times some columns of the vocabulary, so memory is bounded for any vocabulary
-size. The forward pass keeps one number per token, the log-sum-exp of its logits; the backward pass
-recomputes the tiles, as a token's gradient is known only after both sides of its pair are, or takes
-those that were kept. The vocabulary is the outer loop: the gradient of a column is summed over all
-tokens in float32 and rounded once to the dtype of the head, so that no float32 copy of the head or
-of its gradient exists.
+A tile is some tokens times some columns of the vocabulary, so memory is bounded for any
+vocabulary size. The forward pass keeps one number per token, the log-sum-exp of its
+logits; the backward pass recomputes the tiles, as a token's gradient is known only
+after both sides of its pair are, or takes those that were kept. The vocabulary is the
+outer loop: the gradient of a column is summed over all tokens in float32 and rounded
+once to the dtype of the head, so that no float32 copy of the head or of its gradient
+exists.
 
-A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head, weighted by
-the softmax so far, as flash attention sums values, and the backward pass is a scaling.
+A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head,
+weighted by the softmax so far, as flash attention sums values, and the backward pass is
+a scaling.
 """
 
 from __future__ import annotations
@@ -20,14 +23,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.torch.logprobs.tiles import HALF, Projection, Tile, choose_passes, product, tiles
+from packstore.torch.logprobs.tiles import (
+    HALF,
+    Projection,
+    Tile,
+    choose_passes,
+    product,
+    tiles,
+)
 
 
 class HeadLogProbs(torch.autograd.Function):
     """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`, in nats.
 
-    Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64 `[n]` and a
-    :class:`Projection`.
+    Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64
+    `[n]` and a :class:`Projection`.
     """
 
     @staticmethod
@@ -44,9 +54,12 @@ class HeadLogProbs(torch.autograd.Function):
         needs_hidden, *needs_head, _, _ = ctx.needs_input_grad
         ctx.frozen_head = needs_hidden and not any(needs_head)
         keep = how.keep_logits and any(needs_head)
-        # Rows: highest logit so far, sum of exponentials relative to it, logit of the target.
+        # Rows: highest logit so far, sum of exponentials relative to it, logit of the
+        # target.
         state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
-        state[0] = torch.finfo(exact).min  # not -inf, as a tile of such logits would be NaN
+        state[0] = torch.finfo(
+            exact
+        ).min  # not -inf, as a tile of such logits would be NaN
         inputs = hidden.to(operand)
         rest = torch.zeros_like(hidden, dtype=exact) if ctx.frozen_head else None
         kept: list[Tensor] = []
@@ -83,7 +96,9 @@ class HeadLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of the inputs that need one; nothing is computed for a frozen head or trunk."""
+        """Gradients of the inputs that need one; nothing is computed for a frozen head
+        or trunk.
+        """
         how, operand = ctx.how, ctx.operand
         if ctx.frozen_head:
             (d_logps,) = ctx.saved_tensors
@@ -101,13 +116,17 @@ class HeadLogProbs(torch.autograd.Function):
             for columns, rows in tiles(len(hidden), len(weight), how.chunk_size):
                 head = weight[columns].to(operand)
                 d_head = None
-                if d_weight is not None and len(rows) != 1:  # in place, where the dtype is wide
+                if (
+                    d_weight is not None and len(rows) != 1
+                ):  # in place, where the dtype is wide
                     d_head = d_weight[columns].zero_()
                     d_head = d_head if d_head.dtype == exact else d_head.to(exact)
                 for part in rows:
                     logits = next(products) if kept else product(inputs[part], head.T)
                     tile = _tile(logits, bias, targets[part], columns, how)
-                    delta = ctx.passes.grad_logits(tile, log_total[part], grad[part], rounded)
+                    delta = ctx.passes.grad_logits(
+                        tile, log_total[part], grad[part], rounded
+                    )
                     if d_bias is not None:
                         d_bias[columns] += delta.sum(0)
                     delta = delta.to(operand)
@@ -117,11 +136,21 @@ class HeadLogProbs(torch.autograd.Function):
                         _add_product(d_head, delta.T, inputs[part])
                     elif d_weight is not None:  # one product: there is nothing to sum
                         _write_product(d_weight[columns], delta.T, inputs[part])
-                if d_weight is not None and d_head is not None and d_weight.dtype != exact:
+                if (
+                    d_weight is not None
+                    and d_head is not None
+                    and d_weight.dtype != exact
+                ):
                     d_weight[columns] = d_head
         if d_hidden is not None:
             d_hidden = d_hidden.to(hidden.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None
+        return (
+            d_hidden,
+            d_weight,
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+        )
 
 
 def exact_dtype(*values: Tensor) -> torch.dtype:
@@ -130,7 +159,9 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """The dtype of the operands: a GPU multiplies half precision and accumulates in float32."""
+    """The dtype of the operands: a GPU multiplies half precision and accumulates in
+    float32.
+    """
     device = hidden.device.type
     if device == "cuda":
         if torch.is_autocast_enabled(device):
@@ -141,7 +172,11 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _tile(
-    logits: Tensor, bias: Tensor | None, targets: Tensor, columns: slice, how: Projection
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    columns: slice,
+    how: Projection,
 ) -> Tile:
     of_columns = None if bias is None else bias[columns]
     return Tile(logits, of_columns, targets - columns.start, how)
@@ -156,7 +191,9 @@ def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, summed in the dtype of `total`, without a temporary."""
+    """``total += left @ right``, summed in the dtype of `total`, without a
+    temporary.
+    """
     if left.dtype in HALF:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:

@@ -1,7 +1,9 @@
-"""Log-probs of segments or tokens, from logits, or from hidden states without making the logits.
+"""Log-probs of segments or tokens, from logits, or from hidden states without making
+the logits.
 
-The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd keeps about
-three times that; ``fused_head.py`` holds a tile of them, for one product more.
+The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd
+keeps about three times that; ``fused_head.py`` holds a tile of them, for one product
+more.
 """
 
 from __future__ import annotations
@@ -36,38 +38,48 @@ def segment_logps(
     Takes either the model's `logits`, or `hidden` and the output head.
 
     Args:
-        batch: the batch, or a rank's share of one; token t predicts token t + 1 of its segment.
-        logits: `[T, V]` or `[1, T, V]`; or those of the rows ``batch.targets.rows`` alone.
+        batch: the batch, or a rank's share of one; token t predicts token t + 1 of its
+            segment.
+        logits: `[T, V]` or `[1, T, V]`; or those of the rows ``batch.targets.rows``
+            alone.
         hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
         weight: `[V, H]`, the output head.
         bias: `[V]`, its bias, if it has one.
-        logit_scale: factor on the head's output (Cohere; one over Granite's `logits_scaling`).
-        softcap: ``c`` of a final ``c * tanh(logits / c)`` (Gemma's `final_logit_softcapping`), or
-            None.
-        chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB) on a CPU,
-            2^26 (256 MiB) elsewhere.
-        keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for the
-            backward pass: three head products, not four, and 4 bytes a logit; a frozen head takes
-            two anyhow.
-        backend: with `hidden`, what computes the elementwise passes: `eager` (torch), or `triton`
-            on CUDA devices, one kernel a pass; float64 inputs always take `eager`. ``auto`` is
-            `triton` where it is installed and agrees with `eager` on the first tokens.
-        per_token: return the log-prob of each token of ``batch.target_index`` instead, `[n]`.
+        logit_scale: factor on the head's output (Cohere; one over Granite's
+            `logits_scaling`).
+        softcap: ``c`` of a final ``c * tanh(logits / c)`` (Gemma's
+            `final_logit_softcapping`), or None.
+        chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB)
+            on a CPU, 2^26 (256 MiB) elsewhere.
+        keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for
+            the backward pass: three head products, not four, and 4 bytes a logit; a
+            frozen head takes two anyhow.
+        backend: with `hidden`, what computes the elementwise passes: `eager` (torch),
+            or `triton` on CUDA devices, one kernel a pass; float64 inputs always take
+            `eager`. ``auto`` is `triton` where it is installed and agrees with `eager`
+            on the first tokens.
+        per_token: return the log-prob of each token of ``batch.target_index`` instead,
+            `[n]`.
 
     Returns:
-        `[S]` or `[n]`, float32 (float64 from float64 inputs). Computed and summed in at least
-        float32; a GPU multiplies half-precision operands, under autocast also for float32 weights.
+        `[S]` or `[n]`, float32 (float64 from float64 inputs). Computed and summed in at
+        least float32; a GPU multiplies half-precision operands, under autocast also for
+        float32 weights.
 
     Raises:
-        ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or shapes do
-            not fit.
+        ConfigError: not exactly one of `logits` and `hidden` with `weight` is given, or
+            shapes do not fit.
         UnknownNameError: `backend` is none of these.
         MissingExtraError: `backend` is `triton`, which is not installed.
         BackendError: `backend` is `triton`, and the tensors are not on a CUDA device.
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
-    values, targets, tokens = hidden if logits is None else logits, batch.targets, batch.num_tokens
+    values, targets, tokens = (
+        hidden if logits is None else logits,
+        batch.targets,
+        batch.num_tokens,
+    )
     assert values is not None
     shape, n = tuple(values.shape), len(targets.ids)
     kept = logits is not None and n != tokens and shape[:-1] in ((n,), (1, n))
@@ -77,14 +89,28 @@ def segment_logps(
         remedy = "Padded outputs become flat with batch.unpad(…)"
         raise ConfigError(sentence(where, rule, str(shape), remedy))
     width = shape[-1]
-    rows = values.reshape(n, width) if kept else values.reshape(tokens, width)[targets.rows]
+    rows = (
+        values.reshape(n, width)
+        if kept
+        else values.reshape(tokens, width)[targets.rows]
+    )
     logps: Tensor
     if logits is None:
         shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
-        if len(shapes[0]) != 2 or shapes[0][1] != width or shapes[1:] not in ([], [shapes[0][:1]]):
-            rule = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-            raise ConfigError(sentence("segment_logps", rule, " and ".join(map(str, shapes))))
-        size = default_chunk(values.device) if chunk_size is None else max(1, chunk_size)
+        if (
+            len(shapes[0]) != 2
+            or shapes[0][1] != width
+            or shapes[1:] not in ([], [shapes[0][:1]])
+        ):
+            rule = (
+                f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+            )
+            raise ConfigError(
+                sentence("segment_logps", rule, " and ".join(map(str, shapes)))
+            )
+        size = (
+            default_chunk(values.device) if chunk_size is None else max(1, chunk_size)
+        )
         keep = keep_logits and torch.is_grad_enabled()
         how = Projection(logit_scale, softcap, size, backend, keep)
         logps = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
@@ -97,13 +123,16 @@ def segment_logps(
         logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
     if per_token:
         return logps
-    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this size.
+    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this
+    # size.
     sums = by_segment(batch, logps.to(wide_dtype(logps.device)))
     return sums.to(logps.dtype, copy=True)  # FSDP warns of views
 
 
 def segment_token_counts(batch: PackedBatch | ContextShard) -> Tensor:
-    """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of averaged losses."""
+    """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of
+    averaged losses.
+    """
     return by_segment(batch, torch.ones_like(batch.targets.segments))
 
 

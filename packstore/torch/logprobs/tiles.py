@@ -1,10 +1,11 @@
-"""The tiles of the logits, and the elementwise passes over one: in plain torch, or by Triton.
+"""The tiles of the logits, and the elementwise passes over one: in plain torch, or by
+Triton.
 
-Backend ``eager`` is for any device and dtype, and the reference of ``triton``. ``auto`` takes
-Triton's passes where a proof on the first tokens agrees: it runs each pass of both over all
-columns. They sum in another order, which moves the log-prob of a sequence no more than another size
-of tiles does, and less than the float32 that stores it resolves. So precomputed ones may come from
-either.
+Backend ``eager`` is for any device and dtype, and the reference of ``triton``. ``auto``
+takes Triton's passes where a proof on the first tokens agrees: it runs each pass of
+both over all columns. They sum in another order, which moves the log-prob of a sequence
+no more than another size of tiles does, and less than the float32 that stores it
+resolves. So precomputed ones may come from either.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ GPU_CHUNK = 2**26
 """Logits per tile on other devices, 256 MiB: few large products."""
 
 ALIGNED = 16
-"""Columns and rows of a tile are multiples of it where they can be: products of 16-bit operands
-need 8, and Triton loads 16 bytes at once only where it knows of 16."""
+"""Columns and rows of a tile are multiples of it where they can be: products of 16-bit
+operands need 8, and Triton loads 16 bytes at once only where it knows of 16.
+"""
 
 ALIGNED_COLUMNS = 128
 """Columns of a tile of matrix products on a GPU."""
@@ -44,7 +46,9 @@ PROOF_TOKENS = 16
 """Tokens of the proof: 8 MiB of logits for a vocabulary of 128k."""
 
 PROOF_TOLERANCE = 1e-4
-"""Allowed difference by norm of each row; float32 gives 1e-6. Of 16 bits, their resolution."""
+"""Allowed difference by norm of each row; float32 gives 1e-6. Of 16 bits, their
+resolution.
+"""
 
 _CHOSEN: dict[tuple[Any, ...], Passes] = {}
 """The passes of each kind of head."""
@@ -58,7 +62,8 @@ class Projection(NamedTuple):
         softcap: ``c`` of a final ``c * tanh(logits / c)``, or None.
         chunk_size: number of logits held at once.
         backend: name of the elementwise passes, or ``auto``.
-        keep_logits: keep the products for the backward pass, which otherwise recomputes them.
+        keep_logits: keep the products for the backward pass, which otherwise recomputes
+            them.
     """
 
     scale: float = 1.0
@@ -71,8 +76,9 @@ class Projection(NamedTuple):
 class Tile(NamedTuple):
     """Some logits, ``cap(scale * (product + bias))``.
 
-    The product `[n, w]` of hidden states and columns of the head may be overwritten, unless the
-    projection keeps it; targets, int64 `[n]`, count from the first column and may lie outside.
+    The product `[n, w]` of hidden states and columns of the head may be overwritten,
+    unless the projection keeps it; targets, int64 `[n]`, count from the first column
+    and may lie outside.
     """
 
     product: Tensor
@@ -85,19 +91,23 @@ class Passes(NamedTuple):
     """Elementwise passes over one tile.
 
     Attributes:
-        update_logsumexp: ``(state, tile)``: updates the rows of `state` `[3, n]` in place: highest
-            logit so far, never -inf, sum of exponentials relative to it, logit of the target.
-        grad_logits: ``(tile, log_total, upstream, dtype)``: the derivative by the product over
-            `scale`, ``upstream * ([j is the target] - softmax_j) * slope_j``, rounded once to
-            `dtype`; `slope` is the derivative of the cap.
-        update_logsumexp_and_weights: ``(state, tile, dtype)``: as `update_logsumexp`; returns
-            ``exp(logit_j - highest) * slope_j`` of all columns but the target, in `dtype`, and the
-            factor `[n]` that makes sums relative to the former highest logit relative to the new.
+        update_logsumexp: ``(state, tile)``: updates the rows of `state` `[3, n]` in
+            place: highest logit so far, never -inf, sum of exponentials relative to it,
+            logit of the target.
+        grad_logits: ``(tile, log_total, upstream, dtype)``: the derivative by the
+            product over `scale`, ``upstream * ([j is the target] - softmax_j) *
+            slope_j``, rounded once to `dtype`; `slope` is the derivative of the cap.
+        update_logsumexp_and_weights: ``(state, tile, dtype)``: as `update_logsumexp`;
+            returns ``exp(logit_j - highest) * slope_j`` of all columns but the target,
+            in `dtype`, and the factor `[n]` that makes sums relative to the former
+            highest logit relative to the new.
     """
 
     update_logsumexp: Callable[[Tensor, Tile], None]
     grad_logits: Callable[[Tile, Tensor, Tensor, torch.dtype], Tensor]
-    update_logsumexp_and_weights: Callable[[Tensor, Tile, torch.dtype], tuple[Tensor, Tensor]]
+    update_logsumexp_and_weights: Callable[
+        [Tensor, Tile, torch.dtype], tuple[Tensor, Tensor]
+    ]
 
 
 HEAD_BACKENDS: Registry[Passes] = Registry(
@@ -115,10 +125,12 @@ def default_chunk(device: torch.device) -> int:
 
 
 def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Column slices, each with its row slices: roughly square tiles of `chunk_size` logits.
+    """Column slices, each with its row slices: roughly square tiles of `chunk_size`
+    logits.
 
-    A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So widths are
-    multiples of 128 columns, up to 15 last columns are a tile, and rows are split evenly, by 16.
+    A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So
+    widths are multiples of 128 columns, up to 15 last columns are a tile, and rows are
+    split evenly, by 16.
     """
     height = max(1, min(n, math.isqrt(chunk_size)))
     width = max(1, chunk_size // height)
@@ -145,7 +157,9 @@ def update_logsumexp(state: Tensor, tile: Tile) -> None:
     _update_logsumexp(state, logits, tile.targets)
 
 
-def grad_logits(tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
+def grad_logits(
+    tile: Tile, log_total: Tensor, upstream: Tensor, dtype: torch.dtype
+) -> Tensor:
     """See :class:`Passes`."""
     logits, slope = _logits(tile)
     place, inside = _places(tile.targets, logits.shape[-1])
@@ -171,7 +185,9 @@ def update_logsumexp_and_weights(
 
 
 def _update_logsumexp(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """Folds finished logits into `state`; overwrites and returns them, relative to the highest."""
+    """Folds finished logits into `state`; overwrites and returns them, relative to the
+    highest.
+    """
     place, inside = _places(targets, logits.shape[-1])
     state[2] += logits.gather(-1, place).where(inside, 0).squeeze(-1)
     highest = torch.maximum(state[0], logits.amax(-1))
@@ -182,8 +198,12 @@ def _update_logsumexp(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _places(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns to read and write, clamped into the tile, and whether they are the targets."""
-    return targets.clamp(0, width - 1)[:, None], ((targets >= 0) & (targets < width))[:, None]
+    """Columns to read and write, clamped into the tile, and whether they are the
+    targets.
+    """
+    return targets.clamp(0, width - 1)[:, None], ((targets >= 0) & (targets < width))[
+        :, None
+    ]
 
 
 def _logits(tile: Tile) -> tuple[Tensor, Tensor | None]:
@@ -204,12 +224,17 @@ EAGER = Passes(update_logsumexp, grad_logits, update_logsumexp_and_weights)
 
 
 def choose_passes(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: Projection
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    how: Projection,
 ) -> Passes:
-    """Returns the passes of `how`; arguments are those of a head, `inputs` in its operands' dtype.
+    """Returns the passes of `how`; arguments are those of a head, `inputs` in its
+    operands' dtype.
 
-    ``auto`` is `triton` on CUDA devices, or under Triton's interpreter, if it is installed and
-    proved for this kind of head; else `eager`, and the log says why.
+    ``auto`` is `triton` on CUDA devices, or under Triton's interpreter, if it is
+    installed and proved for this kind of head; else `eager`, and the log says why.
     """
     device = inputs.device
     name = how.backend if how.backend == "auto" else HEAD_BACKENDS.check(how.backend)
@@ -221,9 +246,19 @@ def choose_passes(
         return EAGER
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return EAGER
-    kind = (device, inputs.dtype, weight.dtype, *weight.shape, how.scale, how.softcap, bias is None)
+    kind = (
+        device,
+        inputs.dtype,
+        weight.dtype,
+        *weight.shape,
+        how.scale,
+        how.softcap,
+        bias is None,
+    )
     if kind not in _CHOSEN:
-        reason = _objection(inputs[:PROOF_TOKENS], weight, bias, targets[:PROOF_TOKENS], how)
+        reason = _objection(
+            inputs[:PROOF_TOKENS], weight, bias, targets[:PROOF_TOKENS], how
+        )
         _CHOSEN[kind] = EAGER if reason else HEAD_BACKENDS.load("triton")
         if reason:
             logger.warning("head 'auto' is 'eager': %s", reason)
@@ -252,10 +287,14 @@ def _difference(
     targets: Tensor,
     how: Projection,
 ) -> float:
-    """The largest difference of `passes` from the eager ones, as a share of what is allowed."""
+    """The largest difference of `passes` from the eager ones, as a share of what is
+    allowed.
+    """
     how = how._replace(keep_logits=True)  # leaves the products as they are
     # A row's target has the largest value by far, so every other row is without.
-    aims = targets.masked_fill(torch.arange(len(targets), device=targets.device) % 2 == 1, -1)
+    aims = targets.masked_fill(
+        torch.arange(len(targets), device=targets.device) % 2 == 1, -1
+    )
     vocab_tiles = []
     for columns, _ in tiles(len(inputs), len(weight), how.chunk_size):
         logits = product(inputs, weight[columns].to(inputs.dtype).T)
@@ -272,7 +311,9 @@ def _difference(
         total, upstream = state[0] + state[1].log(), torch.ones_like(state[0])
         types = {inputs.dtype, torch.float32}
         return found + [
-            of.grad_logits(tile, total, upstream, kind) for tile in vocab_tiles for kind in types
+            of.grad_logits(tile, total, upstream, kind)
+            for tile in vocab_tiles
+            for kind in types
         ]
 
     gaps = []

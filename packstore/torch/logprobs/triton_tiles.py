@@ -1,9 +1,11 @@
-"""Backend ``triton``: each pass over a tile is one kernel, which reads the product once.
+"""Backend ``triton``: each pass over a tile is one kernel, which reads the product
+once.
 
 For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times,
-`update_logsumexp` here reads 4 bytes of each logit, and `grad_logits` reads 4 and writes the 2 or 4
-of the operand of the next product. On an H200 the head takes 14.5 ms with them and 22.4 ms with
-`eager`, for 4,105 targets of 128,256 columns (``benchmarks/gpu_session.py``).
+`update_logsumexp` here reads 4 bytes of each logit, and `grad_logits` reads 4 and
+writes the 2 or 4 of the operand of the next product. On an H200 the head takes 14.5 ms
+with them and 22.4 ms with `eager`, for 4,105 targets of 128,256 columns
+(``benchmarks/gpu_session.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ try:
     import triton.language as tl
 except ImportError as error:
     raise MissingExtraError(
-        "head backend 'triton' needs the package 'triton', which is not installed; CUDA builds of "
+        "head backend 'triton' needs the package 'triton', which is not installed; "
+        "CUDA builds of "
         "torch for Linux bring it. Run: pip install triton"
     ) from error
 
@@ -29,7 +32,9 @@ BLOCK = 4096
 WARPS = 8
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""True under TRITON_INTERPRET=1, as it was when the kernels were made: they then run on a CPU."""
+"""True under TRITON_INTERPRET=1, as it was when the kernels were made: they then run on
+a CPU.
+"""
 
 
 @triton.jit
@@ -37,7 +42,9 @@ def tanh(x):  # type: ignore[no-untyped-def]
     """``tanh`` to a few units in the last place: its series up to x^9 for small x."""
     square = x * x
     series = x * (
-        1 + square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
+        1
+        + square
+        * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))
     )
     size = 1 - 2 / (tl.exp(2 * tl.abs(x)) + 1)
     return tl.where(tl.abs(x) < 0.25, series, tl.where(x < 0, -size, size))
@@ -47,7 +54,9 @@ def tanh(x):  # type: ignore[no-untyped-def]
 def logits_and_slopes(  # type: ignore[no-untyped-def]
     product, bias, at, inside, scale, softcap, BIAS: tl.constexpr, CAP: tl.constexpr
 ):
-    """Logits of columns `at`, -inf outside the tile, and the derivative of the cap there."""
+    """Logits of columns `at`, -inf outside the tile, and the derivative of the cap
+    there.
+    """
     logits = tl.load(product + at, mask=inside, other=0.0)
     if BIAS:
         logits += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
@@ -65,7 +74,9 @@ def logsumexp_kernel(  # type: ignore[no-untyped-def]
     product, stride, columns, bias, targets, state, state_stride, scale, softcap,
     BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token: highest logit, sum of exponentials, logit of the target."""
+    """One program for each token: highest logit, sum of exponentials, logit of the
+    target.
+    """
     row = tl.program_id(0).to(tl.int64)
     product += row * stride
     state += row
@@ -76,7 +87,9 @@ def logsumexp_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, columns, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < columns
-        logits, _ = logits_and_slopes(product, bias, at, inside, scale, softcap, BIAS, CAP)
+        logits, _ = logits_and_slopes(
+            product, bias, at, inside, scale, softcap, BIAS, CAP
+        )
         chosen = tl.where(inside & (at == target), logits, chosen)
         higher = tl.maximum(highest, tl.max(logits, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), 0)
@@ -89,10 +102,12 @@ def logsumexp_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def softmax_kernel(  # type: ignore[no-untyped-def]
-    product, stride, columns, bias, shifts, targets, upstream, out, out_stride, scale, softcap,
+    product, stride, columns, bias, shifts, targets, upstream, out, out_stride, scale,
+    softcap,
     BIAS: tl.constexpr, CAP: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token and block of columns, from ``softmax_j = exp(logit_j - shift)``.
+    """One program for each token and block of columns, from ``softmax_j = exp(logit_j -
+    shift)``.
 
     With REST, ``softmax_j * slope_j``, 0 for the target; otherwise
     ``upstream * ([j is the target] - softmax_j) * slope_j``.
@@ -118,10 +133,20 @@ def update_logsumexp(state: Tensor, tile: Tile) -> None:
     if product.device.type != "cuda" and not INTERPRETED:
         rule = "tensors must be on a CUDA device"
         remedy = "Use backend='eager', which computes the same"
-        raise BackendError(sentence("head backend 'triton'", rule, product.device.type, remedy))
+        raise BackendError(
+            sentence("head backend 'triton'", rule, product.device.type, remedy)
+        )
     rows, columns = product.shape
     size = min(BLOCK, triton.next_power_of_2(columns))
-    values = (product, product.stride(0), columns, bias, targets, state, state.stride(0))
+    values = (
+        product,
+        product.stride(0),
+        columns,
+        bias,
+        targets,
+        state,
+        state.stride(0),
+    )
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
         logsumexp_kernel[(rows,)](*values, *_constants(tile), size, num_warps=WARPS)
 

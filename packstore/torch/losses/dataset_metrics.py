@@ -1,4 +1,5 @@
-"""Figures of a whole dataset: metrics of all examples and of groups, and a row for each example.
+"""Figures of a whole dataset: metrics of all examples and of groups, and a row for each
+example.
 
 Exact over batches and ranks; a batch that is added waits for no value of the device.
 """
@@ -34,8 +35,9 @@ class Figures(TypedDict):
     """Result of an evaluation.
 
     Members:
-        metrics: the mean of each metric of the loss over all pairs (or tokens); ``examples``; for
-            the loss ``sft`` also ``perplexity``, the exponential of the mean over tokens.
+        metrics: the mean of each metric of the loss over all pairs (or tokens);
+            ``examples``; for the loss ``sft`` also ``perplexity``, the exponential of
+            the mean over tokens.
         by: the same for each value of the grouping column; empty without one.
         rows: if requested, a row for each example; see :class:`ExampleRows`.
     """
@@ -46,19 +48,33 @@ class Figures(TypedDict):
 
 
 class GroupedMetrics:
-    """Sums metrics over batches, for all examples and for each group of the column `by`."""
+    """Sums metrics over batches, for all examples and for each group of the column
+    `by`.
+    """
 
-    def __init__(self, loss_fn: PreferenceLoss, dataset: Dataset | None, by: str | None) -> None:
+    def __init__(
+        self, loss_fn: PreferenceLoss, dataset: Dataset | None, by: str | None
+    ) -> None:
         self.loss_fn, self.by = loss_fn, by
         self._files = dict(enumerate(dataset.manifest.source_names if dataset else ()))
-        self._sums: dict[tuple[str | None, str], Tensor] = {}  # group (None: all), metric
+        self._sums: dict[
+            tuple[str | None, str], Tensor
+        ] = {}  # group (None: all), metric
 
     def add(
-        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None, on_cpu: PackedBatch
+        self,
+        logps: Tensor,
+        batch: PackedBatch,
+        ref_logps: Tensor | None,
+        on_cpu: PackedBatch,
     ) -> None:
-        """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names of groups."""
+        """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names
+        of groups.
+        """
         parts: dict[str | None, PackedBatch] = {None: batch}
-        if self.by is not None:  # for each group, the batch with all other examples at weight 0
+        if (
+            self.by is not None
+        ):  # for each group, the batch with all other examples at weight 0
             names = np.array(self._groups(on_cpu, self.by), object)
             for name in sorted(set(names)):
                 inside = sent(torch.from_numpy(names == name), batch.weights.device)
@@ -70,14 +86,22 @@ class GroupedMetrics:
             add_sums(self._sums, {(group, name): both for name, both in every.items()})
 
     def figures(self, device: torch.device) -> Figures:
-        """Means over all ranks, which may have seen different groups; collective, from `device`."""
-        seen = dict.fromkeys(key for keys in all_gather_lists([list(self._sums)]) for key in keys)
-        keys = sorted(seen, key=lambda key: key[0] or "")  # a stable order, the same on each rank
+        """Means over all ranks, which may have seen different groups; collective, from
+        `device`.
+        """
+        seen = dict.fromkeys(
+            key for keys in all_gather_lists([list(self._sums)]) for key in keys
+        )
+        keys = sorted(
+            seen, key=lambda key: key[0] or ""
+        )  # a stable order, the same on each rank
         zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
         flat = [x for key in keys for x in self._sums.get(key, zero)]
         totals = all_reduce_sums(flat, device=device)
         groups: dict[str | None, dict[str, float]] = {None: {}}
-        for (group, name), total, count in zip(keys, totals[::2], totals[1::2], strict=True):
+        for (group, name), total, count in zip(
+            keys, totals[::2], totals[1::2], strict=True
+        ):
             mean = total if name == "examples" else total / count if count else math.nan
             groups.setdefault(group, {})[name] = mean
         for means in groups.values():
@@ -88,7 +112,10 @@ class GroupedMetrics:
                 means["perplexity"] = math.exp(min(means["loss"], 700.0))
         metrics = groups.pop(None)
         # A group with only fillers has no examples.
-        return {"metrics": metrics, "by": {str(n): g for n, g in groups.items() if g["examples"]}}
+        return {
+            "metrics": metrics,
+            "by": {str(n): g for n, g in groups.items() if g["examples"]},
+        }
 
     def _groups(self, batch: PackedBatch, by: str) -> list[str]:
         """The group of each example."""
@@ -96,9 +123,12 @@ class GroupedMetrics:
         if column is None and by == FILE:
             sources = (batch.example_ids >> SOURCE_SHIFT).tolist()
             return [self._files.get(number, f"source {number}") for number in sources]
-        if column is None or (isinstance(column, Tensor) and column.is_floating_point()):
+        if column is None or (
+            isinstance(column, Tensor) and column.is_floating_point()
+        ):
             raise ConfigError(
-                "by must be a carried or joined column of texts, integers or booleans, of "
+                "by must be a carried or joined column of texts, integers or booleans, "
+                "of "
                 f"{', '.join([FILE, *batch.columns])}; found {quote(by)}."
             )
         return [str(value) for value in column.tolist()]
@@ -110,10 +140,10 @@ class ExampleRows:
     Columns of the table, with a row for each example, by ascending `example_id`:
 
     - `example_id`, and the carried columns named by `carry`;
-    - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a reference;
-      in their place `scores` of a reward model;
-    - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`, `rewards/margins`:
-      see :meth:`PreferenceLoss.per_example`.
+    - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a
+      reference; in their place `scores` of a reward model;
+    - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`,
+      `rewards/margins`: see :meth:`PreferenceLoss.per_example`.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
@@ -121,7 +151,11 @@ class ExampleRows:
         self._parts: list[tuple[dict[str, Fetched], PackedBatch]] = []
 
     def add(
-        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None, on_cpu: PackedBatch
+        self,
+        logps: Tensor,
+        batch: PackedBatch,
+        ref_logps: Tensor | None,
+        on_cpu: PackedBatch,
     ) -> None:
         """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
@@ -135,7 +169,9 @@ class ExampleRows:
 
     def table(self) -> pa.Table:
         """Returns the rows of all ranks; a collective call."""
-        rows = all_gather_lists([self._rows(fetched, batch) for fetched, batch in self._parts])
+        rows = all_gather_lists(
+            [self._rows(fetched, batch) for fetched, batch in self._parts]
+        )
         tables = [pa.table(part) for part in rows if len(part["example_id"])]
         joined = pa.concat_tables(tables, promote_options="default")
         _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)

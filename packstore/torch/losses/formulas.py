@@ -1,11 +1,12 @@
-"""Losses on preference pairs: a pure function of :class:`Pairs` each, with its formula and source.
+"""Losses on preference pairs: a pure function of :class:`Pairs` each, with its formula
+and source.
 
-In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected response
-(sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap between their
-ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs of a batch are omitted
-(``UNSUPPORTED_LOSSES`` of ``terms.py``), as they would depend on the packing. All losses are in
-``docs/losses.md``. A new loss is one function here, and one formula in
-``tests/torch/losses/test_losses.py``.
+In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected
+response (sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap
+between their ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs
+of a batch are omitted (``UNSUPPORTED_LOSSES`` of ``terms.py``), as they would depend on
+the packing. All losses are in ``docs/losses.md``. A new loss is one function here, and
+one formula in ``tests/torch/losses/test_losses.py``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from packstore.torch.losses.pairs import Answers, Lists, PairRows, Pairs, Scores
 
 @dataclass(frozen=True)
 class Variant:
-    """A pure function of pairs; if it compares with a reference model, and means over tokens."""
+    """A pure function of pairs; if it compares with a reference model, and means over
+    tokens.
+    """
 
     function: Callable[..., Tensor]
     reference: bool
@@ -43,7 +46,9 @@ class Variant:
         return self.function(pairs, **parameters)
 
     def __reduce__(self) -> str | tuple[type[Variant], tuple[Any, ...]]:
-        """Pickle a loss of this module by its name, which its function no longer has here."""
+        """Pickle a loss of this module by its name, which its function no longer has
+        here.
+        """
         name = getattr(self.function, "__name__", "")
         if globals().get(name) is self:
             return name
@@ -57,9 +62,15 @@ def _loss(
     return lambda function: Variant(function, reference, averaged, rows)
 
 
-def _bernoulli_kl(p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float) -> Tensor:
-    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q, finite; `[n]`."""
-    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
+def _bernoulli_kl(
+    p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float
+) -> Tensor:
+    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q, finite;
+    `[n]`.
+    """
+    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (
+        logsigmoid(-p) - log_not_q
+    )
 
 
 def bounded_exp(x: Tensor) -> Tensor:
@@ -70,7 +81,9 @@ def bounded_exp(x: Tensor) -> Tensor:
 def between(loss: str, name: str, value: float, low: float, high: float) -> float:
     """Returns a parameter of a loss; refuses one outside of its range."""
     if not low <= value <= high:
-        raise ConfigError(f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}.")
+        raise ConfigError(
+            f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}."
+        )
     return value
 
 
@@ -84,8 +97,8 @@ def dpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     """``-log s(b (u / n_w - v / n_l))``.
 
-    Source: Lambert et al. 2024 (Tulu 3), arXiv 2411.15124, section on preference tuning. Also
-    NeMo-Aligner's `preference_average_log_probs` and TRL's `sigmoid_norm`.
+    Source: Lambert et al. 2024 (Tulu 3), arXiv 2411.15124, section on preference
+    tuning. Also NeMo-Aligner's `preference_average_log_probs` and TRL's `sigmoid_norm`.
     """
     return -logsigmoid(beta * pairs.per_token().d)
 
@@ -100,7 +113,8 @@ def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Te
 
 @_loss()
 def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """``[-(1 - e) log s(b d) + e log s(-b d)] / (1 - 2 e)``, e = `label_smoothing` in 0..0.49.
+    """``[-(1 - e) log s(b d) + e log s(-b d)] / (1 - 2 e)``, e = `label_smoothing` in
+    0..0.49.
 
     Source: Chowdhury et al. 2024, arXiv 2403.00409.
     """
@@ -113,8 +127,8 @@ def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> 
 def ipo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     """``(u / n_w - v / n_l - 1 / (2 b))^2``; the paper's tau is `beta`.
 
-    Source: Azar et al. 2023, arXiv 2310.12036, equation 17. Averaged as in TRL and LLaMA-Factory;
-    NeMo-Aligner and OpenRLHF use the sums, see ``ipo_sum``.
+    Source: Azar et al. 2023, arXiv 2310.12036, equation 17. Averaged as in TRL and
+    LLaMA-Factory; NeMo-Aligner and OpenRLHF use the sums, see ``ipo_sum``.
     """
     return (pairs.per_token().d - 1 / (2 * beta)) ** 2
 
@@ -129,8 +143,8 @@ def ipo_sum(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def rpo_sq(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
     """``(b d - eta dr)^2``: regresses the implicit margin on the reward gap.
 
-    Source: Adler et al. 2024 (Nemotron-4 340B), arXiv 2406.11704; Sun et al. 2025, arXiv
-    2502.00203. NeMo-Aligner's `gt_reward_scale` is `eta`.
+    Source: Adler et al. 2024 (Nemotron-4 340B), arXiv 2406.11704; Sun et al. 2025,
+    arXiv 2502.00203. NeMo-Aligner's `gt_reward_scale` is `eta`.
     """
     return (beta * pairs.d - eta * pairs.dr) ** 2
 
@@ -153,8 +167,8 @@ def rpo_fwd_kl(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
 def hinge(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     """``max(0, 1 - b d)``.
 
-    Source: Zhao et al. 2023 (SLiC-HF), arXiv 2305.10425; on the normalised likelihood, Liu et al.
-    2023 (RSO), arXiv 2309.06657.
+    Source: Zhao et al. 2023 (SLiC-HF), arXiv 2305.10425; on the normalised likelihood,
+    Liu et al. 2023 (RSO), arXiv 2309.06657.
     """
     return (1 - beta * pairs.d).clamp(min=0)
 
@@ -163,8 +177,8 @@ def hinge(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
     """``-log s(b (log pi_w / n_w - log pi_l / n_l) - gamma)``.
 
-    Source: Meng et al. 2024, arXiv 2405.14734, equation 6. Without a likelihood term unless
-    `sft_weight` is set; Liger's class adds one by default.
+    Source: Meng et al. 2024, arXiv 2405.14734, equation 6. Without a likelihood term
+    unless `sft_weight` is set; Liger's class adds one by default.
     """
     mean = pairs.per_token()
     return -logsigmoid(beta * (mean.chosen - mean.rejected) - gamma)
@@ -172,10 +186,12 @@ def simpo(pairs: Pairs, *, beta: float = 2.0, gamma: float = 1.0) -> Tensor:
 
 @_loss(reference=False, averaged=True)
 def orpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-m_w - b log s(log odds_w - log odds_l)``, m the mean log-probs, odds = p / (1 - p).
+    """``-m_w - b log s(log odds_w - log odds_l)``, m the mean log-probs, odds = p / (1
+    - p).
 
-    The first term is the paper's likelihood loss. p = 1 (infinite odds) is clamped to 1 - eps.
-    Source: Hong et al. 2024, arXiv 2403.07691, equations 6 and 7; its lambda is `beta`.
+    The first term is the paper's likelihood loss. p = 1 (infinite odds) is clamped to 1
+    - eps. Source: Hong et al. 2024, arXiv 2403.07691, equations 6 and 7; its lambda is
+    `beta`.
     """
     mean = pairs.per_token()
     odds_ratio = _log_odds(mean.chosen) - _log_odds(mean.rejected)
@@ -185,13 +201,16 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def _log_odds(logp: Tensor) -> Tensor:
     x = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     # Each form of log(1 - e^x) is accurate on one side of -ln 2.
-    log1mexp = torch.where(x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp()))
+    log1mexp = torch.where(
+        x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp())
+    )
     return x - log1mexp
 
 
 @_loss(reference=False)
 def cpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b (log pi_w - log pi_l))``; add the paper's likelihood term with `sft_weight`.
+    """``-log s(b (log pi_w - log pi_l))``; add the paper's likelihood term with
+    `sft_weight`.
 
     Source: Xu et al. 2024, arXiv 2401.08417.
     """
@@ -211,7 +230,9 @@ def apo_down(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 @_loss()
-def exo_pair(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) -> Tensor:
+def exo_pair(
+    pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3
+) -> Tensor:
     """``KL(Bern s(b d) || Bern(1 - e))``, e = `label_smoothing` in 1e-12..0.5.
 
     Source: Ji et al. 2024, arXiv 2402.00856.
@@ -222,7 +243,9 @@ def exo_pair(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 1e-3) 
 
 @_loss()
 def nca_pair(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b u) - log s(-b u) / 2 - log s(-b v) / 2``. Chen et al. 2024, arXiv 2402.05369."""
+    """``-log s(b u) - log s(-b u) / 2 - log s(-b v) / 2``. Chen et al. 2024, arXiv
+    2402.05369.
+    """
     u, v = beta * pairs.u, beta * pairs.v
     return -logsigmoid(u) - 0.5 * (logsigmoid(-u) + logsigmoid(-v))
 
@@ -231,8 +254,8 @@ def nca_pair(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def bco_pair(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     """``-log s(b u) - log s(-b v)``. Jung et al. 2024, arXiv 2404.04656.
 
-    Omits the paper's running mean of rewards, which would couple batches. TRL and Liger omit it
-    too; LLaMA-Factory and ms-swift subtract it.
+    Omits the paper's running mean of rewards, which would couple batches. TRL and Liger
+    omit it too; LLaMA-Factory and ms-swift subtract it.
     """
     return -logsigmoid(beta * pairs.u) - logsigmoid(-beta * pairs.v)
 
@@ -252,7 +275,8 @@ def discopop(pairs: Pairs, *, beta: float = 0.1, tau: float = 0.05) -> Tensor:
     """
     tau = between("discopop", "tau", tau, 1e-3, 1)
     x = beta * pairs.d
-    # w e^-x as one exponential: for very negative x the factors would be 0 and infinity.
+    # w e^-x as one exponential: for very negative x the factors would be 0 and
+    # infinity.
     return -(-x / tau).sigmoid() * logsigmoid(x) + (logsigmoid(x / tau) - x).exp()
 
 
@@ -277,23 +301,30 @@ def fdpo_forward_kl(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @_loss()
 def fdpo_js(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b (f'(u) - f'(v)))``, f'(u) = ln 2 + log s(u); source: as ``fdpo_forward_kl``."""
+    """``-log s(b (f'(u) - f'(v)))``, f'(u) = ln 2 + log s(u); source: as
+    ``fdpo_forward_kl``.
+    """
     return -logsigmoid(beta * (logsigmoid(pairs.u) - logsigmoid(pairs.v)))
 
 
 @_loss()
 def fdpo_alpha(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5) -> Tensor:
-    """``-log s(b (f'(u) - f'(v)))`` with f'(u) = (e^((a-1) u) - 1) / (a - 1), exponents cut at 80.
+    """``-log s(b (f'(u) - f'(v)))`` with f'(u) = (e^((a-1) u) - 1) / (a - 1), exponents
+    cut at 80.
 
-    Source: Wang et al. 2023, arXiv 2309.16240, table 1, whose alpha is 1 - a; a = `alpha` in
-    0..0.999, as in TRL.
+    Source: Wang et al. 2023, arXiv 2309.16240, table 1, whose alpha is 1 - a; a =
+    `alpha` in 0..0.999, as in TRL.
     """
     a = between("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
     return -logsigmoid(beta * (bounded_exp(a * pairs.u) - bounded_exp(a * pairs.v)) / a)
 
 
-def _by_class(answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, float]) -> Tensor:
-    """The weighted values of good answers, which have a reward above 0, and of bad ones."""
+def _by_class(
+    answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, float]
+) -> Tensor:
+    """The weighted values of good answers, which have a reward above 0, and of bad
+    ones.
+    """
     return torch.where(answers.chosen_reward > 0, weights[0] * good, weights[1] * bad)
 
 
@@ -306,11 +337,12 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_d s(-b (u - z))`` of a good answer, ``w_u s(b (u - z))`` of a bad one, z = `baseline`.
+    """``w_d s(-b (u - z))`` of a good answer, ``w_u s(b (u - z))`` of a bad one, z =
+    `baseline`.
 
-    Source: Ethayarajh et al. 2024, arXiv 2402.01306, equation 8. Its z is the KL of policy and
-    reference, estimated over a batch, which would couple the answers that share it; here it is a
-    number, or a tensor of one that a training loop updates.
+    Source: Ethayarajh et al. 2024, arXiv 2402.01306, equation 8. Its z is the KL of
+    policy and reference, estimated over a batch, which would couple the answers that
+    share it; here it is a number, or a tensor of one that a training loop updates.
     """
     x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
@@ -324,7 +356,9 @@ def apo_zero_unpaired(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one; source: as ``apo_zero``."""
+    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one; source: as
+    ``apo_zero``.
+    """
     x, weights = beta * answers.u, (desirable_weight, undesirable_weight)
     return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
 
@@ -338,10 +372,12 @@ def bco(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``-w_d log s(b (u - z))`` of a good answer, ``-w_u log s(-b (u - z))`` of a bad one.
+    """``-w_d log s(b (u - z))`` of a good answer, ``-w_u log s(-b (u - z))`` of a bad
+    one.
 
-    Source: Jung et al. 2024, arXiv 2404.04656, whose reward shift delta is ``b z``, z = `baseline`:
-    the paper's running mean over batches is left to the training loop, as for ``kto``.
+    Source: Jung et al. 2024, arXiv 2404.04656, whose reward shift delta is ``b z``, z =
+    `baseline`: the paper's running mean over batches is left to the training loop, as
+    for ``kto``.
     """
     x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
     return _by_class(answers, -logsigmoid(x), -logsigmoid(-x), weights)
@@ -349,10 +385,11 @@ def bco(
 
 @_loss(reference=False, rows=Scores)
 def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
-    """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c = `center`.
+    """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c =
+    `center`.
 
-    Source: Bradley & Terry 1952; margins: Touvron et al. 2023 (Llama 2), arXiv 2307.09288,
-    equation 2; centering: Eisenstein et al. 2023, arXiv 2312.09244. TRL's
+    Source: Bradley & Terry 1952; margins: Touvron et al. 2023 (Llama 2), arXiv
+    2307.09288, equation 2; centering: Eisenstein et al. 2023, arXiv 2312.09244. TRL's
     `center_rewards_coefficient` is `center`.
     """
     c = between("bradley_terry", "center", center, 0, 1e6)
@@ -362,10 +399,11 @@ def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> 
 
 @_loss(reference=False, rows=Lists)
 def plackett_luce(pairs: Pairs) -> Tensor:
-    """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l the responses of lower reward; r_l their log-sum.
+    """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l the responses of lower reward; r_l
+    their log-sum.
 
-    Summed over the responses of an example, the log-likelihood of their ranking; of two responses
-    ``bradley_terry``. Source: Plackett 1975; Xia et al. 2008 (ListMLE), ICML.
+    Summed over the responses of an example, the log-likelihood of their ranking; of two
+    responses ``bradley_terry``. Source: Plackett 1975; Xia et al. 2008 (ListMLE), ICML.
     """
     return -logsigmoid(pairs.chosen - pairs.rejected)
 
@@ -377,5 +415,7 @@ def sft(pairs: Pairs) -> Tensor:
 
 
 _NAMES = [name for name, value in list(globals().items()) if isinstance(value, Variant)]
-LOSSES: Registry[Variant] = Registry("loss", {name: f"{__name__}:{name}" for name in _NAMES})
+LOSSES: Registry[Variant] = Registry(
+    "loss", {name: f"{__name__}:{name}" for name in _NAMES}
+)
 """All losses, by name, in the order of this file."""

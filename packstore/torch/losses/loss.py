@@ -1,4 +1,6 @@
-"""The loss of a batch as a sum and a count, so that packing never changes the weight of a pair."""
+"""The loss of a batch as a sum and a count, so that packing never changes the weight of
+a pair.
+"""
 
 from __future__ import annotations
 
@@ -43,44 +45,53 @@ SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
 
 CAUSES = (
-    "reference log-probs that were made with another dtype of the output head (bf16 logits are off "
-    "by about 0.3 nats a sequence), with dropout on in either model, from another template or "
-    "tokenizer, by another attention (or without packing), with a LoRA adapter active, or of "
+    "reference log-probs that were made with another dtype of the output head (bf16 "
+    "logits are off "
+    "by about 0.3 nats a sequence), with dropout on in either model, from another "
+    "template or "
+    "tokenizer, by another attention (or without packing), with a LoRA adapter active, "
+    "or of "
     "another checkpoint"
 )
 
 
 class PreferenceLoss(StepLoss):
-    """A loss of :data:`~packstore.torch.losses.formulas.LOSSES`, one of your own, or a mix.
+    """A loss of :data:`~packstore.torch.losses.formulas.LOSSES`, one of your own, or a
+    mix.
 
-    Every pair weighs the same in any pack, batch or rank: each loss is divided by the count of the
-    whole optimizer step, which a loader's batch carries.
+    Every pair weighs the same in any pack, batch or rank: each loss is divided by the
+    count of the whole optimizer step, which a loader's batch carries.
 
     Args:
-        name: name of the loss; or a function of :class:`~packstore.torch.Pairs` that returns their
-            losses `[n]`, whose keyword-only arguments are its parameters; or a mix, name or
-            function -> weight, as in ``{"dpo": 0.8, "bco_pair": 0.2}``, or -> ``{"weight": 0.8,
-            "beta": 0.1}`` with parameters for that member alone.
+        name: name of the loss; or a function of :class:`~packstore.torch.Pairs` that
+            returns their losses `[n]`, whose keyword-only arguments are its parameters;
+            or a mix, name or function -> weight, as in ``{"dpo": 0.8, "bco_pair":
+            0.2}``, or -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that
+            member alone.
         sft_weight: weight of an added likelihood loss of the best response; 0: none.
-        sft_average: how that loss (and the loss ``sft``) averages: ``token``, over all tokens;
-            ``sequence_sum`` and ``sequence_mean``, sums or means of sequences, over sequences.
+        sft_average: how that loss (and the loss ``sft``) averages: ``token``, over all
+            tokens; ``sequence_sum`` and ``sequence_mean``, sums or means of sequences,
+            over sequences.
         average_logps: compare means over tokens where the loss compares sums.
-        pairs: kind ``scored`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent`` ranks; never
-            responses of equal reward. An example with more responses has more pairs.
-        reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack, averaged over
-            packs, which is biased: a pair weighs more, the fewer share its pack (0.5 to 5.6 on real
-            data). It exists only to reproduce NeMo-Aligner.
-        weight_field: carried or joined column of numbers of at least 0, the weight of each example:
-            every sum is then weighted, and divided by the sum of the weights of the whole step,
-            which :func:`count_step` counts, as no loader does.
-        router_aux_loss_coef: weight of the load-balancing loss of experts, which log-probs of
-            :func:`~packstore.torch.packed_logps` carry if the model's config asks for it; default:
-            the config's coefficient; 0: none.
+        pairs: kind ``scored`` only: ``best_vs_rest``, ``all`` pairs, or ``adjacent``
+            ranks; never responses of equal reward. An example with more responses has
+            more pairs.
+        reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack,
+            averaged over packs, which is biased: a pair weighs more, the fewer share
+            its pack (0.5 to 5.6 on real data). It exists only to reproduce
+            NeMo-Aligner.
+        weight_field: carried or joined column of numbers of at least 0, the weight of
+            each example: every sum is then weighted, and divided by the sum of the
+            weights of the whole step, which :func:`count_step` counts, as no loader
+            does.
+        router_aux_loss_coef: weight of the load-balancing loss of experts, which
+            log-probs of :func:`~packstore.torch.packed_logps` carry if the model's
+            config asks for it; default: the config's coefficient; 0: none.
         reference: False if a function of your own needs no reference model.
-        gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP, or ``sum``.
-            On one rank both are the same.
-        parameters: parameters of the loss, such as `beta`; in a mix, of every member that takes
-            them.
+        gradients: how gradients are reduced over ranks: ``mean``, as in DDP and FSDP,
+            or ``sum``. On one rank both are the same.
+        parameters: parameters of the loss, such as `beta`; in a mix, of every member
+            that takes them.
 
     Raises:
         UnknownNameError: the loss, or a parameter of it, is unknown.
@@ -104,7 +115,9 @@ class PreferenceLoss(StepLoss):
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
         choice("reference", reference, (True, False))
-        self.terms = make_terms(name, parameters, average_logps, reference, self._settings())
+        self.terms = make_terms(
+            name, parameters, average_logps, reference, self._settings()
+        )
         self.sft_weight, self.weight_field = sft_weight, weight_field
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = choice("pairs", pairs, get_args(PairChoice))
@@ -129,10 +142,13 @@ class PreferenceLoss(StepLoss):
             rule, found = "it ranks all responses of an example", f"pairs={pairs!r}"
             raise ConfigError(sentence(repr(self), rule, found, "Leave pairs out"))
         if weight_field is not None and reduction != "sum":
-            raise ConfigError("weight_field weights the pairs of a sum: leave reduction out.")
+            raise ConfigError(
+                "weight_field weights the pairs of a sum: leave reduction out."
+            )
         if sft_weight and reduction == "pack_mean" and sft_average == "token":
             raise ConfigError(
-                "reduction 'pack_mean' has no token mean over a batch: set sft_average to "
+                "reduction 'pack_mean' has no token mean over a batch: set sft_average "
+                "to "
                 "'sequence_sum' or 'sequence_mean'."
             )
 
@@ -140,24 +156,37 @@ class PreferenceLoss(StepLoss):
         return f"PreferenceLoss({' + '.join(map(str, self.terms))})"
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raises :class:`CompatibilityError` for a dataset that the loss has no use for."""
-        manifest, where = dataset.manifest, f"loss {self.terms[0].name!r} on {dataset.url}"
+        """Raises :class:`CompatibilityError` for a dataset that the loss has no use
+        for.
+        """
+        manifest, where = (
+            dataset.manifest,
+            f"loss {self.terms[0].name!r} on {dataset.url}",
+        )
         if manifest.kind == "sft" and self.rows.compares:
             rule = "an example must have responses to compare"
             rule = "an answer must have a score" if self.rows.alone else rule
-            remedy = f"Use loss sft, or pack {'scored answers' if self.rows.alone else 'pairs'}"
+            remedy = (
+                "Use loss sft, or pack "
+                f"{'scored answers' if self.rows.alone else 'pairs'}"
+            )
             raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
         alone = manifest.totals.sequences == manifest.totals.examples
         if manifest.kind == "scored" and alone and not self.rows.alone:
             rule = "an example must have several responses"
             remedy = "Use kto or bco, or pack the responses to a prompt in one record"
-            raise CompatibilityError(sentence(where, rule, "single answers, good or bad", remedy))
+            raise CompatibilityError(
+                sentence(where, rule, "single answers, good or bad", remedy)
+            )
         unit = self.rows.unit(manifest.kind)
         if not unit.startswith("pairs") or self.sft_weight:
             return
         counts = dataset.pack_index.counts
         if counts is not None and not counts[:, COUNTS.index(unit)].any():
-            rule, remedy = "some pairs must differ in score", "Leave it out, or pack other scores"
+            rule, remedy = (
+                "some pairs must differ in score",
+                "Leave it out, or pack other scores",
+            )
             raise CompatibilityError(sentence(where, rule, "none that do", remedy))
 
     def __call__(
@@ -171,14 +200,14 @@ class PreferenceLoss(StepLoss):
         """Computes the loss of a batch.
 
         Args:
-            logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`; for a loss
-                of scores those of :func:`~packstore.torch.segment_scores`.
+            logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`;
+                for a loss of scores those of :func:`~packstore.torch.segment_scores`.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: the batch's.
-            divisor: divides the loss, for experts: the result of :func:`count_step`, or one number
-                if there is no SFT term. Default: the count of the whole optimizer step, divided by
-                the number of ranks if their gradients are averaged; without a loader's plan, the
-                batch's own count.
+            divisor: divides the loss, for experts: the result of :func:`count_step`, or
+                one number if there is no SFT term. Default: the count of the whole
+                optimizer step, divided by the number of ranks if their gradients are
+                averaged; without a loader's plan, the batch's own count.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         output = partial(self._output, sums, self._weighted(batch))
@@ -203,10 +232,13 @@ class PreferenceLoss(StepLoss):
         sft_sum = sft_count = None
         if self.sft_weight:
             best = self._best.select(sums, batch)
-            sft_sum, sft_count = likelihood = self._reduce(sft(best.compared), best, batch)
+            sft_sum, sft_count = likelihood = self._reduce(
+                sft(best.compared), best, batch
+            )
             loss = loss + self.sft_weight * divide(likelihood, sft_divisor)
             metrics |= {"preference_loss": term, "sft_loss": likelihood}
-        # Summed over the batches of a step and divided by its count, this is the step's loss.
+        # Summed over the batches of a step and divided by its count, this is the step's
+        # loss.
         whole = loss * (above_zero(term[1]) if count is None else count)
         metrics = {"loss": (whole, term[1]), **metrics}
         return LossOutput(loss, *term, sft_sum, sft_count, metrics)
@@ -216,13 +248,14 @@ class PreferenceLoss(StepLoss):
     ) -> tuple[Tensor, Tensor | None]:
         """Returns loss and implicit rewards of each example, without router losses.
 
-        Both are means over the pairs of an example (the loss ``plackett_luce`` is of all its
-        responses), NaN without any. The likelihood of a response is its mean over tokens, unless
-        `sft_average` is ``sequence_sum``. Arguments and errors are those of a call; weights do not
-        count.
+        Both are means over the pairs of an example (the loss ``plackett_luce`` is of
+        all its responses), NaN without any. The likelihood of a response is its mean
+        over tokens, unless `sft_average` is ``sequence_sum``. Arguments and errors are
+        those of a call; weights do not count.
 
         Returns:
-            Losses `[E]`, and rewards `[E, 2]` of chosen and rejected; None for the loss ``sft``.
+            Losses `[E]`, and rewards `[E, 2]` of chosen and rejected; None for the loss
+            ``sft``.
         """
         sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
         rows, best = self._select(sums, batch), self._best.select(sums, batch)
@@ -242,16 +275,21 @@ class PreferenceLoss(StepLoss):
             return batch.weights.sum()
         select = self._best.select if unit == "best_tokens" else self._select
         # Any numbers do in place of log-probs, as weights alone are summed.
-        rows = select(SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch)
+        rows = select(
+            SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch
+        )
         return self._reduce(rows.weights, rows, batch)[1]
 
     def count_sides(self, batch: PackedBatch) -> Tensor:
-        """Counts what a batch has to compare: good and bad answers, or both sides of pairs, `[2]`.
+        """Counts what a batch has to compare: good and bad answers, or both sides of
+        pairs, `[2]`.
 
         Pairs without a gap of rewards do not count if the loss reads it.
         """
         # Any numbers do in place of log-probs.
-        rows = self._select(SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch)
+        rows = self._select(
+            SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch
+        )
         weights = rows.weights
         if self._reads_gap and not self.rows.alone:
             weights = weights * (rows.pairs.dr != 0)
@@ -265,13 +303,17 @@ class PreferenceLoss(StepLoss):
         if ref_logps is None:
             raise ConfigError(
                 f"loss {self.terms[0].name!r} compares with a reference model: pass "
-                "ref_logps=…, the segment_logps of the reference model on the same batch."
+                "ref_logps=…, the segment_logps of the reference model on the same "
+                "batch."
             )
         return check_precision("ref_logps", ref_logps).detach()
 
     def _select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
         if batch.kind == "sft" and self.rows.compares:
-            rule, remedy = "an example must have judged responses", "Use PreferenceLoss('sft')"
+            rule, remedy = (
+                "an example must have judged responses",
+                "Use PreferenceLoss('sft')",
+            )
             where, found = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
             raise CompatibilityError(sentence(where, rule, found, remedy))
         return self.rows.select(sums, batch)
@@ -280,10 +322,14 @@ class PreferenceLoss(StepLoss):
         """The weighted sum of the losses of all members, `[n]`, and theirs."""
         losses = [rows.share * member(rows.compared) for member in self.terms]
         parts = zip(self.terms, losses, strict=True)
-        return torch.stack([member.weight * values for member, values in parts]).sum(0), losses
+        return torch.stack([member.weight * values for member, values in parts]).sum(
+            0
+        ), losses
 
     def _reduce(self, losses: Tensor, rows: Rows, batch: PackedBatch) -> SumAndCount:
-        """Sum and count of the rows; or of packs, where each is the mean over its rows."""
+        """Sum and count of the rows; or of packs, where each is the mean over
+        its rows.
+        """
         if self.reduction == "sum":
             return (losses * rows.weights).sum(), rows.count
         packs, zeros = batch.pack_ids[rows.example], losses.new_zeros(batch.num_packs)
@@ -293,7 +339,9 @@ class PreferenceLoss(StepLoss):
 
 
 def tell_one_sided(loss_fn: PreferenceLoss, chosen: float, rejected: float) -> None:
-    """Warns of a training that had nothing to compare; arguments are numbers of both sides."""
+    """Warns of a training that had nothing to compare; arguments are numbers of both
+    sides.
+    """
     if chosen and rejected:
         return
     rule, found = "pairs must differ in their rewards", "none that do"
@@ -308,9 +356,10 @@ def tell_one_sided(loss_fn: PreferenceLoss, chosen: float, rejected: float) -> N
 class FirstStepCheck:
     """Compares policy and reference once, at the first batch of a training run.
 
-    While the policy still equals its reference, each loss has its value at equal log-probs: ln 2
-    for ``dpo``. A mismatch is logged as a warning with the likely causes; training goes on. Not for
-    a run that resumes from a checkpoint, where the two differ.
+    While the policy still equals its reference, each loss has its value at equal
+    log-probs: ln 2 for ``dpo``. A mismatch is logged as a warning with the likely
+    causes; training goes on. Not for a run that resumes from a checkpoint, where the
+    two differ.
 
     Args:
         loss_fn: the loss; one without a reference model is not checked.
@@ -328,8 +377,8 @@ class FirstStepCheck:
         """Checks the first batch; later calls return at once.
 
         Returns:
-            Mean absolute difference of `logps` `[S]` of the policy and `ref_logps` `[S]`, by
-            default the batch's, in nats; None if nothing was compared.
+            Mean absolute difference of `logps` `[S]` of the policy and `ref_logps`
+            `[S]`, by default the batch's, in nats; None if nothing was compared.
         """
         ref_logps = batch.ref_logps if ref_logps is None else ref_logps
         if self._done or ref_logps is None:
@@ -340,10 +389,20 @@ class FirstStepCheck:
         mean = float(gaps.mean())
         if not mean <= self.tolerance:
             sides = (logps, ref_logps)
-            outputs = [self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides]
-            loss, expected = (float(divide((out.loss_sum, out.count), None)) for out in outputs)
-            rule = f"policy and reference must agree at first, and the loss be {expected:.4g}"
-            found = f"{loss:.4g}, sequences {mean:.2g} nats apart ({float(gaps.max()):.2g} at most)"
+            outputs = [
+                self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides
+            ]
+            loss, expected = (
+                float(divide((out.loss_sum, out.count), None)) for out in outputs
+            )
+            rule = (
+                "policy and reference must agree at first, and the loss be "
+                f"{expected:.4g}"
+            )
+            found = (
+                f"{loss:.4g}, sequences {mean:.2g} nats apart "
+                f"({float(gaps.max()):.2g} at most)"
+            )
             where = f"first step of {self.loss_fn!r}"
             logger.warning(sentence(where, rule, found, f"Likely causes: {CAUSES}"))
         return mean

@@ -25,11 +25,13 @@ PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """n pairs, each quantity a tensor `[n]`; sums run over the supervised tokens of a sequence.
+    """n pairs, each quantity a tensor `[n]`; sums run over the supervised tokens of a
+    sequence.
 
     Attributes:
         chosen, rejected: log-probs of the policy, summed, in nats.
-        ref_chosen, ref_rejected: the same of the reference model; zeros if the loss needs none.
+        ref_chosen, ref_rejected: the same of the reference model; zeros if the loss
+            needs none.
         chosen_tokens, rejected_tokens: number of tokens summed.
         chosen_reward, rejected_reward: ground-truth rewards.
     """
@@ -75,7 +77,9 @@ class Pairs:
 
 
 class SequenceSums(NamedTuple):
-    """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a reference."""
+    """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a
+    reference.
+    """
 
     logps: Tensor
     ref_logps: Tensor
@@ -83,19 +87,27 @@ class SequenceSums(NamedTuple):
     rewards: Tensor
 
     @classmethod
-    def of(cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None) -> SequenceSums:
-        """Combines log-probs `[S]` of policy and reference with the batch's counts and rewards."""
+    def of(
+        cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None
+    ) -> SequenceSums:
+        """Combines log-probs `[S]` of policy and reference with the batch's counts and
+        rewards.
+        """
         for name, values in (("logps", logps), ("ref_logps", ref_logps)):
             if values is None:
                 continue
             check_precision(name, values)
             if values.shape != (batch.num_segments,):
-                rule = f"must be one number for each of the batch's {batch.num_segments} segments"
+                rule = (
+                    "must be one number for each of the batch's "
+                    f"{batch.num_segments} segments"
+                )
                 raise ConfigError(sentence(name, rule, f"shape {tuple(values.shape)}"))
         return cls(
             logps,
             torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
-            # Padding segments have no tokens: 0 / 0 would stay nan despite their weight of 0.
+            # Padding segments have no tokens: 0 / 0 would stay nan despite their weight
+            # of 0.
             segment_token_counts(batch).clamp(min=1).to(logps),
             batch.rewards.to(logps),
         )
@@ -111,7 +123,8 @@ def check_precision(where: str, logps: Tensor) -> Tensor:
     if logps.dtype.itemsize < 4:
         rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
         remedy = (
-            "Under FSDP2, give fully_shard MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
+            "Under FSDP2, give fully_shard "
+            "MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
             " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
         )
         raise ConfigError(sentence(where, rule, str(logps.dtype), remedy))
@@ -120,7 +133,9 @@ def check_precision(where: str, logps: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a batch that a loss is a function of, `[n]` each, and what it is divided by."""
+    """The rows of a batch that a loss is a function of, `[n]` each, and what it is
+    divided by.
+    """
 
     pairs: Pairs
     compared: Pairs  # as the loss sees them
@@ -129,16 +144,19 @@ class Rows:
     weights: Tensor  # 1, or 0 of a filler
     count: Tensor  # divisor of the sum of their losses
     share: Tensor | float = 1.0  # of a row in the loss of its example
-    sides: tuple[Any, Any] = True, True  # whether a row has a chosen and a rejected response
+    sides: tuple[Any, Any] = (
+        True,
+        True,
+    )  # whether a row has a chosen and a rejected response
 
 
 class PairRows:
     """Pairs of responses, and the base of other rows.
 
-    Kind ``preference``: the two sequences of each example, in their order. Kind ``scored``: by
-    reward, the best against each other response, or all pairs, or adjacent ranks; responses of
-    equal reward are never compared. Every pair weighs the same, so an example of K responses weighs
-    K - 1, or K (K - 1) / 2 with ``all``.
+    Kind ``preference``: the two sequences of each example, in their order. Kind
+    ``scored``: by reward, the best against each other response, or all pairs, or
+    adjacent ranks; responses of equal reward are never compared. Every pair weighs the
+    same, so an example of K responses weighs K - 1, or K (K - 1) / 2 with ``all``.
     """
 
     scores = False  # takes a reward model's scores in place of log-probs
@@ -148,7 +166,9 @@ class PairRows:
     summed = False  # an example's loss is the sum over its rows, not their mean
     refused = "", ""  # why the loss takes no reduction, and no sft_weight
 
-    def __init__(self, choice: PairChoice, term: Mapping[str, float], averaged: bool) -> None:
+    def __init__(
+        self, choice: PairChoice, term: Mapping[str, float], averaged: bool
+    ) -> None:
         self.choice, self.averaged = choice, averaged
         # Rewards are those of the first term of the loss; a function may have no beta.
         self.beta, self.baseline = term.get("beta", 1.0), term.get("baseline", 0.0)
@@ -161,7 +181,10 @@ class PairRows:
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
         """Returns the rows of a batch."""
         chosen, rejected, example = self._index(batch)
-        pairs, weights = sums.take(chosen, rejected), batch.weights[example].to(sums.logps.dtype)
+        pairs, weights = (
+            sums.take(chosen, rejected),
+            batch.weights[example].to(sums.logps.dtype),
+        )
         return Rows(pairs, pairs, chosen, example, weights, weights.sum())
 
     def _index(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
@@ -185,11 +208,15 @@ class PairRows:
         strict = rewards[order[better]] > rewards[order[worse]]
         better, worse = better[strict], worse[strict]
         of_pairs = order[better], order[worse], example[worse]
-        chosen, rejected, of_example = (sent(torch.from_numpy(x), device) for x in of_pairs)
+        chosen, rejected, of_example = (
+            sent(torch.from_numpy(x), device) for x in of_pairs
+        )
         return chosen, rejected, of_example
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs and rewards; those of means too, if the loss compares them."""
+        """Returns log-probs and rewards; those of means too, if the loss
+        compares them.
+        """
         pairs, values = rows.pairs, dict[str, Tensor]()
         if not self.scores:
             values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
@@ -210,13 +237,17 @@ class PairRows:
     def per_example(
         self, rows: Rows, losses: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns losses `[E]` and rewards `[E, 2]` of examples, from the losses of the rows."""
+        """Returns losses `[E]` and rewards `[E, 2]` of examples, from the losses of the
+        rows.
+        """
         u, v = self.beta * rows.pairs.u, self.beta * rows.pairs.v
         values = torch.stack([losses, u, v], 1)
         there = torch.ones_like(values)
         there[:, 1], there[:, 2] = rows.sides
         zeros = values.new_zeros(batch.num_examples, 3)
-        total, count = (zeros.index_add(0, rows.example, x) for x in (values * there, there))
+        total, count = (
+            zeros.index_add(0, rows.example, x) for x in (values * there, there)
+        )
         if self.summed:
             count[:, 0].clamp_(max=1)
         mean = total / count
@@ -237,19 +268,31 @@ class Answers(PairRows):
         pairs = sums.take(answer, answer)
         if batch.kind == "preference":  # one is good and one bad, whatever the rewards
             pairs = replace(pairs, chosen_reward=1 - 2 * (answer % 2).to(sums.logps))
-        count = batch.weights.sum().to(weights)  # the shares of an example are not exactly 1
+        count = batch.weights.sum().to(
+            weights
+        )  # the shares of an example are not exactly 1
         good = pairs.chosen_reward > 0
-        return Rows(pairs, pairs, answer, example, weights[example], count, sides=(good, ~good))
+        return Rows(
+            pairs, pairs, answer, example, weights[example], count, sides=(good, ~good)
+        )
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs and rewards, of good answers as chosen and of bad ones as rejected."""
+        """Returns log-probs and rewards, of good answers as chosen and of bad ones as
+        rejected.
+        """
         good, bad = rows.sides
         reward, right = self.beta * rows.pairs.u, (rows.pairs.u > self.baseline) == good
-        values = {"rewards/accuracies": (right, True), "rewards/squares": (reward**2, True)}
+        values = {
+            "rewards/accuracies": (right, True),
+            "rewards/squares": (reward**2, True),
+        }
         for side, there in (("chosen", good), ("rejected", bad)):
             values[f"rewards/{side}"] = reward, there
             values[f"logps/{side}"] = rows.pairs.chosen, there
-        return {name: _weighted(x, rows.weights * there) for name, (x, there) in values.items()}
+        return {
+            name: _weighted(x, rows.weights * there)
+            for name, (x, there) in values.items()
+        }
 
 
 class Scores(PairRows):
@@ -264,18 +307,27 @@ class Lists(Scores):
 
     by_example = summed = True
 
-    def __init__(self, choice: PairChoice, term: Mapping[str, float], averaged: bool) -> None:
+    def __init__(
+        self, choice: PairChoice, term: Mapping[str, float], averaged: bool
+    ) -> None:
         super().__init__("all", term, averaged)
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Returns all pairs; those of a chosen response are seen as equal, and share its loss.
+        """Returns all pairs; those of a chosen response are seen as equal, and share
+        its loss.
 
         Rejected is the log of the summed exponentials of all that it is paired with.
         """
         rows = super().select(sums, batch)
-        chosen, lower, zeros = rows.chosen, rows.pairs.rejected, torch.zeros_like(sums.logps)
+        chosen, lower, zeros = (
+            rows.chosen,
+            rows.pairs.rejected,
+            torch.zeros_like(sums.logps),
+        )
         counts = zeros.index_add(0, chosen, torch.ones_like(lower))
-        most = (zeros - torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")[chosen]
+        most = (zeros - torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")[
+            chosen
+        ]
         rest = zeros.index_add(0, chosen, (lower - most).exp())[chosen]
         return replace(
             rows,
@@ -311,17 +363,32 @@ class Sequences(PairRows):
             best = sent(torch.from_numpy(firsts), weights.device)
         pairs = sums.take(best, best)
         compared = pairs.per_token() if self.average == "sequence_mean" else pairs
-        count = (weights * pairs.chosen_tokens if self.average == "token" else weights).sum()
+        count = (
+            weights * pairs.chosen_tokens if self.average == "token" else weights
+        ).sum()
         return Rows(pairs, compared, best, example, weights, count)
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs, and the loss without its weight, as perplexity follows from it."""
-        loss, logps = -rows.compared.chosen * rows.weights, rows.pairs.chosen * rows.weights
-        return {"loss": (loss.sum(), rows.count), "logps/chosen": (logps.sum(), rows.weights.sum())}
+        """Returns log-probs, and the loss without its weight, as perplexity follows
+        from it.
+        """
+        loss, logps = (
+            -rows.compared.chosen * rows.weights,
+            rows.pairs.chosen * rows.weights,
+        )
+        return {
+            "loss": (loss.sum(), rows.count),
+            "logps/chosen": (logps.sum(), rows.weights.sum()),
+        }
 
-    def per_example(self, rows: Rows, losses: Tensor, batch: PackedBatch) -> tuple[Tensor, None]:
+    def per_example(
+        self, rows: Rows, losses: Tensor, batch: PackedBatch
+    ) -> tuple[Tensor, None]:
         """Returns losses `[E]`, of which those by token are means; no rewards."""
-        return losses / rows.pairs.chosen_tokens if self.average == "token" else losses, None
+        return (
+            losses / rows.pairs.chosen_tokens if self.average == "token" else losses,
+            None,
+        )
 
 
 def _weighted(values: Tensor, weights: Tensor) -> SumAndCount:

@@ -1,4 +1,6 @@
-"""Losses on the tokens of sampled responses: the clipped policy gradient of PPO and GRPO."""
+"""Losses on the tokens of sampled responses: the clipped policy gradient of PPO and
+GRPO.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ Ratio = Literal["token", "sequence"]
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """n supervised tokens, each quantity a tensor `[n]`, in the order of ``batch.target_index``.
+    """n supervised tokens, each quantity a tensor `[n]`, in the order of
+    ``batch.target_index``.
 
     Attributes:
         logps: log-probs of the policy, in nats.
-        log_ratio: log-ratio of the policy and the one that sampled, of each token or its sequence.
+        log_ratio: log-ratio of the policy and the one that sampled, of each token or
+            its sequence.
         advantages: of each token.
         sequences: int64, the sequence of each token; S for padding.
         ref_logps: log-probs of a reference model, or None.
@@ -57,10 +61,11 @@ class Tokens:
 
     @property
     def kl(self) -> Tensor:
-        """``e^g - g - 1`` with g = ref_logps - logps: estimates KL(policy || reference), >= 0.
+        """``e^g - g - 1`` with g = ref_logps - logps: estimates KL(policy ||
+        reference), >= 0.
 
-        Source: k3 of Schulman 2020, joschu.net/blog/kl-approx.html; Shao et al. 2024, arXiv
-        2402.03300, equation 4.
+        Source: k3 of Schulman 2020, joschu.net/blog/kl-approx.html; Shao et al. 2024,
+        arXiv 2402.03300, equation 4.
         """
         assert self.ref_logps is not None
         gap = self.ref_logps - self.logps
@@ -68,10 +73,11 @@ class Tokens:
 
 
 def clipped(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Tensor:
-    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r the ratio and A the advantage.
+    """``-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)``, r the ratio and A the
+    advantage.
 
-    Source: Schulman et al. 2017 (PPO), arXiv 1707.06347, equation 7; with two bounds, Yu et al.
-    2025 (DAPO), arXiv 2503.14476, equation 8. Exponents are cut at 80.
+    Source: Schulman et al. 2017 (PPO), arXiv 1707.06347, equation 7; with two bounds,
+    Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 8. Exponents are cut at 80.
     """
     low = 1 - between("clipped", "clip_low", clip_low, 0, 1)
     high = 1 + between("clipped", "clip_high", clip_high, 0, 1e6)
@@ -84,17 +90,18 @@ class PolicyLoss(StepLoss):
     """A loss of each supervised token, averaged over the whole optimizer step.
 
     Args:
-        function: a function of :class:`~packstore.torch.Tokens` that returns their losses `[n]`,
-            whose keyword-only arguments are its parameters.
-        average: ``token``: over all tokens of the step (DAPO); ``sequence``: over the tokens of
-            each sequence, then over sequences (GRPO); ``group``: over the tokens of each example's
-            sequences, then over examples. For a sum over a constant (Dr. GRPO), take ``token`` and
-            pass that constant as `divisor`.
-        ratio: ``token``; or ``sequence``, the geometric mean of a sequence's ratios at each of its
-            tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, equation 7).
+        function: a function of :class:`~packstore.torch.Tokens` that returns their
+            losses `[n]`, whose keyword-only arguments are its parameters.
+        average: ``token``: over all tokens of the step (DAPO); ``sequence``: over the
+            tokens of each sequence, then over sequences (GRPO); ``group``: over the
+            tokens of each example's sequences, then over examples. For a sum over a
+            constant (Dr. GRPO), take ``token`` and pass that constant as `divisor`.
+        ratio: ``token``; or ``sequence``, the geometric mean of a sequence's ratios at
+            each of its tokens (GSPO: Zheng et al. 2025, arXiv 2507.18071, equation 7).
         kl_weight: weight of an added :attr:`Tokens.kl`; 0: none.
         router_aux_loss_coef, gradients: as of :class:`~packstore.torch.PreferenceLoss`.
-        parameters: parameters of the function; of ``clipped``, `clip_low` and `clip_high`.
+        parameters: parameters of the function; of ``clipped``, `clip_low` and
+            `clip_high`.
 
     Raises:
         UnknownNameError: the function has no such parameter.
@@ -120,7 +127,9 @@ class PolicyLoss(StepLoss):
         check_class("PolicyLoss", function, Callable, "Give a function of Tokens")
         self.name = name_of(function)
         variant = Variant(function, False)
-        self.parameters = check_parameters(self.name, variant, parameters, self._settings())
+        self.parameters = check_parameters(
+            self.name, variant, parameters, self._settings()
+        )
         self.function: Callable[[Tokens], Tensor] = partial(function, **self.parameters)
         draws = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
         of_one, of_other = (_tokens(draws[:, s]) for s in (slice(0, 2), slice(2, 3)))
@@ -148,13 +157,17 @@ class PolicyLoss(StepLoss):
                 ``packed_logps(model, batch, per_token=True)``.
             batch: the batch.
             advantages: `[n]` or `[S]`; default: the batch's rewards.
-            old_logps: `[n]`, the same of the policy that sampled, or with ``ratio="sequence"`` its
-                sums `[S]`; default: `logps`, as in the first step on fresh samples.
-            ref_logps: `[n]`, the same of a reference model; needed if `kl_weight` is above 0.
+            old_logps: `[n]`, the same of the policy that sampled, or with
+                ``ratio="sequence"`` its sums `[S]`; default: `logps`, as in the first
+                step on fresh samples.
+            ref_logps: `[n]`, the same of a reference model; needed if `kl_weight` is
+                above 0.
             divisor: as of :class:`~packstore.torch.PreferenceLoss`.
         """
         tokens = self._tokens(logps, batch, advantages, old_logps, ref_logps)
-        return self._divided(logps, batch, divisor, partial(self._output, tokens, batch))
+        return self._divided(
+            logps, batch, divisor, partial(self._output, tokens, batch)
+        )
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
@@ -172,10 +185,17 @@ class PolicyLoss(StepLoss):
         check_class("argument batch", batch, PackedBatch, ORDER)
         sequences = batch.targets.segments
         n, S = len(sequences), batch.num_segments
-        counts, rows = segment_token_counts(batch).clamp(min=1), sequences.clamp(max=S - 1)
+        counts, rows = (
+            segment_token_counts(batch).clamp(min=1),
+            sequences.clamp(max=S - 1),
+        )
 
-        def per_token(where: str, values: Tensor, parts: Tensor | None = None) -> Tensor:
-            """Values `[n]`; those `[S]` of sequences are divided by `parts` and spread."""
+        def per_token(
+            where: str, values: Tensor, parts: Tensor | None = None
+        ) -> Tensor:
+            """Values `[n]`; those `[S]` of sequences are divided by `parts` and
+            spread.
+            """
             check_class(f"argument {where}", values, Tensor, ORDER)
             shape = tuple(values.shape)
             if shape == (n,) and (parts is None or n != S or bool((counts == 1).all())):
@@ -197,18 +217,26 @@ class PolicyLoss(StepLoss):
         if advantages is None:
             advantages = batch.rewards[rows].to(logps)
         else:
-            advantages = per_token("advantages", advantages, torch.ones_like(counts)).detach()
+            advantages = per_token(
+                "advantages", advantages, torch.ones_like(counts)
+            ).detach()
         if ref_logps is not None:
-            ref_logps = per_token("ref_logps", check_precision("ref_logps", ref_logps)).detach()
+            ref_logps = per_token(
+                "ref_logps", check_precision("ref_logps", ref_logps)
+            ).detach()
         elif self.kl_weight:
-            raise ConfigError("kl_weight compares with a reference model: pass ref_logps, [n].")
+            raise ConfigError(
+                "kl_weight compares with a reference model: pass ref_logps, [n]."
+            )
         return Tokens(logps, log_ratio, advantages, sequences, ref_logps)
 
     def _output(
         self, tokens: Tokens, batch: PackedBatch, count: Tensor | float | None, _: Any
     ) -> LossOutput:
         """The loss without router losses."""
-        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])[tokens.sequences]
+        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])[
+            tokens.sequences
+        ]
         wide = weights.to(wide_dtype(weights.device))
         policy = self.function(tokens)
         losses, ratio = policy, bounded_exp(tokens.log_ratio)
@@ -222,11 +250,19 @@ class PolicyLoss(StepLoss):
             below = (tokens.advantages < 0) & (ratio < 1 - self.parameters["clip_low"])
             figures["clipped"] = above | below
         term = self._reduce(losses, weights.to(losses), batch)
-        metrics = {n: ((x.to(wide) * wide).sum(), wide.sum()) for n, x in figures.items()}
-        return LossOutput(divide(term, count), *term, None, None, {"loss": term, **metrics})
+        metrics = {
+            n: ((x.to(wide) * wide).sum(), wide.sum()) for n, x in figures.items()
+        }
+        return LossOutput(
+            divide(term, count), *term, None, None, {"loss": term, **metrics}
+        )
 
-    def _reduce(self, losses: Tensor, weights: Tensor, batch: PackedBatch) -> SumAndCount:
-        """Sum and count of what is averaged; `weights`, 1 or 0, are those of the tokens."""
+    def _reduce(
+        self, losses: Tensor, weights: Tensor, batch: PackedBatch
+    ) -> SumAndCount:
+        """Sum and count of what is averaged; `weights`, 1 or 0, are those of the
+        tokens.
+        """
         if self.average == "token":
             return (losses * weights).sum(), weights.sum()
         sums, counts = by_segment(batch, losses), segment_token_counts(batch)

@@ -1,7 +1,7 @@
 """Checks that dataset, model and tokenizer belong together.
 
-A mismatch that would train on wrong ids raises. A difference that also occurs in sound setups
-(another EOS in the model's config) is logged.
+A mismatch that would train on wrong ids raises. A difference that also occurs in sound
+setups (another EOS in the model's config) is logged.
 """
 
 from __future__ import annotations
@@ -29,24 +29,26 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Refuses a model whose tokenizer, vocabulary or positions are not those of the dataset.
+    """Refuses a model whose tokenizer, vocabulary or positions are not those of the
+    dataset.
 
-    The folder from which a model was loaded mostly holds its tokenizer, or the cache of the hub
-    does: there each id must be the same token as in the dataset, and a text the same ids.
+    The folder from which a model was loaded mostly holds its tokenizer, or the cache of
+    the hub does: there each id must be the same token as in the dataset, and a text the
+    same ids.
 
-    A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's config that
-    differs from the dataset's is only logged: a config often names several EOS, or still the base
-    model's. Padding is not compared, as packs hold none. A sequence beyond
-    `max_position_embeddings` is logged with RoPE, which has no limit, and refused with a table of
-    learned positions.
+    A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's
+    config that differs from the dataset's is only logged: a config often names several
+    EOS, or still the base model's. Padding is not compared, as packs hold none. A
+    sequence beyond `max_position_embeddings` is logged with RoPE, which has no limit,
+    and refused with a table of learned positions.
 
     Args:
         data: the dataset, or its manifest.
         model: a Hugging Face model, optionally inside wrappers; or its config.
 
     Raises:
-        CompatibilityError: the ids are not the model's, or a sequence is longer than a table of
-            positions.
+        CompatibilityError: the ids are not the model's, or a sequence is longer than a
+            table of positions.
         ConfigError: `model` has no vocabulary size.
     """
     manifest = _manifest_of(data)
@@ -54,13 +56,16 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
     size = getattr(text, "vocab_size", None)
     if not isinstance(size, int):
         raise ConfigError(
-            f"check_model takes a Hugging Face model or its config; found {type(model).__name__}."
+            "check_model takes a Hugging Face model or its config; found "
+            f"{type(model).__name__}."
         )
     if manifest.vocab_size is not None and manifest.vocab_size > size:
         raise CompatibilityError(
-            f"dataset and model: token ids must be below the model's vocab_size of {size}; found "
+            "dataset and model: token ids must be below the model's vocab_size of "
+            f"{size}; found "
             f"a tokenizer of {manifest.vocab_size} ids. "
-            "Use the model that belongs to the tokenizer, or pack again with the model's own."
+            "Use the model that belongs to the tokenizer, or pack again with the "
+            "model's own."
         )
     _check_ids(manifest, getattr(unwrapped(model), "name_or_path", None))
     for role in ("bos", "eos"):
@@ -77,12 +82,15 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
     kinds = rope_kinds(text)
     if not kinds and getattr(text, "position_embedding_type", None) != "nope":
         raise CompatibilityError(
-            f"dataset and model: sequences must have at most the model's {places} positions; "
-            f"found a sequence of {longest} tokens. Pack again with max_length={places}."
+            f"dataset and model: sequences must have at most the model's {places} "
+            "positions; "
+            f"found a sequence of {longest} tokens. Pack again with "
+            f"max_length={places}."
         )
     if not any("dynamic" in kind for kind in kinds):  # made for longer ones
         message = (
-            "dataset and model: a sequence of %s tokens, and the model was made for %d positions; "
+            "dataset and model: a sequence of %s tokens, and the model was made for %d "
+            "positions; "
             "RoPE goes on beyond"
         )
         logger.warning(message, longest, places)
@@ -96,16 +104,23 @@ def _manifest_of(data: Dataset | Manifest) -> Manifest:
 
 
 def check_ids(batch: PackedBatch, model: Any) -> None:
-    """Refuses ids of which the model has no embedding, as a dataset without a tokenizer may have.
+    """Refuses ids of which the model has no embedding, as a dataset without a tokenizer
+    may have.
 
-    A GPU would end the process without naming them; a batch that a loader made is on the CPU.
+    A GPU would end the process without naming them; a batch that a loader made is on
+    the CPU.
     """
     if batch.input_ids.device.type != "cpu":
         return
     size, largest = text_config(unwrapped(model)).vocab_size, int(batch.input_ids.max())
     if largest >= size:
-        rule, remedy = f"token ids must be below {size}", "Use the model that belongs to the ids"
-        raise CompatibilityError(sentence("dataset and model", rule, str(largest), remedy))
+        rule, remedy = (
+            f"token ids must be below {size}",
+            "Use the model that belongs to the ids",
+        )
+        raise CompatibilityError(
+            sentence("dataset and model", rule, str(largest), remedy)
+        )
 
 
 def check_tokenizer(
@@ -113,22 +128,23 @@ def check_tokenizer(
 ) -> None:
     """Refuses a tokenizer other than the one that the dataset was packed with.
 
-    Two tokenizers are the same if their files are; or if each id is the same token and the same
-    texts become the same ids, so that a tokenizer that was loaded and saved again is accepted.
-    Additional tokens after the dataset's are fine.
+    Two tokenizers are the same if their files are; or if each id is the same token and
+    the same texts become the same ids, so that a tokenizer that was loaded and saved
+    again is accepted. Additional tokens after the dataset's are fine.
 
     Args:
         data: the dataset, or its manifest.
-        tokenizer: path of a ``tokenizer.json`` or of a Hugging Face folder, a Hugging Face
-            tokenizer, or a ``tokenizers.Tokenizer``.
-        chat_template: compare chat templates where both are known; pass False for records that
-            are not chats.
+        tokenizer: path of a ``tokenizer.json`` or of a Hugging Face folder, a Hugging
+            Face tokenizer, or a ``tokenizers.Tokenizer``.
+        chat_template: compare chat templates where both are known; pass False for
+            records that are not chats.
 
     Raises:
-        CompatibilityError: another vocabulary, other ids for a text, another BOS, EOS or template.
+        CompatibilityError: another vocabulary, other ids for a text, another BOS, EOS
+            or template.
         ConfigError: `tokenizer` is none of these.
-        MissingExtraError: the file's bytes differ, so that it must be loaded, and transformers is
-            not installed.
+        MissingExtraError: the file's bytes differ, so that it must be loaded, and
+            transformers is not installed.
     """
     manifest = _manifest_of(data)
     facts = _tokenizer(manifest)
@@ -143,7 +159,10 @@ def check_tokenizer(
         loaded = _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
         _compare_ids(facts, loaded)
         for role in ("bos", "eos"):
-            ours, theirs = facts.get(f"{role}_id"), getattr(loaded, f"{role}_token_id", None)
+            ours, theirs = (
+                facts.get(f"{role}_id"),
+                getattr(loaded, f"{role}_token_id", None),
+            )
             if ours is not None and theirs is not None and ours != theirs:
                 raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
         templates = _templates(getattr(loaded, "chat_template", None))
@@ -153,16 +172,22 @@ def check_tokenizer(
 
 def check_same_tokenizer(manifests: Sequence[Manifest]) -> None:
     """Refuses datasets, as of one mix, that record different tokenizers."""
-    known = [(n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))]
+    known = [
+        (n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))
+    ]
     for number, facts in known[1:]:
         first, other = known[0]
         hashes: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
         if any(each.get(name) is None for name in hashes for each in (facts, other)):
             hashes = ("sha256",)
         if any(facts.get(name) != other.get(name) for name in hashes):
-            names = [f"{quote(t.get('name'))} of {t.get('vocab_size')} ids" for t in (other, facts)]
+            names = [
+                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids"
+                for t in (other, facts)
+            ]
             raise CompatibilityError(
-                f"datasets {first} and {number}: they must be packed with one tokenizer; "
+                f"datasets {first} and {number}: they must be packed with one "
+                "tokenizer; "
                 f"found {' and '.join(names)}. Pack one of them again."
             )
 
@@ -180,12 +205,19 @@ def _check_ids(manifest: Manifest, name: str | None) -> None:
 
         with contextlib.suppress(ValueError):  # it is no name of the hub
             file = Path(str(try_to_load_from_cache(name, file.name)))
-    if not name or not facts or not file.is_file() or facts.get("sha256") in _file_hashes(file):
+    if (
+        not name
+        or not facts
+        or not file.is_file()
+        or facts.get("sha256") in _file_hashes(file)
+    ):
         return
     try:
         tokenizer = _load(file)
     except ConfigError as error:
-        logger.warning("the dataset's tokenizer is not compared with the model's: %s", error)
+        logger.warning(
+            "the dataset's tokenizer is not compared with the model's: %s", error
+        )
         return
     _compare_ids(facts, tokenizer)
 
@@ -194,12 +226,15 @@ def _file_hashes(path: Path) -> set[str]:
     """sha256 of the file, or of each tokenizer file in the folder."""
     files = [path]
     if path.is_dir():
-        files = [p for p in path.iterdir() if p.suffix in (".json", ".model") and p.is_file()]
+        files = [
+            p for p in path.iterdir() if p.suffix in (".json", ".model") and p.is_file()
+        ]
     try:
         return {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
     except OSError as error:
         raise ConfigError(
-            f"tokenizer {path} must be a readable file or folder: {error.strerror or error}."
+            f"tokenizer {path} must be a readable file or folder: "
+            f"{error.strerror or error}."
         ) from error
 
 
@@ -215,14 +250,17 @@ def _load(path: Path) -> Any:
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library raises errors of any class
         found = quote(client_text(error), 200)
-        raise ConfigError(f"tokenizer {path} does not load: {found}.") from client_cause(error)
+        raise ConfigError(
+            f"tokenizer {path} does not load: {found}."
+        ) from client_cause(error)
 
 
 def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:
     """Compares vocabulary and ids of probe texts of a loaded tokenizer."""
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
-            "check_tokenizer takes a path, a Hugging Face tokenizer or a tokenizers.Tokenizer; "
+            "check_tokenizer takes a path, a Hugging Face tokenizer or a "
+            "tokenizers.Tokenizer; "
             f"found {type(tokenizer).__name__}."
         )
     by_id = {i: token for token, i in tokenizer.get_vocab().items()}
@@ -231,13 +269,20 @@ def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:
     if size < expected:
         raise _refusal(f"it must have at least {expected} ids", str(size))
     if facts.get("vocab_sha256") is None or facts.get("probe_sha256") is None:
-        logger.warning("the dataset records only its tokenizer file; vocabularies are not compared")
+        logger.warning(
+            "the dataset records only its tokenizer file; vocabularies are not compared"
+        )
     else:
         if vocabulary_sha256(map(by_id.get, range(expected))) != facts["vocab_sha256"]:
             raise _refusal("each id must be the same token", "another vocabulary")
         rows = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
-        if probe_sha256([getattr(row, "ids", row) for row in rows]) != facts["probe_sha256"]:
-            raise _refusal("a text must become the same ids", "others for the same vocabulary")
+        if (
+            probe_sha256([getattr(row, "ids", row) for row in rows])
+            != facts["probe_sha256"]
+        ):
+            raise _refusal(
+                "a text must become the same ids", "others for the same vocabulary"
+            )
 
 
 def _templates(value: object) -> list[str]:
@@ -255,28 +300,43 @@ def _stored_templates(folder: Path) -> list[str]:
     for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
         if (folder / name).is_file():
             text = (folder / name).read_text(encoding="utf-8")
-            value = json.loads(text).get("chat_template") if name.endswith(".json") else text
+            value = (
+                json.loads(text).get("chat_template")
+                if name.endswith(".json")
+                else text
+            )
             templates += _templates(value)
     return templates
 
 
 def _compare_template(manifest: Manifest, templates: list[str]) -> None:
-    """Compares chat templates; logs a difference if packing overrode the tokenizer's template."""
+    """Compares chat templates; logs a difference if packing overrode the tokenizer's
+    template.
+    """
     expected = _tokenizer(manifest).get("chat_template")
-    if expected is None or not templates or expected.strip() in (t.strip() for t in templates):
+    if (
+        expected is None
+        or not templates
+        or expected.strip() in (t.strip() for t in templates)
+    ):
         return
     if (manifest.provenance.get("settings") or {}).get("chat_template") is not None:
-        logger.warning("the dataset was packed with another chat template than the tokenizer's")
+        logger.warning(
+            "the dataset was packed with another chat template than the tokenizer's"
+        )
         return
     raise CompatibilityError(
-        "dataset and tokenizer: its chat template must be the one that the dataset was packed "
+        "dataset and tokenizer: its chat template must be the one that the dataset was "
+        "packed "
         "with; found another text. "
-        "Pack again with this template, or leave it out: check_tokenizer(…, chat_template=False)."
+        "Pack again with this template, or leave it out: check_tokenizer(…, "
+        "chat_template=False)."
     )
 
 
 def _refusal(rule: str, value: str) -> CompatibilityError:
     return CompatibilityError(
         f"dataset and tokenizer: {rule}; found {value}. "
-        "Use the tokenizer that the dataset was packed with, or pack again with this one."
+        "Use the tokenizer that the dataset was packed with, or pack again with this "
+        "one."
     )

@@ -1,4 +1,6 @@
-"""The attention that a model's configs name, where layers may have a config of their own."""
+"""The attention that a model's configs name, where layers may have a config of their
+own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Implementations = Sequence[tuple[Any, str | None]]
 
 
 def read_implementations(model: Any) -> Implementations:
-    """Return the attention of each config that a module of the model, or a config of it, holds."""
+    """Return the attention of each config that a module of the model, or a config of
+    it, holds.
+    """
     configs: dict[int, Any] = {}
     for module in model.modules():
         for config in _with_parts(vars(module).get("config")):
@@ -23,7 +27,10 @@ def read_implementations(model: Any) -> Implementations:
 
 def write_implementations(implementations: Implementations) -> None:
     """Write back what :func:`read_implementations` returned."""
-    for config, name in implementations:  # an outer one first, as it also sets its parts
+    for (
+        config,
+        name,
+    ) in implementations:  # an outer one first, as it also sets its parts
         config._attn_implementation = name
 
 
@@ -40,8 +47,8 @@ def keeping_implementations(model: Any) -> Iterator[None]:
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of a model, also of layers that have a config of their own.
 
-    transformers sets it in the configs of models alone. A layer with another config would run its
-    former attention, on the mask of the new one.
+    transformers sets it in the configs of models alone. A layer with another config
+    would run its former attention, on the mask of the new one.
     """
     model.set_attn_implementation(name)
     if text_config(model)._attn_implementation != name:

@@ -1,8 +1,10 @@
-"""The stand-in of packed attention for a mask: the layout of the row, the window of the layer.
+"""The stand-in of packed attention for a mask: the layout of the row, the window of the
+layer.
 
-transformers makes one mask per kind of layer and passes it to those layers. Its eager attention
-follows the mask; its flash attention follows the keyword ``sliding_window``. Some models set only
-one of the two, so a window that is only in the mask is read from its placeholder.
+transformers makes one mask per kind of layer and passes it to those layers. Its eager
+attention follows the mask; its flash attention follows the keyword ``sliding_window``.
+Some models set only one of the two, so a window that is only in the mask is read from
+its placeholder.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ PREFIX = "packstore_"
 """Begins the names of our attention functions in transformers."""
 
 LAYOUT: ContextVar[AttentionLayout | None] = ContextVar("packed_layout", default=None)
-"""The layout of the row that this thread computes, for modules whose callers do not pass it on."""
+"""The layout of the row that this thread computes, for modules whose callers do not
+pass it on.
+"""
 
 
 @contextmanager
@@ -36,12 +40,15 @@ def using_layout(layout: AttentionLayout | None) -> Iterator[None]:
 
 
 def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
-    """Returns the layout of the row: :data:`LAYOUT`, or in graphs and elsewhere what was passed on.
+    """Returns the layout of the row: :data:`LAYOUT`, or in graphs and elsewhere what
+    was passed on.
 
-    FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask that another
-    layer has waited for.
+    FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask
+    that another layer has waited for.
     """
-    graph = keyword is not None and torch.compiler.is_compiling()  # a ContextVar breaks one
+    graph = (
+        keyword is not None and torch.compiler.is_compiling()
+    )  # a ContextVar breaks one
     known = None if graph else LAYOUT.get()
     return keyword if known is None else known
 
@@ -61,7 +68,9 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask; use as a tensor raises, as packed attention would not see it."""
+    """Replaces transformers' mask; use as a tensor raises, as packed attention would
+    not see it.
+    """
 
     __slots__ = ("chunk", "window")
 
@@ -82,15 +91,22 @@ class RequestedMask:
 def skip_row_search() -> None:
     """Stops transformers from reading `position_ids` in calls with packed attention.
 
-    It looks for packed rows in the positions of a call without a mask, and the host waits for the
-    device. There is no setting: a mask that is passed instead is read by gpt2, biogpt and others.
+    It looks for packed rows in the positions of a call without a mask, and the host
+    waits for the device. There is no setting: a mask that is passed instead is read by
+    gpt2, biogpt and others.
     """
     from transformers import masking_utils
 
     prepare = masking_utils._preprocess_mask_arguments
 
     def without_positions(
-        config: Any, embeds: Any, mask: Any, past: Any, positions: Any, *others: Any, **named: Any
+        config: Any,
+        embeds: Any,
+        mask: Any,
+        past: Any,
+        positions: Any,
+        *others: Any,
+        **named: Any,
     ) -> Any:
         if str(config._attn_implementation).startswith(PREFIX):
             positions = None
@@ -100,13 +116,17 @@ def skip_row_search() -> None:
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
-    """Returns the window of a layer, from its mask and its keyword ``sliding_window``."""
+    """Returns the window of a layer, from its mask and its keyword
+    ``sliding_window``.
+    """
     if mask is None or mask.window == keyword:
         return keyword
     if keyword is None:
         return mask.window
     raise BackendError(
-        "packed attention: the window of a layer must be that of its mask; found a window of "
-        f"{keyword}, and {mask.window or 'none'} in the mask. Set config.sliding_window and "
+        "packed attention: the window of a layer must be that of its mask; found a "
+        "window of "
+        f"{keyword}, and {mask.window or 'none'} in the mask. Set "
+        "config.sliding_window and "
         "config.layer_types so that both agree, or train it unpacked."
     )

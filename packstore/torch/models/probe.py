@@ -1,9 +1,11 @@
-"""Probes a model: packed, each sequence must have the logits of the model's own forward call alone.
+"""Probes a model: packed, each sequence must have the logits of the model's own forward
+call alone.
 
-That one comparison shows a leak between segments, wrong positions, a state that is carried over, a
-window, chunk, cap or sink that is dropped, and a wrong kernel. It cannot see effects below rounding
-or beyond the lengths that time and memory allow (both are reported), nor, where rounding may choose
-experts, what happens to less than half of the tokens of a sequence.
+That one comparison shows a leak between segments, wrong positions, a state that is
+carried over, a window, chunk, cap or sink that is dropped, and a wrong kernel. It
+cannot see effects below rounding or beyond the lengths that time and memory allow (both
+are reported), nor, where rounding may choose experts, what happens to less than half of
+the tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +23,10 @@ from packstore.errors import BackendError, CompatibilityError
 from packstore.format.arrays import Packs, to_offsets
 from packstore.format.seeds import keys
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.models.implementations import keeping_implementations, set_attention
+from packstore.torch.models.implementations import (
+    keeping_implementations,
+    set_attention,
+)
 from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.model import OWN_MODEL, use_packed_attention
 from packstore.torch.models.unwrap import (
@@ -37,24 +42,32 @@ from packstore.torch.models.unwrap import (
 logger = logging.getLogger("packstore")
 
 LENGTHS = (13, 16, 40, 6, 9)
-"""Tokens of the sequences: two pairs, and between them one that is as long as the config asks."""
+"""Tokens of the sequences: two pairs, and between them one that is as long as the
+config asks.
+"""
 
 SHARED_TOKENS = (0, 6, 0, 0, 4)
-"""Tokens of the prompt that the second of a pair takes from the first, in layout shared_prefix."""
+"""Tokens of the prompt that the second of a pair takes from the first, in layout
+shared_prefix.
+"""
 
 LONG, FURTHER = 2, 16
-"""Index of the long sequence, and its tokens beyond the largest length of the config."""
+"""Index of the long sequence, and its tokens beyond the largest length of the config.
+"""
 
 ROUNDING = {False: 1e-4, True: 1e-1}
-"""Tolerance between two ways to compute the same logits, relative to the largest, by whether
-products have about 16 bits: by weight dtype, autocast or TF32."""
+"""Tolerance between two ways to compute the same logits, relative to the largest, by
+whether products have about 16 bits: by weight dtype, autocast or TF32.
+"""
 
 WORK = {"cpu": 3e12}
-"""Floating-point operations allowed for the forward passes, by device; 1e15 on others."""
+"""Floating-point operations allowed for the forward passes, by device; 1e15 on others.
+"""
 
 SCORES, CAPPED_SCORES, LOGITS = 2**26, 2**28, 2**30
-"""Elements held at once: scores of eager attention, scores of models with a softcap (which only
-eager attention supports), and logits."""
+"""Elements held at once: scores of eager attention, scores of models with a softcap
+(which only eager attention supports), and logits.
+"""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
@@ -64,9 +77,13 @@ class _UnclearError(BackendError):
 
 
 def probe_model(model: nn.Module) -> None:
-    """Logs the result of :func:`check_isolation`, which nearly random weights leave unclear."""
+    """Logs the result of :func:`check_isolation`, which nearly random weights leave
+    unclear.
+    """
     try:
-        logger.info("probe: packed and unpacked logits differ by %.2g", check_isolation(model))
+        logger.info(
+            "probe: packed and unpacked logits differ by %.2g", check_isolation(model)
+        )
     except _UnclearError as error:
         logger.warning("the probe gave no result: %s", error)
 
@@ -74,35 +91,41 @@ def probe_model(model: nn.Module) -> None:
 def check_isolation(
     model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
 ) -> float:
-    """Runs a small random pack in both layouts, and compares it with the model's own forward call.
+    """Runs a small random pack in both layouts, and compares it with the model's own
+    forward call.
 
-    Each sequence must have the logits that the model gives it alone, without positions and with its
-    own attention (`eager`, or `sdpa` for long sequences). One sequence reaches beyond every window
-    of the config, as far as time and memory allow; the log says where that stops. Differences
-    must stay within rounding, and below a quarter of a token's effect on the next one.
+    Each sequence must have the logits that the model gives it alone, without positions
+    and with its own attention (`eager`, or `sdpa` for long sequences). One sequence
+    reaches beyond every window of the config, as far as time and memory allow; the log
+    says where that stops. Differences must stay within rounding, and below a quarter of
+    a token's effect on the next one.
 
-    The model runs in evaluation mode (no dropout, no router noise) and is restored afterwards.
-    Rounding can send a token to another expert: for models with experts the median over tokens is
-    compared, in half precision and in the long sequence.
+    The model runs in evaluation mode (no dropout, no router noise) and is restored
+    afterwards. Rounding can send a token to another expert: for models with experts the
+    median over tokens is compared, in half precision and in the long sequence.
 
     Args:
-        model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP (then on all ranks) or
-            ``torch.compile``.
-        backend: attention backend to test; default: the one set by :func:`use_packed_attention`.
+        model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP (then on all
+            ranks) or ``torch.compile``.
+        backend: attention backend to test; default: the one set by
+            :func:`use_packed_attention`.
         vocab_size: token ids are drawn below it; default: the config's.
 
     Returns:
         The largest difference of logits seen (about 0).
 
     Raises:
-        BackendError: logits differ, as segments see each other or positions do not restart, or the
-            model cannot attend inside segments.
+        BackendError: logits differ, as segments see each other or positions do not
+            restart, or the model cannot attend inside segments.
         CompatibilityError: logits are not finite.
     """
-    inner: Any = next((m for m in model.modules() if hasattr(m, "set_attn_implementation")), None)
+    inner: Any = next(
+        (m for m in model.modules() if hasattr(m, "set_attn_implementation")), None
+    )
     if inner is None:
         raise BackendError(
-            f"check_isolation({type(model).__name__}): it must be a Hugging Face model; "
+            f"check_isolation({type(model).__name__}): it must be a Hugging Face "
+            "model; "
             f"found none of its methods. {OWN_MODEL}."
         )
     if is_reward_model(model):  # its output is one number: hidden states say more
@@ -130,13 +153,17 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     changed = rows[1].clone()
     changed[::2] = (changed[::2] + 1) % vocab_size
     (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
-    # Also float64 weights have the tolerance of float32, as transformers' softmax and routers do.
+    # Also float64 weights have the tolerance of float32, as transformers' softmax and
+    # routers do.
     tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     half = weight.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type) or tf32
     rounding = ROUNDING[half] * max(float(x.abs().max()) for x in own)
     effect = float((moved - own[1])[1::2].abs().amax(1).median())
     worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
-    for layout, shared_tokens in (("concat", (0,) * len(sizes)), ("shared_prefix", SHARED_TOKENS)):
+    for layout, shared_tokens in (
+        ("concat", (0,) * len(sizes)),
+        ("shared_prefix", SHARED_TOKENS),
+    ):
         batch = _batch(ids, shared_tokens, (2, 1, 2)).to(device)
         packed: Any = _by_token(model(**batch.model_inputs())).float()
         where = f"check_isolation({type(model).__name__}), layout {layout}"
@@ -170,17 +197,24 @@ def _failure(
             "A leak would do no more: run the probe in float32, or on trained weights."
         )
     elif not name.startswith(PREFIX):
-        more = f". Prepare the model with use_packed_attention(model); its attention is {name!r}."
+        more = (
+            ". Prepare the model with use_packed_attention(model); its attention "
+            f"is {name!r}."
+        )
     else:
         more = (
-            ". If backend='reference' fails as well, the model mixes tokens outside of attention "
-            "(a convolution, a recurrent layer), counts positions itself, or has a mask of its "
+            ". If backend='reference' fails as well, the model mixes tokens outside of "
+            "attention "
+            "(a convolution, a recurrent layer), counts positions itself, or has a "
+            "mask of its "
             "own: use backend='per_sequence'. If not, the backend is wrong. "
             "docs/own-model.md says what a model must do."
         )
     return error(
-        f"{where}: a sequence must have the logits that the model's own attention ({attention}) "
-        f"gives it; found a difference of {size:.2g}, where rounding gives {rounding:.2g}{more}"
+        f"{where}: a sequence must have the logits that the model's own attention "
+        f"({attention}) "
+        f"gives it; found a difference of {size:.2g}, where rounding gives "
+        f"{rounding:.2g}{more}"
     )
 
 
@@ -202,7 +236,9 @@ def _marks(config: Any) -> list[int]:
 
 
 def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -> int:
-    """Tokens of the long sequence: beyond all marks that time, memory and positions allow."""
+    """Tokens of the long sequence: beyond all marks that time, memory and positions
+    allow.
+    """
     weights = sum(p.numel() for p in model.parameters())
     work = WORK.get(next(model.parameters()).device.type, 1e15)
     limit = min(int(work / (6 * weights)), LOGITS // vocab_size, 2**15)
@@ -215,7 +251,9 @@ def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -
     beyond = [mark for mark in marks if mark + FURTHER > limit]
     if beyond:
         names = ", ".join(map(str, beyond))
-        logger.info("the probe stops at %d tokens: nothing beyond %s was compared", limit, names)
+        logger.info(
+            "the probe stops at %d tokens: nothing beyond %s was compared", limit, names
+        )
     reached = [mark + FURTHER for mark in marks if mark not in beyond]
     return max(1, min(limit, max([LENGTHS[LONG], *reached])))
 
@@ -223,7 +261,9 @@ def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -
 def _own_logits(
     model: nn.Module, inner: Any, config: Any, rows: list[Tensor]
 ) -> tuple[list[Tensor], str]:
-    """Logits `[length, V]` of each sequence by a call of its own; and the attention's name."""
+    """Logits `[length, V]` of each sequence by a call of its own; and the attention's
+    name.
+    """
     heads = getattr(config, "num_attention_heads", None) or 1
     plain = _capped(config) or heads * max(map(len, rows)) ** 2 <= SCORES
     name = "eager" if plain else "sdpa"
@@ -234,24 +274,32 @@ def _own_logits(
             name = "eager"
             set_attention(inner, name)
         # Without position_ids, so that the model counts positions itself.
-        return [_by_token(model(input_ids=ids[None], use_cache=False)) for ids in rows], name
+        return [
+            _by_token(model(input_ids=ids[None], use_cache=False)) for ids in rows
+        ], name
 
 
 def _by_token(outputs: Any) -> Tensor:
     """The logits, or hidden states, of one row."""
-    values: Tensor = outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    values: Tensor = (
+        outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
+    )
     return values[0]
 
 
 def _capped(config: Any) -> bool:
-    """Returns True if the model softcaps attention scores, which only eager attention supports."""
+    """Returns True if the model softcaps attention scores, which only eager attention
+    supports.
+    """
     values = config.to_dict().items()
     return any(x and "softcap" in name and "final" not in name for name, x in values)
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Multiplies float32 matrices on a GPU in float32 instead of TF32, which has 10 bits."""
+    """Multiplies float32 matrices on a GPU in float32 instead of TF32, which has 10
+    bits.
+    """
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -267,7 +315,9 @@ def few_tokens(device: torch.device) -> PackedBatch:
 
 
 def two_layouts(device: torch.device) -> list[PackedBatch]:
-    """Makes batches of one pair that share a prompt, laid end to end and with it stored once."""
+    """Makes batches of one pair that share a prompt, laid end to end and with it stored
+    once.
+    """
     pair = [np.arange(1, 9), np.array([1, 2, 3, 4, 6, 5])]
     return [_batch(pair, [0, shared], [2]).to(device) for shared in (0, 4)]
 
@@ -275,10 +325,15 @@ def two_layouts(device: torch.device) -> list[PackedBatch]:
 def _batch(
     ids: Sequence[Any], shared_tokens: Sequence[int], responses: Sequence[int]
 ) -> PackedBatch:
-    """One pack of sequences, less the tokens that the first of an example has already."""
+    """One pack of sequences, less the tokens that the first of an example has
+    already.
+    """
     lengths = np.array([len(x) for x in ids], np.int32)
     segments = [x[n:] for x, n in zip(ids, shared_tokens, strict=True)]
-    tokens, bounds = np.concatenate(segments), to_offsets(np.array([len(x) for x in segments]))
+    tokens, bounds = (
+        np.concatenate(segments),
+        to_offsets(np.array([len(x) for x in segments])),
+    )
     pack = Packs(
         signed_ids=~tokens.astype(np.int32),
         reward=np.zeros(len(ids), np.float32),

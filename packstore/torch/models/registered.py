@@ -1,8 +1,8 @@
 """The attention function of packed rows, registered with transformers for each backend.
 
-It gets the layout of the row as a keyword of the model's forward call. Anything that would let
-segments see each other raises: a missing layout, a mask, a cache, several rows, dropout,
-non-causal attention.
+It gets the layout of the row as a keyword of the model's forward call. Anything that
+would let segments see each other raises: a missing layout, a mask, a cache, several
+rows, dropout, non-causal attention.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 @cache
 def register(backend: str) -> str:
-    """Register our function with this backend in transformers; return its name there."""
+    """Register our function with this backend in transformers; return its name
+    there.
+    """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -72,7 +74,9 @@ def register(backend: str) -> str:
         kind = q.device.type
         if torch.is_autocast_enabled(kind):  # as torch's own attention does
             lower = torch.get_autocast_dtype(kind)
-            q, k, v = (x if x.dtype == torch.float64 else x.to(lower) for x in (q, k, v))
+            q, k, v = (
+                x if x.dtype == torch.float64 else x.to(lower) for x in (q, k, v)
+            )
         settings = Settings(
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window_of(mask, sliding_window),
@@ -82,7 +86,8 @@ def register(backend: str) -> str:
         )
         return attend(q, k, v, layout, settings).unsqueeze(0), None
 
-    # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa" specially.
+    # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa"
+    # specially.
     name = f"{PREFIX}{list(ATTENTION).index(backend)}"
     AttentionInterface.register(name, packed_attention)
     AttentionMaskInterface.register(name, _requested_mask)
@@ -101,31 +106,44 @@ def _requested_mask(
     """Replaces the mask that transformers would build, once per kind of layer."""
     _refuse_mask(attention_mask)
     if use_vmap:
-        raise _unserved_call("masks must be causal, in a window at most; found a model's own mask")
-    if local_size is None or getattr(config, "attention_chunk_size", None) != local_size:
+        raise _unserved_call(
+            "masks must be causal, in a window at most; found a model's own mask"
+        )
+    if (
+        local_size is None
+        or getattr(config, "attention_chunk_size", None) != local_size
+    ):
         return RequestedMask(local_size)
     if getattr(config, "sliding_window", None) == local_size:
-        raise _unserved_call(f"window and chunk of a layer must differ; found {local_size} twice")
+        raise _unserved_call(
+            f"window and chunk of a layer must differ; found {local_size} twice"
+        )
     return RequestedMask(None, local_size)
 
 
-def _checked(query: Tensor, key: Tensor, layout: AttentionLayout | None) -> AttentionLayout:
+def _checked(
+    query: Tensor, key: Tensor, layout: AttentionLayout | None
+) -> AttentionLayout:
     """Returns the layout, checked against the tokens."""
     if layout is None:
         raise BackendError(
-            f"packed attention: the call must name the segments; found no layout. {CALL}"
-            f"{UNPACKED_CALL}. If you did call it so, its layers keep keywords from attention: "
+            "packed attention: the call must name the segments; found no layout. "
+            f"{CALL}"
+            f"{UNPACKED_CALL}. If you did call it so, its layers keep keywords from "
+            "attention: "
             "train it unpacked."
         )
     (rows, _, tokens, _), expected = query.shape, layout.num_queries
     if (rows, tokens) != (1, expected):
         raise BackendError(
-            f"packed attention: the layout is of one row of {expected} tokens; found {rows} rows "
+            f"packed attention: the layout is of one row of {expected} tokens; found "
+            f"{rows} rows "
             f"of {tokens} tokens. {CALL}, and nothing else."
         )
     if key.shape[2] != expected:
         raise BackendError(
-            f"packed attention: keys must be those of the {expected} tokens, without a past; "
+            f"packed attention: keys must be those of the {expected} tokens, without a "
+            "past; "
             f"found {key.shape[2]} keys. {CALL}, and nothing else."
         )
     return layout
@@ -135,25 +153,34 @@ def _refuse_mask(mask: Any) -> None:
     if mask is not None:
         # transformers 5.17 makes a mask to generate, later releases leave it out.
         shape = tuple(mask.shape)
-        rule = "the layout alone says which tokens see which; found attention_mask of shape"
+        rule = (
+            "the layout alone says which tokens see which; found attention_mask of "
+            "shape"
+        )
         raise _unserved_call(f"{rule} {shape}", UNPACKED_CALL)
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     for name in NOT_SUPPORTED:
         if extras.get(name) is not None:
-            raise _unserved_call(f"attention must be a softmax over visible keys; found {name}")
+            raise _unserved_call(
+                f"attention must be a softmax over visible keys; found {name}"
+            )
     if extras.get("dropout"):
         raise BackendError(
-            f"packed attention: it must be without dropout; found dropout {extras['dropout']}. "
+            "packed attention: it must be without dropout; found dropout "
+            f"{extras['dropout']}. "
             "Prepare the model anew: disable_dropout=False leaves it on."
         )
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise BackendError(
-            f"packed attention: it must be causal; found a model that looks ahead. {UNPACKED}."
+            "packed attention: it must be causal; found a model that looks ahead. "
+            f"{UNPACKED}."
         )
 
 
 def _unserved_call(rule: str, also: str = "") -> UnservedError:
     """The error on which the model runs once per sequence instead (``row.py``)."""
-    return UnservedError(f"packed attention: {rule}. Use backend={PER_SEQUENCE!r}{also}.")
+    return UnservedError(
+        f"packed attention: {rule}. Use backend={PER_SEQUENCE!r}{also}."
+    )

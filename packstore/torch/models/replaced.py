@@ -1,7 +1,8 @@
-"""Methods of a prepared model that packstore replaces: once, by objects that copy and pickle.
+"""Methods of a prepared model that packstore replaces: once, by objects that copy and
+pickle.
 
-A module has at most one replaced forward call, which all uses of the module share. A second
-trainer, a copy or a loaded file thus has one, too, and none calls another.
+A module has at most one replaced forward call, which all uses of the module share. A
+second trainer, a copy or a loaded file thus has one, too, and none calls another.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ from typing import Any
 from torch import nn
 
 REPLACED = "_packstore_forward"
-"""Attribute of a module that holds its replaced forward call, also below wrappers of others."""
+"""Attribute of a module that holds its replaced forward call, also below wrappers of
+others.
+"""
 
 
 class ReplacedForward:
-    """The forward call of one module, in place of the original; copied and pickled with the module.
+    """The forward call of one module, in place of the original; copied and pickled with
+    the module.
 
-    Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward call that
-    was set on the module earlier, such as Accelerate's, or None.
+    Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward
+    call that was set on the module earlier, such as Accelerate's, or None.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -32,26 +36,33 @@ class ReplacedForward:
         raise NotImplementedError
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replaced forward, or the one of the present class, which FSDP2 replaces."""
+        """Call the replaced forward, or the one of the present class, which FSDP2
+        replaces.
+        """
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def __func__(self) -> UnboundForward:
-        """The function behind the method: Accelerate wraps it, and binds the wrapper."""
+        """The function behind the method: Accelerate wraps it, and binds the
+        wrapper.
+        """
         return UnboundForward(inspect.signature(type(self.module).forward))
 
     @property
     def __signature__(self) -> inspect.Signature:
-        return inspect.signature(self.before or type(self.module).forward.__get__(self.module))
+        return inspect.signature(
+            self.before or type(self.module).forward.__get__(self.module)
+        )
 
 
 class UnboundForward:
-    """A replaced forward call that takes the module first, as a function of its class does.
+    """A replaced forward call that takes the module first, as a function of its class
+    does.
 
-    What wraps it and binds it to a module thus follows a copy of the module. A wrapper around the
-    bound object would run the original's weights in the copy.
+    What wraps it and binds it to a module thus follows a copy of the module. A wrapper
+    around the bound object would run the original's weights in the copy.
     """
 
     __name__ = "forward"  # a method of it is pickled by this name
@@ -78,19 +89,23 @@ def replace_forward(module: nn.Module, replacement: ReplacedForward) -> None:
 def put_back_forward(module: Any) -> None:
     """Set the replaced forward call again where the module has lost it.
 
-    A wrapped one is pickled by the name of the method: the loaded module has its class's.
+    A wrapped one is pickled by the name of the method: the loaded module has its
+    class's.
     """
     current = vars(module).get("forward")
-    is_lost = current is None or getattr(current, "__func__", None) is type(module).forward
+    is_lost = (
+        current is None or getattr(current, "__func__", None) is type(module).forward
+    )
     if is_lost and replaced_forward(module) is not None:
         release(module)
 
 
 def release(module: Any) -> None:
-    """Take off what Accelerate has put around the forward call of a module that it prepared.
+    """Take off what Accelerate has put around the forward call of a module that it
+    prepared.
 
-    Else its precision would stay on a model that is used again, and so would its mark of a prepared
-    one, for which the next Accelerator does nothing.
+    Else its precision would stay on a model that is used again, and so would its mark
+    of a prepared one, for which the next Accelerator does nothing.
     """
     attributes = vars(module)
     attributes.pop("_is_accelerate_prepared", None)
@@ -103,7 +118,9 @@ def release(module: Any) -> None:
 
 
 def restore_forward(module: Any, original: Any) -> None:
-    """Set the forward call that a module had before: one of an object, or that of its class."""
+    """Set the forward call that a module had before: one of an object, or that of its
+    class.
+    """
     del module.forward
     if getattr(original, "__func__", None) is not type(module).forward:
         module.forward = original

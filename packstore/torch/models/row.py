@@ -1,13 +1,15 @@
-"""The forward calls of prepared models: modules know the row, or run once per sequence of it.
+"""The forward calls of prepared models: modules know the row, or run once per sequence
+of it.
 
-Most models pass ``packed_layout`` on to their attention. Some drop it on the way, and some call
-modules without it, so it is also set for the thread, and set again where gradient checkpointing
-recomputes a layer. Models that packed attention cannot serve run whole, once per sequence.
+Most models pass ``packed_layout`` on to their attention. Some drop it on the way, and
+some call modules without it, so it is also set for the thread, and set again where
+gradient checkpointing recomputes a layer. Models that packed attention cannot serve run
+whole, once per sequence.
 
-Linear attention, Mamba, RG-LRU, xLSTM and short convolutions carry a state along the row, which
-must start at zero in each sequence. So these modules alone are called once per logical sequence,
-with the kernels of unpacked training. A shared prefix is computed again for each of its responses,
-in these modules only.
+Linear attention, Mamba, RG-LRU, xLSTM and short convolutions carry a state along the
+row, which must start at zero in each sequence. So these modules alone are called once
+per logical sequence, with the kernels of unpacked training. A shared prefix is computed
+again for each of its responses, in these modules only.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ from packstore.torch.models.implementations import (
     set_attention,
     write_implementations,
 )
-from packstore.torch.models.mask import LAYOUT, PREFIX, UnservedError, layout_of, using_layout
+from packstore.torch.models.mask import (
+    LAYOUT,
+    PREFIX,
+    UnservedError,
+    layout_of,
+    using_layout,
+)
 from packstore.torch.models.registered import register
 from packstore.torch.models.replaced import (
     ReplacedForward,
@@ -59,9 +67,16 @@ STATES = {
 """Arguments of modules that look at other tokens: a cache, a state, or a mask."""
 
 CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
-"""Attributes that hold the checkpoint function: of transformers' layers, of torch's wrapper."""
+"""Attributes that hold the checkpoint function: of transformers' layers, of torch's
+wrapper.
+"""
 
-OTHER_INPUTS = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
+OTHER_INPUTS = (
+    "pixel_values",
+    "pixel_values_videos",
+    "input_features",
+    "mm_encoder_outputs",
+)
 """Arguments of models that take images, videos or sound beside text."""
 
 ONLY = "Call the model with **batch.model_inputs(), and nothing else"
@@ -73,27 +88,37 @@ def run_per_sequence(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls `forward` once per logical sequence, and joins the outputs of their own segments.
+    """Calls `forward` once per logical sequence, and joins the outputs of their own
+    segments.
 
-    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Outputs that are not by token become None;
-    a number is kept if there is one sequence.
+    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Outputs that are not by token
+    become None; a number is kept if there is one sequence.
     """
     if type(layout) is not AttentionLayout:
         raise BackendError(
-            "packed row: modules that run per sequence must have its tokens on one rank; found a "
+            "packed row: modules that run per sequence must have its tokens on one "
+            "rank; found a "
             "row split over ranks. Train it with data parallelism alone."
         )
     # Empty segments pad the number of segments.
-    sizes = [(n, m, real) for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True) if n]
+    sizes = [
+        (n, m, real)
+        for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True)
+        if n
+    ]
     leaves, tree = tree_flatten((args, dict(kwargs)))
     outputs = []
-    for n, *cut in zip(layout.sizes[0], *(_cut(leaf, layout) for leaf in leaves), strict=True):
+    for n, *cut in zip(
+        layout.sizes[0], *(_cut(leaf, layout) for leaf in leaves), strict=True
+    ):
         if n:
             args, kwargs = tree_unflatten(cut, tree)
             outputs.append(forward(*args, **kwargs))
     joined = tree_map(lambda *parts: _joined(parts, sizes), *outputs)
     values = tuple(joined.values()) if isinstance(joined, Mapping) else joined
-    if not isinstance(values[0] if isinstance(values, tuple) and values else values, Tensor):
+    if not isinstance(
+        values[0] if isinstance(values, tuple) and values else values, Tensor
+    ):
         kind = getattr(outputs[0], "shape", type(outputs[0]).__name__)
         raise BackendError(
             "packed row: a module that runs per sequence must take and return "
@@ -103,14 +128,18 @@ def run_per_sequence(
 
 
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
-    """The value for each sequence: the rows of a tensor by token, anything else whole."""
+    """The value for each sequence: the rows of a tensor by token, anything else
+    whole.
+    """
     tokens, runs = layout.num_queries, layout.sizes[1]
     shapes = (value.shape, value.shape[:2]) if isinstance(value, Tensor) else ()
     if (tokens,) not in shapes and (1, tokens) not in shapes:
         return [value] * len(runs)
     by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
     shape = value.shape[1 + (value.ndim > 1) :]
-    rows = (x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True))
+    rows = (
+        x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True)
+    )
     return [x[None] if value.ndim > 1 else x for x in rows]
 
 
@@ -131,21 +160,33 @@ def _joined(parts: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> Tensor
 def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
     """The rows of a sequence's own segment, and zeros for its padding."""
     mine = rows[keys - queries :]
-    return mine if keys == real else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
+    return (
+        mine
+        if keys == real
+        else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
+    )
 
 
 def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
-    """Makes mixers run per sequence: innermost modules that take a state but do not attend."""
+    """Makes mixers run per sequence: innermost modules that take a state but do not
+    attend.
+    """
 
     def takes(module: nn.Module) -> bool:
-        if isinstance(module, nn.Embedding) or hasattr(type(module), "gradient_checkpointing"):
+        if isinstance(module, nn.Embedding) or hasattr(
+            type(module), "gradient_checkpointing"
+        ):
             return False  # positions from a mask; and whole layers
         return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
 
-    takers = {path: module for path, module in model.named_modules() if path and takes(module)}
+    takers = {
+        path: module for path, module in model.named_modules() if path and takes(module)
+    }
     for path, module in takers.items():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        attends = code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names  # by the registry
+        attends = (
+            code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+        )  # by the registry
         innermost = not any(other.startswith(f"{path}.") for other in takers)
         if innermost and not attends and replaced_forward(module) is None:
             replace_forward(module, _PerSequenceForward(module, config))
@@ -165,9 +206,12 @@ class _PerSequenceForward(ReplacedForward):
         layout = layout_of(packed_layout)
         if layout is None:
             raise BackendError(
-                f"packed row: {type(self.module).__name__} must know the segments; found no "
-                "layout. Call the model with **batch.model_inputs(), and recompute layers by "
-                "gradient_checkpointing_enable(); for calls without packs, give the model back its "
+                f"packed row: {type(self.module).__name__} must know the segments; "
+                "found no "
+                "layout. Call the model with **batch.model_inputs(), and recompute "
+                "layers by "
+                "gradient_checkpointing_enable(); for calls without packs, give the "
+                "model back its "
                 "own attention: model.set_attn_implementation('sdpa')."
             )
         return run_per_sequence(self.original_forward, layout, args, kwargs)
@@ -180,7 +224,9 @@ def _is_ours(config: Any) -> bool:
 
 @dataclass
 class PackedForwardState:
-    """The attention of a prepared model, and why it runs once per sequence, if it does."""
+    """The attention of a prepared model, and why it runs once per sequence, if
+    it does.
+    """
 
     model: Any
     original: Implementations
@@ -188,12 +234,16 @@ class PackedForwardState:
     backend: str = ""
     """Backend of packed attention; empty: none was set."""
     reason: str = ""
-    """Why the whole model runs once per sequence, with that attention; empty: it does not."""
+    """Why the whole model runs once per sequence, with that attention; empty: it does
+    not.
+    """
     causal: bool = False
     """It was seen that no token changes the output of those before it."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; in another process, transformers must know its attention first."""
+        """Restore a copy; in another process, transformers must know its attention
+        first.
+        """
         vars(self).update(state)
         if self.backend:
             register(self.backend)
@@ -212,7 +262,8 @@ class PackedForwardState:
 
 
 def install_packed_forward(model: Any) -> PackedForwardState:
-    """Replace the forward calls of a model and of what `find_head` calls, and `generate`, in place.
+    """Replace the forward calls of a model and of what `find_head` calls, and
+    `generate`, in place.
 
     Those of a model that was prepared before stay.
     """
@@ -233,28 +284,38 @@ def install_packed_forward(model: Any) -> PackedForwardState:
         else:
             replacement.state = state
             put_back_forward(module)
-    if hasattr(type(model), "generate") and not isinstance(model.generate, UnpackedGenerate):
+    if hasattr(type(model), "generate") and not isinstance(
+        model.generate, UnpackedGenerate
+    ):
         model.generate = UnpackedGenerate(state, vars(model).get("generate"))
     return state
 
 
 def take_back_attention(model: Any) -> None:
-    """Give a prepared model packed attention again, where its user has set another since."""
+    """Give a prepared model packed attention again, where its user has set another
+    since.
+    """
     inner = unwrapped(model)
     state = replaced_forward(backbone_of(inner)).state
     if not (state.reason or state.is_packed):
         name = text_config(inner)._attn_implementation
-        logger.info("attention %r was set meanwhile; training goes on with packed attention", name)
+        logger.info(
+            "attention %r was set meanwhile; training goes on with packed attention",
+            name,
+        )
         set_attention(inner, register(state.backend))
 
 
 class UnpackedGenerate:
-    """Method `generate` of a prepared model, which runs with the model's original attention.
+    """Method `generate` of a prepared model, which runs with the model's original
+    attention.
 
     Every other call without a layout is refused: it may be of a packed row, by mistake.
     """
 
-    def __init__(self, state: PackedForwardState, before: Callable[..., Any] | None) -> None:
+    def __init__(
+        self, state: PackedForwardState, before: Callable[..., Any] | None
+    ) -> None:
         self.state = state
         self.before = before
 
@@ -275,17 +336,21 @@ class PackedForward(ReplacedForward):
     """The forward call of a model or backbone; of a PEFT model, which has no state.
 
     Attributes:
-        batch_call: called with the module and a packed batch, where a trainer passes one to the
-            model; None: the module takes no batch.
+        batch_call: called with the module and a packed batch, where a trainer passes
+            one to the model; None: the module takes no batch.
     """
 
-    def __init__(self, module: nn.Module, state: PackedForwardState | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, state: PackedForwardState | None = None
+    ) -> None:
         super().__init__(module)
         self.state: Any = state
         self.batch_call: Callable[[Any, PackedBatch], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a packed row by its layout, a batch by the call for it, and the rest as before."""
+        """Run a packed row by its layout, a batch by the call for it, and the rest as
+        before.
+        """
         if self.batch_call is not None and args and isinstance(args[0], PackedBatch):
             return self.batch_call(self.module, args[0])
         layout = kwargs.get("packed_layout")
@@ -293,7 +358,9 @@ class PackedForward(ReplacedForward):
             return self.original_forward(*args, **kwargs)
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:
-                raise BackendError(f"packed row: inputs must be text; found {name}. {ONLY}.")
+                raise BackendError(
+                    f"packed row: inputs must be text; found {name}. {ONLY}."
+                )
         if not torch.compiler.is_compiling():
             check_adapters(self.state.model)  # PEFT leaves its configs there
         if self.state.reason:
@@ -314,9 +381,11 @@ class PackedForward(ReplacedForward):
             return self._run_per_sequence(layout, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_per_sequence(self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]) -> Any:
-        # Without positions, so that the model counts them itself; and with all logits, as the rows
-        # to keep are those of the packed row.
+    def _run_per_sequence(
+        self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        # Without positions, so that the model counts them itself; and with all logits,
+        # as the rows to keep are those of the packed row.
         dropped = ("packed_layout", "position_ids", "logits_to_keep")
         kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
         if not self.state.causal and "input_ids" in kwargs:
@@ -326,8 +395,12 @@ class PackedForward(ReplacedForward):
 
 
 @torch.no_grad()
-def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor) -> None:
-    """Refuses a model whose output changes with later tokens: in one call, the last of a few."""
+def _check_causal(
+    forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor
+) -> None:
+    """Refuses a model whose output changes with later tokens: in one call, the last of
+    a few.
+    """
     first = ids_1T[:, :8]
     other = first.clone()
     other[:, -1] = (other[:, -1] - 1).abs()
@@ -336,8 +409,10 @@ def _check_causal(forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor)
     a, b = (next(iter(output.values()))[:, :-1].float() for output in outputs)
     if bool((a - b).abs().max() > 1e-2 * a.abs().max()):
         raise BackendError(
-            f"use_packed_attention({type(model).__name__}): a token must not see those after it; "
-            "found a model that looks ahead. Set is_decoder=True in its config if it has such a "
+            f"use_packed_attention({type(model).__name__}): a token must not see those "
+            "after it; "
+            "found a model that looks ahead. Set is_decoder=True in its config if it "
+            "has such a "
             "mode, or choose a causal LM."
         )
 
@@ -357,8 +432,12 @@ def _wrap_checkpoints(model: nn.Module) -> None:
 def _checkpoint_with_layout(
     checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a checkpoint function so that the second run has the layout of the first."""
-    if torch.compiler.is_compiling():  # the layout is an input of the graph that holds both runs
+    """Calls a checkpoint function so that the second run has the layout of the
+    first.
+    """
+    if (
+        torch.compiler.is_compiling()
+    ):  # the layout is an input of the graph that holds both runs
         return checkpoint(function, *args, **kwargs)
     layout = LAYOUT.get()
 

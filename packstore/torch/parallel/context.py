@@ -1,14 +1,15 @@
 """Context parallelism: several ranks share the tokens of a row.
 
-Each rank computes its own tokens, and gathers the keys and values of the others in every attention
-layer. For attention backends that is an ordinary layout: each run of a rank's tokens is a query
-segment, whose keys are its sequence up to the run's last token. So every backend and both layouts
-work unchanged. A rank copies the keys that its queries see, about one row.
+Each rank computes its own tokens, and gathers the keys and values of the others in
+every attention layer. For attention backends that is an ordinary layout: each run of a
+rank's tokens is a query segment, whose keys are its sequence up to the run's last
+token. So every backend and both layouts work unchanged. A rank copies the keys that its
+queries see, about one row.
 
-Its gradient is that of the sum of the losses of all ranks. All ranks of a group get the same sums
-and the same loss, which that sum counts once per rank. So average gradients of parameters over the
-group, as DDP and FSDP do: they then equal those of one process. For counts and divisors a group is
-one rank.
+Its gradient is that of the sum of the losses of all ranks. All ranks of a group get the
+same sums and the same loss, which that sum counts once per rank. So average gradients
+of parameters over the group, as DDP and FSDP do: they then equal those of one process.
+For counts and divisors a group is one rank.
 """
 
 from __future__ import annotations
@@ -30,8 +31,12 @@ from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, segm
 How = Literal["zigzag", "contiguous"]
 
 # torch 2.13 renamed both, and warns about the old names.
-_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_sum: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_gather_into: Any = (
+    getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+)
+_scatter_sum: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +44,13 @@ class ContextSplit:
     """The distribution of a row's T tokens over C ranks.
 
     Attributes:
-        starts: int64 `[C, n]`, start of each rank's runs of tokens; a run lies in one segment, and
-            may be empty.
+        starts: int64 `[C, n]`, start of each rank's runs of tokens; a run lies in one
+            segment, and may be empty.
         lengths: int64 `[C, n]`, lengths of the runs.
         segments: int64 `[n]`, the segment of each run, on every rank.
         index: int64 `[C, T / C]`, the tokens of each rank, in its order.
-        inverse: int64 `[T]`, index of each token in the concatenation of the ranks' tokens.
+        inverse: int64 `[T]`, index of each token in the concatenation of the ranks'
+            tokens.
         cuts: no run is longer than the longest segment divided by this.
     """
 
@@ -57,10 +63,11 @@ class ContextSplit:
 
     @classmethod
     def zigzag(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Splits each segment into ``2 * size`` equal chunks; rank r holds chunks r and -1 - r.
+        """Splits each segment into ``2 * size`` equal chunks; rank r holds chunks r and
+        -1 - r.
 
-        So all ranks have equally many tokens, and about equally many causal scores. The order is
-        that of Transformer Engine.
+        So all ranks have equally many tokens, and about equally many causal scores. The
+        order is that of Transformer Engine.
 
         Args:
             cu_seqlens: int `[S + 1]`, offsets of the segments.
@@ -73,22 +80,26 @@ class ContextSplit:
         if (lengths % (2 * size)).any():
             odd = int(lengths[lengths % (2 * size) != 0][0])
             raise ConfigError(
-                f"zig-zag split over {size} ranks: every segment must be a multiple of {2 * size} "
-                f"tokens; found one of {odd}. Use pad_segments(batch, {2 * size}) first."
+                f"zig-zag split over {size} ranks: every segment must be a multiple of "
+                f"{2 * size} "
+                f"tokens; found one of {odd}. Use pad_segments(batch, {2 * size}) "
+                "first."
             )
         ranks = torch.arange(size, device=lengths.device)
         chunks = torch.stack([ranks, 2 * size - 1 - ranks], dim=1)
         chunk = lengths // (2 * size)
         starts = cu_seqlens.long()[:-1, None] + chunks[:, None] * chunk[:, None]
         segments = torch.arange(len(chunk), device=lengths.device).repeat_interleave(2)
-        return cls._of(starts.flatten(1), chunk[segments].expand(size, -1), segments, 2 * size)
+        return cls._of(
+            starts.flatten(1), chunk[segments].expand(size, -1), segments, 2 * size
+        )
 
     @classmethod
     def contiguous(cls, cu_seqlens: Tensor, size: int) -> Self:
         """Splits the row into `size` equal parts, ignoring segments.
 
-        Only the row must be divisible, not each segment; but the last rank of a long segment
-        computes the most scores.
+        Only the row must be divisible, not each segment; but the last rank of a long
+        segment computes the most scores.
 
         Raises:
             ConfigError: the row is not a multiple of `size` tokens.
@@ -96,7 +107,8 @@ class ContextSplit:
         total = int(cu_seqlens[-1])
         if total % size:
             raise ConfigError(
-                f"split over {size} ranks: the row must be a multiple of {size} tokens; found "
+                f"split over {size} ranks: the row must be a multiple of {size} "
+                "tokens; found "
                 f"{total}. Use pad_batch(batch, num_tokens=…) first."
             )
         first = torch.arange(0, total, total // size, device=cu_seqlens.device)[:, None]
@@ -109,12 +121,16 @@ class ContextSplit:
         index = _ranges(starts.flatten(), lengths.flatten())
         places = torch.arange(len(index), device=index.device)
         inverse = torch.empty_like(index).index_copy_(0, index, places)
-        return cls(starts, lengths, segments, index.view(len(starts), -1), inverse, cuts)
+        return cls(
+            starts, lengths, segments, index.view(len(starts), -1), inverse, cuts
+        )
 
 
 @dataclass(frozen=True, eq=False)
 class GatheredLayout(AttentionLayout):
-    """The layout of one rank's tokens; `kv_index` indexes the tokens of all ranks of `group`."""
+    """The layout of one rank's tokens; `kv_index` indexes the tokens of all ranks of
+    `group`.
+    """
 
     group: Any = None
 
@@ -125,10 +141,12 @@ class GatheredLayout(AttentionLayout):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ContextShard:
-    """The share of a batch that one context-parallel rank computes: T / C of its tokens.
+    """The share of a batch that one context-parallel rank computes: T / C of its
+    tokens.
 
-    Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own tokens;
-    :func:`reduce_segment_sums` returns those of the batch. Losses take the whole batch.
+    Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own
+    tokens; :func:`reduce_segment_sums` returns those of the batch. Losses take the
+    whole batch.
 
     Attributes:
         index: int64 `[T / C]`, indices of these tokens in the batch.
@@ -149,7 +167,9 @@ class ContextShard:
     num_segments: int
 
     @classmethod
-    def of(cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None) -> Self:
+    def of(
+        cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None
+    ) -> Self:
         """Makes the share of `rank`; see :func:`context_shard`."""
         index, targets = split.index[rank], batch.targets
         queries, segments = split.lengths[rank], split.segments
@@ -196,23 +216,31 @@ class ContextShard:
                 return values.to(device, non_blocking=non_blocking)
             if not is_dataclass(values):
                 return values
-            parts = {field.name: moved(getattr(values, field.name)) for field in fields(values)}
+            parts = {
+                field.name: moved(getattr(values, field.name))
+                for field in fields(values)
+            }
             return replace(values, **parts)  # type: ignore[type-var]
 
         return moved(self)  # type: ignore[no-any-return]
 
     def model_inputs(self) -> dict[str, Any]:
-        """Returns keyword arguments for a model prepared by :func:`use_packed_attention`."""
+        """Returns keyword arguments for a model prepared by
+        :func:`use_packed_attention`.
+        """
         return hf(self)
 
 
-def context_shard(batch: PackedBatch, group: Any = None, how: How = "zigzag") -> ContextShard:
+def context_shard(
+    batch: PackedBatch, group: Any = None, how: How = "zigzag"
+) -> ContextShard:
     """Returns this rank's share of a batch that all ranks of `group` hold whole.
 
     Args:
         batch: the batch, the same on all ranks of the group.
         group: the context-parallel process group; None: all ranks.
-        how: ``zigzag``, see :meth:`ContextSplit.zigzag`, or :meth:`~ContextSplit.contiguous`.
+        how: ``zigzag``, see :meth:`ContextSplit.zigzag`, or
+            :meth:`~ContextSplit.contiguous`.
 
     Raises:
         ConfigError: the batch is not divisible, or `how` is unknown.
@@ -236,12 +264,14 @@ def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
     Call it before anything that is not linear in the sums, such as the loss.
 
     Args:
-        logps: `[S]`, result of :func:`~packstore.torch.segment_logps` for this rank's tokens.
+        logps: `[S]`, result of :func:`~packstore.torch.segment_logps` for this rank's
+            tokens.
         group: the context-parallel process group; None: all ranks.
 
     Returns:
-        `[S]` in nats, the same on all ranks. Its gradient is summed over the ranks: average the
-        gradients of parameters over the group, or divide the loss by its size and sum them.
+        `[S]` in nats, the same on all ranks. Its gradient is summed over the ranks:
+        average the gradients of parameters over the group, or divide the loss by its
+        size and sum them.
     """
     return gather_rows(logps[None], group).sum(0)
 

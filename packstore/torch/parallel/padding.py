@@ -1,12 +1,14 @@
-"""Pads segments to a multiple, for an even split over ranks, and batches to fixed sizes.
+"""Pads segments to a multiple, for an even split over ranks, and batches to fixed
+sizes.
 
-Padding tokens at the end of a segment are ignored by losses and, as attention is causal, invisible
-to real tokens. So log-probs, lengths and counts remain those of the real tokens, in both layouts
-and with any backend.
+Padding tokens at the end of a segment are ignored by losses and, as attention is
+causal, invisible to real tokens. So log-probs, lengths and counts remain those of the
+real tokens, in both layouts and with any backend.
 
-Batches of fixed shape are for CUDA graphs, torch.compile without recompiling, and pipeline stages.
-Their extra tokens form separate segments at the end, further segments are empty, and both belong to
-examples of weight 0, with log-prob 0 and without a gradient.
+Batches of fixed shape are for CUDA graphs, torch.compile without recompiling, and
+pipeline stages. Their extra tokens form separate segments at the end, further segments
+are empty, and both belong to examples of weight 0, with log-prob 0 and without a
+gradient.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ def padding_multiple(
 ) -> int:
     """Returns the smallest multiple for :func:`pad_segments` that fits these settings.
 
-    Each segment then splits into ``2 * context_parallel`` equal chunks, and the tokens of each
-    context-parallel rank are divisible by `sequence_parallel`, and by 16 for FP8.
+    Each segment then splits into ``2 * context_parallel`` equal chunks, and the tokens
+    of each context-parallel rank are divisible by `sequence_parallel`, and by 16 for
+    FP8.
 
     Args:
         context_parallel: number of ranks that share a row of tokens.
-        sequence_parallel: number of tensor-parallel ranks with sequence parallelism; 1 without.
+        sequence_parallel: number of tensor-parallel ranks with sequence parallelism; 1
+            without.
         fp8: True if matrix products run in FP8.
     """
     if min(context_parallel, sequence_parallel) < 1:
@@ -49,7 +53,9 @@ def padding_multiple(
         )
     chunks = 2 * context_parallel if context_parallel > 1 else 1
     # Transformer Engine multiplies FP8 matrices of a multiple of 16 rows.
-    return math.lcm(chunks, context_parallel * math.lcm(sequence_parallel, 16 if fp8 else 1))
+    return math.lcm(
+        chunks, context_parallel * math.lcm(sequence_parallel, 16 if fp8 else 1)
+    )
 
 
 def round_up(value: Size, multiple: int) -> Size:
@@ -60,15 +66,17 @@ def round_up(value: Size, multiple: int) -> Size:
 def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     """Pads every segment of the batch at its end to a multiple of `multiple` tokens.
 
-    Padding tokens have id 0, label -100, and the next positions. `cu_seqlens` (and the keys of
-    shared prefixes) then describe the padded segments, `cu_seqlens_unpadded` the real ones; fields
-    per segment or example do not change.
+    Padding tokens have id 0, label -100, and the next positions. `cu_seqlens` (and the
+    keys of shared prefixes) then describe the padded segments, `cu_seqlens_unpadded`
+    the real ones; fields per segment or example do not change.
 
     Raises:
         ConfigError: `multiple` is below 1.
     """
     if multiple < 1:
-        raise ConfigError(f"the multiple of pad_segments must be at least 1; found {multiple}.")
+        raise ConfigError(
+            f"the multiple of pad_segments must be at least 1; found {multiple}."
+        )
     if multiple == 1:
         return batch
     before, unpadded = batch.cu_seqlens.long(), batch.cu_seqlens_unpadded
@@ -92,10 +100,13 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     )
 
 
-def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1) -> dict[str, int]:
+def static_sizes(
+    manifest: Manifest, packs_per_batch: int, *, multiple: int = 1
+) -> dict[str, int]:
     """Returns keywords of :func:`pad_batch` into which every batch of a dataset fits.
 
-    They are `num_tokens`, `num_segments` and `max_seqlen`, from the manifest's statistics.
+    They are `num_tokens`, `num_segments` and `max_seqlen`, from the manifest's
+    statistics.
 
     Args:
         manifest: manifest of the dataset.
@@ -117,8 +128,14 @@ def static_sizes(manifest: Manifest, packs_per_batch: int, *, multiple: int = 1)
     prefixes = multiple - 1 if manifest.layout == "shared_prefix" else 0
     max_seqlen = round_up(known.longest_sequence + prefixes, multiple)
     tail = math.ceil((num_tokens - packs_per_batch * known.shortest_pack) / max_seqlen)
-    segments = packs_per_batch * known.most_segments + round_up(tail, _responses(manifest))
-    return {"num_tokens": num_tokens, "num_segments": segments, "max_seqlen": max_seqlen}
+    segments = packs_per_batch * known.most_segments + round_up(
+        tail, _responses(manifest)
+    )
+    return {
+        "num_tokens": num_tokens,
+        "num_segments": segments,
+        "max_seqlen": max_seqlen,
+    }
 
 
 def pad_batch(
@@ -131,15 +148,17 @@ def pad_batch(
 ) -> PackedBatch:
     """Pads the batch to fixed sizes; losses, log-probs and metrics do not change.
 
-    With all four sizes every tensor has a fixed shape, except that the number of keys (`kv_index`)
-    varies with shared prefixes, and the number of examples for kind ``scored``.
+    With all four sizes every tensor has a fixed shape, except that the number of keys
+    (`kv_index`) varies with shared prefixes, and the number of examples for kind
+    ``scored``.
 
     Args:
-        batch: the batch; call :func:`pad_segments` before, if segments are to be padded.
+        batch: the batch; call :func:`pad_segments` before, if segments are to be
+            padded.
         num_tokens: T.
         num_segments: S; default: as many as the padding needs.
-        max_seqlen: value of the batch's `max_seqlen` and `max_seqlen_k`; no padding segment is
-            longer. Default: unchanged.
+        max_seqlen: value of the batch's `max_seqlen` and `max_seqlen_k`; no padding
+            segment is longer. Default: unchanged.
         num_targets: length of `target_index`; default: unchanged.
 
     Raises:
@@ -160,7 +179,9 @@ def pad_batch(
                 f"pad_batch: num_segments must be a multiple of {responses}, "
                 f"as examples are whole; found {num_segments}."
             )
-    lengths = [min(longest, tail - i * longest) for i in range(pieces)] + [0] * (extra - pieces)
+    lengths = [min(longest, tail - i * longest) for i in range(pieces)] + [0] * (
+        extra - pieces
+    )
     batch = _add_segments(batch, torch.tensor(lengths, dtype=torch.int32), tail)
     if max_seqlen is not None:
         batch = batch.replace(max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
@@ -198,7 +219,9 @@ def _add_segments(batch: PackedBatch, lengths: Tensor, tail: int) -> PackedBatch
         pack_ids=_filled(batch.pack_ids, E, batch.num_packs - 1),
         sources=_filled(batch.sources, E, 0),
         columns={name: _filled_column(x, E) for name, x in batch.columns.items()},
-        sequence_columns={n: _filled(x, S, 0) for n, x in batch.sequence_columns.items()},
+        sequence_columns={
+            n: _filled(x, S, 0) for n, x in batch.sequence_columns.items()
+        },
     )
 
 

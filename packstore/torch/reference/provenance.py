@@ -1,10 +1,11 @@
-"""Which model made log-probs, in which arithmetic: recorded, and compared with the training's.
+"""Which model made log-probs, in which arithmetic: recorded, and compared with the
+training's.
 
-Two runs of one model give the same bits if weights, autocast, attention backend, compiled layers,
-kind of device and products of float32 are the same. bf16 weights and float32 weights under bf16
-autocast are not: the log-probs of a sequence differ by up to half a nat. Compiled layers round less
-often, which moves them as much as another attention does. Head backends differ by less than is
-stored, and are not compared.
+Two runs of one model give the same bits if weights, autocast, attention backend,
+compiled layers, kind of device and products of float32 are the same. bf16 weights and
+float32 weights under bf16 autocast are not: the log-probs of a sequence differ by up to
+half a nat. Compiled layers round less often, which moves them as much as another
+attention does. Head backends differ by less than is stored, and are not compared.
 """
 
 from __future__ import annotations
@@ -56,21 +57,35 @@ ARITHMETIC = {
     "float32_matmul": "with float32 products in {}",
 }
 REMEDIES = {
-    **dict.fromkeys(("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256"), _OTHER),
+    **dict.fromkeys(
+        ("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256"), _OTHER
+    ),
     "head_dtype": _OTHER,
     **ARITHMETIC,
     "model_sha256": "with the same weights in the same dtype",
 }
-"""What must agree, first what says whose log-probs they are -> how to make those that do."""
+"""What must agree, first what says whose log-probs they are -> how to make those that
+do.
+"""
 
-_VOLATILE = ("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+_VOLATILE = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
 
 
-def choose_precision(asked: Precision, device: torch.device, weights: torch.dtype) -> Chosen:
-    """Returns `asked`, or for ``auto``: ``bf16`` where float32 weights meet bfloat16 kernels.
+def choose_precision(
+    asked: Precision, device: torch.device, weights: torch.dtype
+) -> Chosen:
+    """Returns `asked`, or for ``auto``: ``bf16`` where float32 weights meet bfloat16
+    kernels.
 
-    That is on a CUDA device of compute capability 8 or newer, without an autocast around the call.
-    Logs the choice, and a warning if such a device computes in float32.
+    That is on a CUDA device of compute capability 8 or newer, without an autocast
+    around the call. Logs the choice, and a warning if such a device computes in
+    float32.
     """
     choice("mixed_precision", asked, get_args(Precision))
     around = torch.is_autocast_enabled(device.type)
@@ -88,14 +103,20 @@ def log_choice(asked: Precision) -> None:
         logger.info("mixed_precision 'auto' is 'bf16': float32 weights on CUDA")
     else:
         logger.warning(
-            "mixed_precision 'none' with float32 weights on CUDA: flash kernels take 16 bits only, "
-            "so attention runs segment by segment, with about 1,300 kernel launches a layer for a "
+            "mixed_precision 'none' with float32 weights on CUDA: flash kernels take "
+            "16 bits only, "
+            "so attention runs segment by segment, with about 1,300 kernel launches a "
+            "layer for a "
             "row of 80 segments. Use mixed_precision 'bf16', or dtype 'bfloat16'"
         )
 
 
-def lowered(asked: Precision, model: nn.Module) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns what makes the autocast context of a model, by :func:`choose_precision`."""
+def lowered(
+    asked: Precision, model: nn.Module
+) -> Callable[[], AbstractContextManager[Any]]:
+    """Returns what makes the autocast context of a model, by
+    :func:`choose_precision`.
+    """
     weight = next(model.parameters())
     if choose_precision(asked, weight.device, weight.dtype) == "none":
         return nullcontext
@@ -105,7 +126,8 @@ def lowered(asked: Precision, model: nn.Module) -> Callable[[], AbstractContextM
 def describe_arithmetic(
     model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
 ) -> dict[str, str | None]:
-    """Describes the numerics of `model` on `device`, with or without `adapter`, under autocast.
+    """Describes the numerics of `model` on `device`, with or without `adapter`, under
+    autocast.
 
     The fields are those of ``schemas/format.md``, section "Side datasets".
     """
@@ -115,12 +137,18 @@ def describe_arithmetic(
     if torch.is_autocast_enabled(device.type):
         lower = torch.get_autocast_dtype(device.type)
     tensors = unwrapped(model).named_parameters()
-    dtypes = {t.dtype for n, t in tensors if t.is_floating_point() and (adapter or not is_added(n))}
+    dtypes = {
+        t.dtype
+        for n, t in tensors
+        if t.is_floating_point() and (adapter or not is_added(n))
+    }
     kind = device.type
     if kind == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name = f"sm_{properties.major}{properties.minor}"
-        kind = f"cuda {properties.gcnArchName.split(':')[0] if torch.version.hip else name}"
+        if torch.version.hip:
+            name = properties.gcnArchName.split(":")[0]
+        kind = f"cuda {name}"
     products = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
     rounding = str(products.matmul.fp32_precision)
     return {
@@ -144,14 +172,20 @@ def is_added(name: str) -> bool:
     return "lora_" in name or ".modules_to_save." in name
 
 
-def _attention(model: nn.Module, device: torch.device, lower: torch.dtype | None) -> str:
-    """The backend's public name; several chosen by ``auto``: sorted, comma-separated."""
+def _attention(
+    model: nn.Module, device: torch.device, lower: torch.dtype | None
+) -> str:
+    """The backend's public name; several chosen by ``auto``: sorted,
+    comma-separated.
+    """
     name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
     if name.isdigit():
         name = list(ATTENTION)[int(name)]
     if name != "auto":
         return name
-    from packstore.torch.attention import auto  # brings in torch's compiler, which takes a second
+    from packstore.torch.attention import (
+        auto,
+    )  # brings in torch's compiler, which takes a second
 
     head = find_head(model)
     with (
@@ -175,7 +209,9 @@ def describe_reference(
     """Returns the provenance that a side dataset of this model's log-probs records."""
     tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
-    template_sha256 = None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    template_sha256 = (
+        None if template is None else hashlib.sha256(template.encode()).hexdigest()
+    )
     config: Any = unwrapped(model).config
     return {
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
@@ -188,10 +224,14 @@ def describe_reference(
     }
 
 
-def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = False) -> str:
-    """Hashes config, weights and dtypes of a model, with the active `adapter` or without any.
+def weights_sha256(
+    model: nn.Module, *, adapter: bool = True, rounded: bool = False
+) -> str:
+    """Hashes config, weights and dtypes of a model, with the active `adapter` or
+    without any.
 
-    With `rounded`, weights are rounded to bfloat16, so that any dtype that holds it hashes alike.
+    With `rounded`, weights are rounded to bfloat16, so that any dtype that holds it
+    hashes alike.
     """
     base, adapters = unwrapped(model), adapted(model)
     settings = base.config.to_diff_dict().items()
@@ -199,7 +239,9 @@ def weights_sha256(model: nn.Module, *, adapter: bool = True, rounded: bool = Fa
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
     tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
     active = getattr(adapters, "active_adapter", None)
-    idle = {f".{name}." for name in getattr(adapters, "peft_config", {}) if name != active}
+    idle = {
+        f".{name}." for name in getattr(adapters, "peft_config", {}) if name != active
+    }
     for name, (full, tensor) in sorted(tensors.items()):
         if is_added(full) and (not adapter or any(other in full for other in idle)):
             continue
@@ -224,14 +266,16 @@ def check_reference(
     adapter: bool = False,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses precomputed log-probs that differ from those that the training would compute.
+    """Refuses precomputed log-probs that differ from those that the training would
+    compute.
 
     Call it under the training's autocast, if there is one.
 
     Args:
-        side: a side dataset from :func:`~packstore.torch.reference.reference.write_ref_logps`, or
-            its URL.
-        model: the training's reference; before the first step, the policy itself will do.
+        side: a side dataset from
+            :func:`~packstore.torch.reference.reference.write_ref_logps`, or its URL.
+        model: the training's reference; before the first step, the policy itself will
+            do.
         dataset: the training dataset.
         adapter: True: the reference is the model with its adapter; False: without.
         device: the device of the training; default: that of the model.
@@ -244,19 +288,31 @@ def check_reference(
         flag = ("bf16" if value else "none") if name == "autocast_dtype" else value
         remedy = f"Make it anew: packstore ref-logps {setting.format(flag)}"
         if name not in recorded:
-            raise CompatibilityError(sentence(side.url, f"it must say its {name}", "none", remedy))
+            raise CompatibilityError(
+                sentence(side.url, f"it must say its {name}", "none", remedy)
+            )
         if recorded[name] != value:
             rule = f"its {name} must be that of the training, {quote(value, 20)}"
-            raise CompatibilityError(sentence(side.url, rule, quote(recorded[name], 20), remedy))
+            raise CompatibilityError(
+                sentence(side.url, rule, quote(recorded[name], 20), remedy)
+            )
 
 
-def check_arithmetic(side: Side, model: nn.Module, device: torch.device | None = None) -> None:
-    """Logs a warning if log-probs have other numerics than `model`, whose weights may differ."""
+def check_arithmetic(
+    side: Side, model: nn.Module, device: torch.device | None = None
+) -> None:
+    """Logs a warning if log-probs have other numerics than `model`, whose weights may
+    differ.
+    """
     for name, value in describe_arithmetic(model, device, adapter=False).items():
         recorded = side.manifest.provenance.get(name, "unknown")
         if name in ARITHMETIC and recorded != value:
             logger.warning(
-                "%s was made with %s %s, this run computes with %s", side.url, name, recorded, value
+                "%s was made with %s %s, this run computes with %s",
+                side.url,
+                name,
+                recorded,
+                value,
             )
 
 

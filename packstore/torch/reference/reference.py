@@ -6,9 +6,9 @@
     write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
     data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
 
-They are computed as in training: packed attention, the head without logits, the same precision.
-Batches are those of ``PackedDataLoader(…)`` in file order on one rank, for any number
-of ranks, so the values depend neither on ranks nor on resuming.
+They are computed as in training: packed attention, the head without logits, the same
+precision. Batches are those of ``PackedDataLoader(…)`` in file order on one rank, for
+any number of ranks, so the values depend neither on ranks nor on resuming.
 """
 
 from __future__ import annotations
@@ -48,7 +48,12 @@ from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.batch.transfer import Fetched, delay_by_one, inference_batching, to_device
+from packstore.torch.batch.transfer import (
+    Fetched,
+    delay_by_one,
+    inference_batching,
+    to_device,
+)
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
@@ -56,7 +61,12 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.metrics import distributed
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating
-from packstore.torch.reference.provenance import Precision, Provenance, describe_reference, lowered
+from packstore.torch.reference.provenance import (
+    Precision,
+    Provenance,
+    describe_reference,
+    lowered,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("packstore")
@@ -80,32 +90,35 @@ def write_ref_logps(
     progress: Progress | None = None,
     **batching: Any,
 ) -> Side:
-    """Runs a model over every pack once and writes the log-prob of each sequence, float32.
+    """Runs a model over every pack once and writes the log-prob of each sequence,
+    float32.
 
-    A collective call if torch.distributed runs: the ranks share the packs, and rank 0 commits. A
-    killed run leaves its finished parts in the side dataset's folder; the next run with the same
-    model, data and settings verifies and reuses them.
+    A collective call if torch.distributed runs: the ranks share the packs, and rank 0
+    commits. A killed run leaves its finished parts in the side dataset's folder; the
+    next run with the same model, data and settings verifies and reuses them.
 
     Args:
-        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on every rank.
+        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on
+            every rank.
         dataset: a dataset of any kind and layout.
-        url: destination of the side dataset: a local folder or an fsspec URL that all ranks reach.
-        mixed_precision: as in training: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
-            autocast around this call; ``auto``: see
+        url: destination of the side dataset: a local folder or an fsspec URL that all
+            ranks reach.
+        mixed_precision: as in training: ``bf16`` runs under bfloat16 autocast, ``none``
+            keeps the autocast around this call; ``auto``: see
             :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
-        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
-            tokens of 4.
+        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA
+            device the tokens of 4.
 
     Returns:
         The side dataset; join it with ``PackedDataset(…, side=[…])``.
 
     Raises:
-        DatasetExistsError: another side dataset exists, and `overwrite` is False; one of the same
-            model, data and settings is returned as it is.
+        DatasetExistsError: another side dataset exists, and `overwrite` is False; one
+            of the same model, data and settings is returned as it is.
         CompatibilityError: the model's vocabulary does not hold the token ids.
         FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
@@ -126,13 +139,20 @@ def write_ref_logps(
         if not overwrite and _is_committed(location, dataset, provenance):
             return provenance, None
         refuse_existing(location, overwrite, SIDE)
-        numbers = {number for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)}
-        finished = {number for number, _ in _Parts(location, dataset, provenance).read()}
+        numbers = {
+            number
+            for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)
+        }
+        finished = {
+            number for number, _ in _Parts(location, dataset, provenance).read()
+        }
         return provenance, sorted(numbers - finished)
 
     provenance, missing = run_on_rank_zero(find_missing)
     if missing is None:
-        log.info("%s: already there, of the same model, data and settings", location.display)
+        log.info(
+            "%s: already there, of the same model, data and settings", location.display
+        )
         return open_side(url, storage_options)
     parts = _Parts(location, dataset, provenance)
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
@@ -146,7 +166,9 @@ def write_ref_logps(
     return open_side(url, storage_options)
 
 
-def _commit(parts: _Parts, dataset: Dataset, provenance: Provenance, overwrite: bool) -> None:
+def _commit(
+    parts: _Parts, dataset: Dataset, provenance: Provenance, overwrite: bool
+) -> None:
     """Commits the finished parts as a side dataset."""
     with SideWriter(
         parts.location.url,
@@ -180,10 +202,14 @@ def _compute_parts(
     numbers: list[int],
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
-    """Yields number and values of some parts; the model runs in the context made by `lower`."""
+    """Yields number and values of some parts; the model runs in the context made by
+    `lower`.
+    """
     device = next(policy.parameters()).device
     stream, mine = StoredPacks(dataset, shuffle=False), set(numbers)
-    batches, ahead = tee(batch for batch in _batches(stream, config) if batch[0] in mine)
+    batches, ahead = tee(
+        batch for batch in _batches(stream, config) if batch[0] in mine
+    )
 
     def submit_batches() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
         reading = stream.read(places for _, places in ahead)
@@ -207,11 +233,16 @@ def _compute_parts(
                 values.append((ids, counts, logps))
                 if progress is not None:
                     progress("reference", done, len(dataset), "packs")
-            yield number, [np.concatenate(arrays) for arrays in zip(*values, strict=True)]
+            yield (
+                number,
+                [np.concatenate(arrays) for arrays in zip(*values, strict=True)],
+            )
 
 
 def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, Int64]]:
-    """Yields part and packs of each batch: those of one rank, so that ranks change no value."""
+    """Yields part and packs of each batch: those of one rank, so that ranks change no
+    value.
+    """
     parts = min(PARTS, len(stream))
     for step in StepCutter(stream, Position(), config, 1):
         for first, stop in pairwise(step.edges):
@@ -219,9 +250,13 @@ def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, In
 
 
 class _Parts:
-    """Finished parts: files named by number and hash, in a folder named by what made the values."""
+    """Finished parts: files named by number and hash, in a folder named by what made
+    the values.
+    """
 
-    def __init__(self, location: Location, dataset: Dataset, provenance: Provenance) -> None:
+    def __init__(
+        self, location: Location, dataset: Dataset, provenance: Provenance
+    ) -> None:
         run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]
         self.location, self.folder = location, f"{PART_FOLDER}{run}"
 
@@ -256,7 +291,9 @@ class _Parts:
 
 
 def run_on_rank_zero(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0; returns its result, or raises its error, on all ranks. Collective."""
+    """Runs `make` on rank 0; returns its result, or raises its error, on all ranks.
+    Collective.
+    """
     if not distributed():
         return make()
     result: list[Any] = [None, None]
@@ -266,7 +303,9 @@ def run_on_rank_zero(make: Callable[[], T]) -> T:
             result[0] = make()
         except Exception as error:  # out of memory, say: the others would wait for ever
             known = isinstance(error, PackstoreError)
-            result[1] = error if known else PackstoreError(f"rank 0 ended with {error!r}.")
+            result[1] = (
+                error if known else PackstoreError(f"rank 0 ended with {error!r}.")
+            )
             failure = error
     dist.broadcast_object_list(result)
     if failure is not None or result[1] is not None:

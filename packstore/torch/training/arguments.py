@@ -1,4 +1,6 @@
-"""The closed tables of transformers' TrainingArguments: what packs do not go with, and why."""
+"""The closed tables of transformers' TrainingArguments: what packs do not go with, and
+why.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,29 @@ REFUSED: Refusals = {
     "batch_eval_metrics": ((False,), ROWS),
     "include_for_metrics": (([],), ROWS),
     "include_num_input_tokens_seen": (("no",), "Records have num_tokens"),
-    "average_tokens_across_devices": ((True,), "The loss divides by the examples of all ranks"),
-    "label_smoothing_factor": ((0, 0.0), "Label smoothing is part of the loss: take cdpo"),
-    "neftune_noise_alpha": ((None,), "Its noise would depend on the length of the packed row"),
-    "parallelism_config": ((None,), "Split rows by packstore.torch.parallel in your own loop"),
+    "average_tokens_across_devices": (
+        (True,),
+        "The loss divides by the examples of all ranks",
+    ),
+    "label_smoothing_factor": (
+        (0, 0.0),
+        "Label smoothing is part of the loss: take cdpo",
+    ),
+    "neftune_noise_alpha": (
+        (None,),
+        "Its noise would depend on the length of the packed row",
+    ),
+    "parallelism_config": (
+        (None,),
+        "Split rows by packstore.torch.parallel in your own loop",
+    ),
     "fp16": ((False,), "Log-probs of a packed row need bf16"),
     "fp16_full_eval": ((False,), "Leave it out"),
     "bf16_full_eval": ((False,), "Use bf16, which is autocast"),
-    "torch_compile": ((False,), "compile='layers' of PackedTrainer compiles its layers"),
+    "torch_compile": (
+        (False,),
+        "compile='layers' of PackedTrainer compiles its layers",
+    ),
 }
 """Refused by every trainer on packs."""
 
@@ -45,7 +62,10 @@ OF_PACKS: Refusals = {
     "label_names": ((None, ["labels"]), "Packs have no columns of labels"),
     "length_column_name": (("length",), "Packs have no such column"),
     "dataloader_in_order": ((True,), "The order is always kept"),
-    "ignore_data_skip": ((False,), "The position in the data is restored, and nothing skipped"),
+    "ignore_data_skip": (
+        (False,),
+        "The position in the data is restored, and nothing skipped",
+    ),
     "train_sampling_strategy": (("random",), "PackedDataset(shuffle=…) orders packs"),
     "dataloader_drop_last": ((False,), "No example is left out"),
 }
@@ -61,12 +81,16 @@ OTHERS = {
 """Arguments of the Trainer that are refused, and what to do."""
 
 
-def check_arguments(args: Any, refused: Refusals, others: Mapping[str, Any] | None = None) -> None:
+def check_arguments(
+    args: Any, refused: Refusals, others: Mapping[str, Any] | None = None
+) -> None:
     """Refuses settings, and arguments of the Trainer, that packs do not go with."""
     for name, value in (others or {}).items():
         if name in OTHERS and value is not None:
             where, found = f"argument {name}", type(value).__name__
-            raise ConfigError(sentence(where, "it must be left out", found, OTHERS[name]))
+            raise ConfigError(
+                sentence(where, "it must be left out", found, OTHERS[name])
+            )
     plugin = getattr(args, "deepspeed_plugin", None)  # also of Accelerate's config
     if plugin is not None and plugin.zero_stage == 3:
         rule, remedy = "its ZeRO stage must be 0, 1 or 2", "FSDP2 shards weights, too"
@@ -75,10 +99,14 @@ def check_arguments(args: Any, refused: Refusals, others: Mapping[str, Any] | No
     for name in ("dispatch_batches", "split_batches"):
         if getattr(config, name, None):
             rule = "a packed batch is whole, and cannot be cut up for other ranks"
-            raise ConfigError(sentence(f"setting accelerator_config: {name}", rule, "True"))
+            raise ConfigError(
+                sentence(f"setting accelerator_config: {name}", rule, "True")
+            )
     if "lomo" in str(getattr(args, "optim", "")).lower():
         rule = "it must step after all batches of a step"
-        raise ConfigError(sentence("setting optim", rule, str(args.optim), "Take another"))
+        raise ConfigError(
+            sentence("setting optim", rule, str(args.optim), "Take another")
+        )
     for name, (taken, remedy) in refused.items():
         value = getattr(args, name, taken[0])
         if value not in taken:
@@ -87,48 +115,78 @@ def check_arguments(args: Any, refused: Refusals, others: Mapping[str, Any] | No
 
 
 def check_own(trainer: type, args: Any, others: Mapping[str, Any]) -> None:
-    """Refuses what is no TrainingArguments, what TRL's add to them, and unknown arguments."""
-    check_class("argument args", args, TrainingArguments, "Give the dataset as train_dataset")
+    """Refuses what is no TrainingArguments, what TRL's add to them, and unknown
+    arguments.
+    """
+    check_class(
+        "argument args", args, TrainingArguments, "Give the dataset as train_dataset"
+    )
     plain = {field.name for field in fields(TrainingArguments)}
     for field in fields(args) if type(args).__module__.startswith("trl.") else ():
-        default = field.default if field.default_factory is MISSING else field.default_factory()
+        default = (
+            field.default
+            if field.default_factory is MISSING
+            else field.default_factory()
+        )
         value = getattr(args, field.name)
         if field.name not in plain and value not in (default, [default], None):
             where, rule = f"setting {field.name}", "it must be one of TrainingArguments"
             remedy = "Give it as loss or loss_parameters, or take PackedDPOTrainer"
-            raise ConfigError(sentence(where, rule, f"{value!r} in {type(args).__name__}", remedy))
-    known = {*signature(Trainer.__init__).parameters, *signature(trainer).parameters} - {"others"}
+            raise ConfigError(
+                sentence(where, rule, f"{value!r} in {type(args).__name__}", remedy)
+            )
+    known = {
+        *signature(Trainer.__init__).parameters,
+        *signature(trainer).parameters,
+    } - {"others"}
     check_names(others, known, "docs/training.md", "argument")
     given = others.get("optimizers", ())
     check_class("argument optimizers", given, Sequence, "Give (optimizer, scheduler)")
     tokenizer = others.get("processing_class")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        where, rule = "argument processing_class", "it must be a tokenizer, which is saved"
+        where, rule = (
+            "argument processing_class",
+            "it must be a tokenizer, which is saved",
+        )
         remedy = "AutoTokenizer.from_pretrained loads one"
         raise ConfigError(sentence(where, rule, quote(tokenizer), remedy))
 
 
 def examples_of_step(args: Any, given: int | None) -> int:
-    """Returns the examples of a step over all ranks, and makes a step one batch of the Trainer.
+    """Returns the examples of a step over all ranks, and makes a step one batch of the
+    Trainer.
 
-    As unpacked, a step has ``per_device_train_batch_size * gradient_accumulation_steps`` examples
-    a rank; or the number that is `given`.
+    As unpacked, a step has ``per_device_train_batch_size *
+    gradient_accumulation_steps`` examples a rank; or the number that is `given`.
     """
     own = args.per_device_train_batch_size * args.gradient_accumulation_steps
     if given is not None and (args.per_device_train_batch_size, own) != (8, 8):
-        rule = "per_device_train_batch_size and gradient_accumulation_steps must then be left out"
+        rule = (
+            "per_device_train_batch_size and gradient_accumulation_steps must then "
+            "be left out"
+        )
         raise ConfigError(sentence(f"examples_per_step={given}", rule, f"{own} a rank"))
-    accumulated = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    accumulated = (
+        getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    )
     if accumulated.get("num_steps", 1) != 1:
-        where, rule = "setting accelerator_config: num_steps", "a step must be one batch"
-        found, remedy = str(accumulated["num_steps"]), "Give gradient_accumulation_steps"
+        where, rule = (
+            "setting accelerator_config: num_steps",
+            "a step must be one batch",
+        )
+        found, remedy = (
+            str(accumulated["num_steps"]),
+            "Give gradient_accumulation_steps",
+        )
         raise ConfigError(sentence(where, rule, found, remedy))
     args.gradient_accumulation_steps = 1  # of `args`, which are the trainer's own copy
     return own * args.world_size if given is None else given
 
 
 class HiddenToken(str):
-    """A token that is used as any text, and pickled as None: ``training_args.bin`` is uploaded."""
+    """A token that is used as any text, and pickled as None: ``training_args.bin`` is
+    uploaded.
+    """
 
     __slots__ = ()
 
@@ -147,7 +205,8 @@ TOKENS = {"hub_token", "token", "use_auth_token"}
 
 
 def hide_tokens(args: Any) -> Any:
-    """Return a copy of the settings of a trainer that is made, without tokens where it is saved.
+    """Return a copy of the settings of a trainer that is made, without tokens where it
+    is saved.
 
     A mapping, as TRL's `model_init_kwargs`, has served its purpose, and loses them.
     """

@@ -1,7 +1,9 @@
-"""Folders of checkpoints as files: which are whole, which is the newest, which are removed.
+"""Folders of checkpoints as files: which are whole, which is the newest, which are
+removed.
 
-A checkpoint is ``checkpoint-<step>`` in the output folder. The file :data:`POSITION` in it is the
-mark of packstore's trainers, and is there from the first moment on: nothing without it is removed.
+A checkpoint is ``checkpoint-<step>`` in the output folder. The file :data:`POSITION` in
+it is the mark of packstore's trainers, and is there from the first moment on: nothing
+without it is removed.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ POSITION = "packstore.json"
 """File of the position in the data, and of the files beside it, in a checkpoint."""
 
 STATE = "trainer_state.json"
-"""File of the Trainer's own state, which comes last: a checkpoint that has it was whole."""
+"""File of the Trainer's own state, which comes last: a checkpoint that has it was
+whole.
+"""
 
 REMOVED = ".removed"
 """End of the name of a checkpoint while its files are removed."""
@@ -43,37 +47,49 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def finish_files(folder: Path, content: dict[str, Any]) -> None:
-    """Write `content` with the sizes and hashes of all files; only the state is still missing."""
+    """Write `content` with the sizes and hashes of all files; only the state is still
+    missing.
+    """
     content = {**content, "files": _sizes(folder), "hashes": _hashes(folder)}
     text = json.dumps({**content, "sha256": _hash_of_values(content)})
     (folder / POSITION).write_text(text, encoding="utf-8")
 
 
 def read_content(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of :data:`POSITION`, checked against the files of the checkpoint.
+    """Return the content of :data:`POSITION`, checked against the files of the
+    checkpoint.
 
-    The Trainer begins anew, in silence, with files that it does not find, as the optimizer's state.
+    The Trainer begins anew, in silence, with files that it does not find, as the
+    optimizer's state.
 
     Raises:
         FormatError: the checkpoint is not whole.
     """
     try:
-        content: dict[str, Any] = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+        content: dict[str, Any] = json.loads(
+            (checkpoint / POSITION).read_text(encoding="utf-8")
+        )
         if content.get("complete") is False:
             raise _not_whole(checkpoint, "one that was still being written")
         if content.pop("sha256") != _hash_of_values(content):
-            raise _not_whole(checkpoint, f"{POSITION} with other bytes than its hash says")
+            raise _not_whole(
+                checkpoint, f"{POSITION} with other bytes than its hash says"
+            )
         lost = dict(content["files"].items() - _sizes(checkpoint).items())
         if lost:
             name = min(lost)
             raise _not_whole(checkpoint, f"{name} without its {lost[name]:,} bytes")
         changed = content["hashes"].items() - _hashes(checkpoint).items()
         if changed:
-            raise _not_whole(checkpoint, f"{min(changed)[0]} with other bytes than its hash says")
+            raise _not_whole(
+                checkpoint, f"{min(changed)[0]} with other bytes than its hash says"
+            )
     except FormatError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _not_whole(checkpoint, f"{POSITION}: {type(error).__name__}: {error}") from error
+        raise _not_whole(
+            checkpoint, f"{POSITION}: {type(error).__name__}: {error}"
+        ) from error
     return content
 
 
@@ -93,18 +109,25 @@ def read_state(checkpoint: Path) -> TrainerState:
     """Return the Trainer's own state.
 
     Raises:
-        FormatError: it is missing, or holds values of other types than the Trainer writes.
+        FormatError: it is missing, or holds values of other types than the Trainer
+            writes.
     """
     try:
         state = TrainerState.load_from_json(str(checkpoint / STATE))
         expected = vars(TrainerState())
         damaged = [
-            name for name, value in vars(state).items() if not _is_like(value, expected[name])
+            name
+            for name, value in vars(state).items()
+            if not _is_like(value, expected[name])
         ]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise _not_whole(checkpoint, f"{STATE}: {type(error).__name__}: {error}") from error
+        raise _not_whole(
+            checkpoint, f"{STATE}: {type(error).__name__}: {error}"
+        ) from error
     if damaged:
-        raise _not_whole(checkpoint, f"{STATE} with {damaged[0]} {getattr(state, damaged[0])!r}")
+        raise _not_whole(
+            checkpoint, f"{STATE} with {damaged[0]} {getattr(state, damaged[0])!r}"
+        )
     return state
 
 
@@ -124,7 +147,8 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def newest_checkpoint(folder: str) -> str | None:
-    """Return the newest checkpoint from which a run can go on, or None; warn of those passed over.
+    """Return the newest checkpoint from which a run can go on, or None; warn of those
+    passed over.
 
     Of a checkpoint that was renamed, the name is not its step.
     """
@@ -149,11 +173,13 @@ def is_own(checkpoint: Path) -> bool:
     return (checkpoint / POSITION).is_file() and not checkpoint.is_symlink()
 
 
-def remove_torn_checkpoints(folder: Path, *, resumed: Path | None, limit: int | None) -> None:
+def remove_torn_checkpoints(
+    folder: Path, *, resumed: Path | None, limit: int | None
+) -> None:
     """Remove, as a run begins, the checkpoints of packstore that are not whole.
 
-    Without a `limit` of checkpoints, or in a run that begins anew, only what a kill interrupted:
-    other checkpoints may lack files that their owner removed.
+    Without a `limit` of checkpoints, or in a run that begins anew, only what a kill
+    interrupted: other checkpoints may lack files that their owner removed.
 
     Args:
         folder: output folder of the run.
@@ -182,8 +208,8 @@ def rotate_checkpoints(
     Args:
         folder: output folder of the run.
         limit: `save_total_limit`; None or 0: all stay.
-        newest: step of the checkpoint written last, which stays; None: it need not. Those of
-            later steps are of a run before this one, and are the first to go.
+        newest: step of the checkpoint written last, which stays; None: it need not.
+            Those of later steps are of a run before this one, and are the first to go.
         best: path of the best checkpoint, which stays.
     """
     if not limit:
@@ -202,7 +228,9 @@ def rotate_checkpoints(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint in two steps, so that a kill leaves none that lacks some of its files."""
+    """Remove a checkpoint in two steps, so that a kill leaves none that lacks some of
+    its files.
+    """
     doomed = path.with_name(path.name + REMOVED)
     try:
         if doomed.exists():
@@ -214,8 +242,13 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints of a folder with the steps in their names, in the order of these."""
-    matches = ((re.fullmatch("checkpoint-([0-9]+)", path.name), path) for path in _folders(folder))
+    """Return the checkpoints of a folder with the steps in their names, in the order of
+    these.
+    """
+    matches = (
+        (re.fullmatch("checkpoint-([0-9]+)", path.name), path)
+        for path in _folders(folder)
+    )
     return sorted((int(match[1]), path) for match, path in matches if match is not None)
 
 
@@ -225,7 +258,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def _is_interrupted(checkpoint: Path) -> bool:
-    """Return True for a checkpoint that was not finished; each file is written before the state."""
+    """Return True for a checkpoint that was not finished; each file is written before
+    the state.
+    """
     try:
         json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -246,7 +281,9 @@ def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, int):
         return isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, list):
-        return isinstance(value, list) and all(isinstance(record, dict) for record in value)
+        return isinstance(value, list) and all(
+            isinstance(record, dict) for record in value
+        )
     return isinstance(value, type(default))
 
 
@@ -259,7 +296,8 @@ def _not_whole(checkpoint: Path, found: str) -> FormatError:
 def _files(checkpoint: Path) -> Iterator[tuple[str, Path]]:
     """Yield the files that are written before the position, by their paths inside.
 
-    A text may be removed: transformers marks a folder by one while it saves for SIGTERM.
+    A text may be removed: transformers marks a folder by one while it saves for
+        SIGTERM.
     """
     for path in checkpoint.rglob("*"):
         name = path.relative_to(checkpoint).as_posix()
@@ -272,7 +310,9 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
-    small = [item for item in _files(checkpoint) if item[1].stat().st_size <= SMALL_FILE]
+    small = [
+        item for item in _files(checkpoint) if item[1].stat().st_size <= SMALL_FILE
+    ]
     return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in small}
 
 

@@ -1,8 +1,9 @@
-"""The data of a Trainer on packs: datasets, and loaders whose items are optimizer steps.
+"""The data of a Trainer on packs: datasets, and loaders whose items are optimizer
+steps.
 
-What the Trainer calls a batch is one step: the list of its packed batches. So steps by examples,
-divisors of whole steps, balance over ranks and every loss hold as in a loop of one's own, and
-``len(get_train_dataloader())`` is the number of steps.
+What the Trainer calls a batch is one step: the list of its packed batches. So steps by
+examples, divisors of whole steps, balance over ranks and every loss hold as in a loop
+of one's own, and ``len(get_train_dataloader())`` is the number of steps.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class Steps:
     Attributes:
         waited: seconds in which it waited for batches.
         yielded: steps of the run that it has yielded, with those before a checkpoint.
-        epoch_progress: epochs at the end of the step that it yielded last, with their fraction.
+        epoch_progress: epochs at the end of the step that it yielded last, with their
+            fraction.
     """
 
     def __init__(self, loader: PackedDataLoader, yielded: int = 0) -> None:
@@ -51,7 +53,9 @@ class Steps:
         self.loader.set_epoch(epoch)
 
     def position(self, done: int) -> dict[str, Any]:
-        """Returns the position after `done` steps: a step that was yielded may not be run yet."""
+        """Returns the position after `done` steps: a step that was yielded may not be
+        run yet.
+        """
         return self._begun if done < self.yielded else self.loader.state_dict()
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
@@ -76,10 +80,12 @@ class Steps:
 def steps_of_epochs(
     loader: PackedDataLoader, *, steps: float = math.inf, epochs: float = math.inf
 ) -> list[int]:
-    """Return the steps of each epoch that a run takes, from the position of the loader on.
+    """Return the steps of each epoch that a run takes, from the position of the loader
+    on.
 
     Args:
-        loader: a loader whose dataset holds packs; the first epoch is what remains of its own.
+        loader: a loader whose dataset holds packs; the first epoch is what remains of
+            its own.
         steps: optimizer steps that the run still takes; the last epoch counts whole.
         epochs: epochs that the run still takes.
     """
@@ -114,7 +120,9 @@ def is_packed(data: Any) -> bool:
 
 
 def has_ref_logps(data: Any) -> bool:
-    """Returns True for a stream of packs to which log-probs of a reference are joined."""
+    """Returns True for a stream of packs to which log-probs of a reference are
+    joined.
+    """
     stream = getattr(data, "stream", None)
     return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
 
@@ -138,13 +146,17 @@ class DataMixin(Trainer):  # type: ignore[misc]
         return data
 
     def _all_opened(self, data: Any) -> Any:
-        """Returns a packed dataset, or several by name, in the place of folders and URLs."""
+        """Returns a packed dataset, or several by name, in the place of folders and
+        URLs.
+        """
         if isinstance(data, Mapping) and data:
             return {name: self._opened(part) for name, part in data.items()}
         return self._opened(data)
 
     def get_train_dataloader(self) -> Any:
-        """Returns the steps: lists of packed batches; from the checkpoint's position if resumed."""
+        """Returns the steps: lists of packed batches; from the checkpoint's position if
+        resumed.
+        """
         if not is_packed(self.train_dataset):
             return super().get_train_dataloader()
         loader = self._loader(self.train_dataset, "train", self.examples_per_step)
@@ -154,7 +166,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
             try:
                 loader.load_state_dict(read_position(self._checkpoint)["loader"])
             except CompatibilityError as error:
-                error.add_note(f"To begin a new run beside {self._checkpoint}, change output_dir.")
+                error.add_note(
+                    f"To begin a new run beside {self._checkpoint}, change output_dir."
+                )
                 raise
             if not loader.plan(1, left=True).steps:
                 loader.set_epoch(loader.epoch + 1)
@@ -162,7 +176,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Returns the batches of a dataset; default: of the trainer's own, which may be named."""
+        """Returns the batches of a dataset; default: of the trainer's own, which may be
+        named.
+        """
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str) and isinstance(self.eval_dataset, Mapping):
             data = self.eval_dataset.get(data, data)
@@ -195,7 +211,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
-            multiprocessing_context=getattr(args, "dataloader_multiprocessing_context", None),
+            multiprocessing_context=getattr(
+                args, "dataloader_multiprocessing_context", None
+            ),
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
             examples_per_step=examples,
             balance=True,
@@ -206,7 +224,9 @@ class DataMixin(Trainer):  # type: ignore[misc]
         loader = getattr(dataloader, "loader", dataloader)
         if not isinstance(loader, PackedDataLoader):
             return int(super().num_examples(dataloader))
-        return sum(dataset.manifest.totals.examples for dataset in loader.data.stream.datasets)
+        return sum(
+            dataset.manifest.totals.examples for dataset in loader.data.stream.datasets
+        )
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
         """Counts steps exactly: those done, and those of the data left."""
@@ -227,11 +247,16 @@ class DataMixin(Trainer):  # type: ignore[misc]
             epochs = math.ceil(args.num_train_epochs)
             if epochs < 1:
                 found = str(args.num_train_epochs)
-                raise ConfigError(sentence("setting num_train_epochs", "it must be above 0", found))
+                raise ConfigError(
+                    sentence("setting num_train_epochs", "it must be above 0", found)
+                )
             per_epoch = steps_of_epochs(loader, epochs=epochs - begun)
             steps = math.ceil((done + sum(per_epoch)) * args.num_train_epochs / epochs)
         if not steps:  # the run would end at once, and save untrained weights
-            where, rule = "get_train_dataloader", f"it must have steps left in {epochs} epochs"
+            where, rule = (
+                "get_train_dataloader",
+                f"it must have steps left in {epochs} epochs",
+            )
             found = f"a loader in epoch {loader.epoch}, of which none is left"
             remedy = "Return one at the start of epoch 0"
             raise ConfigError(sentence(where, rule, found, remedy))
@@ -240,7 +265,15 @@ class DataMixin(Trainer):  # type: ignore[misc]
         samples = examples * args.num_train_epochs
         # An epoch ends where its loader does: the longest one bounds the steps of each.
         longest = max(per_epoch, default=1)
-        return epochs, longest, examples, samples, self.examples_per_step, longest, steps
+        return (
+            epochs,
+            longest,
+            examples,
+            samples,
+            self.examples_per_step,
+            longest,
+            steps,
+        )
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
         """Begins at the epoch of the position, and skips nothing of it."""

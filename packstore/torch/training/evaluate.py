@@ -1,9 +1,11 @@
-"""Metrics of a model over a whole dataset, each example once, optionally grouped by a column.
+"""Metrics of a model over a whole dataset, each example once, optionally grouped by a
+column.
 
 ::
 
-    figures = evaluate(model, packstore.open("held-out-8k"), loss="dpo", reference=ref, by="source")
-    figures["metrics"]["rewards/accuracies"], figures["by"]["forum"]["loss"]
+    figures = evaluate(model, packstore.open("held-out-8k"), loss="dpo", reference=ref,
+    by="source") figures["metrics"]["rewards/accuracies"],
+    figures["by"]["forum"]["loss"]
 
 ``by="file"`` groups by input file, and works without carried columns.
 """
@@ -55,27 +57,32 @@ def evaluate(
     progress: Progress | None = None,
     **batching: Any,
 ) -> Figures:
-    """Computes the metrics of `model` over `dataset`, exactly for any packing, batches and ranks.
+    """Computes the metrics of `model` over `dataset`, exactly for any packing, batches
+    and ranks.
 
     A collective call if torch.distributed runs: the ranks share the packs.
 
     Args:
-        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on every rank.
-        dataset: a packed dataset; with fewer packs than ranks, some ranks run only fillers.
+        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on
+            every rank.
+        dataset: a packed dataset; with fewer packs than ranks, some ranks run only
+            fillers.
         loss: the loss, or its name.
         reference: the reference model, on the device of `model`.
         side: side datasets to join, such as precomputed ``ref_logps``.
-        by: a carried or joined column of texts, integers or booleans; or ``file``, by the input
-            file that each example came from.
-        rows: also return a pyarrow table with a row for each example: log-probs, loss, margins,
-            carried columns; see :class:`~packstore.torch.losses.dataset_metrics.ExampleRows`.
-        mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast, ``none`` keeps the
-            autocast that is active around this call, if any; ``auto``: see
+        by: a carried or joined column of texts, integers or booleans; or ``file``, by
+            the input file that each example came from.
+        rows: also return a pyarrow table with a row for each example: log-probs, loss,
+            margins, carried columns; see
+            :class:`~packstore.torch.losses.dataset_metrics.ExampleRows`.
+        mixed_precision: for both models: ``bf16`` runs under bfloat16 autocast,
+            ``none`` keeps the autocast that is active around this call, if any;
+            ``auto``: see
             :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
         progress: called with stage, done, total and unit after each batch of this rank.
-        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA device the
-            tokens of 4.
+        batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA
+            device the tokens of 4.
 
     Raises:
         ConfigError: the loss needs a reference and there is none, or `by` is no column.
@@ -86,7 +93,9 @@ def evaluate(
     check_class("argument loss", loss_fn, PreferenceLoss)
     check_kind(loss_fn, model)
     tell_unused(loss_fn, None if reference is None else "reference")
-    models = [model] if reference is None or not loss_fn.reference else [model, reference]
+    models = (
+        [model] if reference is None or not loss_fn.reference else [model, reference]
+    )
     for each in models:
         check_model(dataset, each)
     loss_fn.check_data(dataset)
@@ -104,7 +113,9 @@ def evaluate(
                 check_arithmetic(joined, model)
         batches = loader if progress is None else _reported(loader, progress)
         how: Any = {"by": by, "rows": rows}
-        return evaluate_batches(policies[0], batches, loss_fn, online, device, dataset, **how)
+        return evaluate_batches(
+            policies[0], batches, loss_fn, online, device, dataset, **how
+        )
 
 
 def tell_unused(loss_fn: StepLoss, *given: str | None) -> None:
@@ -122,10 +133,15 @@ def _reported(loader: PackedDataLoader, progress: Progress) -> Iterator[PackedBa
 
 
 def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
-    """Refuses a causal LM for a loss of scores, and a reward model for one of log-probs."""
+    """Refuses a causal LM for a loss of scores, and a reward model for one of
+    log-probs.
+    """
     if loss_fn.scores != is_reward_model(model):
         kinds = ["a causal LM", "a reward model"]
-        rule, remedy = f"it is for {kinds[loss_fn.scores]}", "Use bradley_terry for reward models"
+        rule, remedy = (
+            f"it is for {kinds[loss_fn.scores]}",
+            "Use bradley_terry for reward models",
+        )
         found = kinds[not loss_fn.scores]
         raise CompatibilityError(sentence(f"{loss_fn!r}", rule, found, remedy))
 
@@ -142,7 +158,8 @@ def evaluate_batches(
     by: str | None = None,
     rows: bool = False,
 ) -> Figures:
-    """Computes metrics of the batches, at least one on each rank, for evaluation; collective.
+    """Computes metrics of the batches, at least one on each rank, for evaluation;
+    collective.
 
     `dataset` is theirs, if they are packed: it names groups, and the columns of rows.
     """
@@ -152,7 +169,9 @@ def evaluate_batches(
         examples = ExampleRows(loss_fn, dataset.manifest.carried)
     with evaluating(policy):
         for batch in batches:
-            check_ids(batch, policy.model if isinstance(policy, PackedPolicy) else policy)
+            check_ids(
+                batch, policy.model if isinstance(policy, PackedPolicy) else policy
+            )
             here = to_device(batch, device)
             logps, ref_logps = policy(here), reference(here) if reference else None
             grouped.add(logps, here, ref_logps, batch)

@@ -1,8 +1,8 @@
 """Shards of torch.distributed.checkpoint, checked before torch reads them.
 
-torch unpickles the file ``.metadata`` of a folder of shards, and values in the shards that are no
-tensors, and would run any code in them. Both are read here first, by a pickle that knows the
-classes of such files alone; see ``docs/security.md``.
+torch unpickles the file ``.metadata`` of a folder of shards, and values in the shards
+that are no tensors, and would run any code in them. Both are read here first, by a
+pickle that knows the classes of such files alone; see ``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -47,17 +47,21 @@ class _MetadataUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a class of the table, or a dtype."""
-        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        is_dtype = module == "torch" and isinstance(
+            getattr(torch, name, None), torch.dtype
+        )
         if is_dtype or (module, name) in ALLOWED_NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
 def check_shards(folder: Path) -> None:
-    """Raise for a folder of shards that would run code as torch loads it; a missing one is fine.
+    """Raise for a folder of shards that would run code as torch loads it; a missing one
+    is fine.
 
     Raises:
-        FormatError: ``.metadata``, or a value in a shard, holds more than torch's own classes.
+        FormatError: ``.metadata``, or a value in a shard, holds more than torch's own
+            classes.
     """
     if not folder.is_dir():
         return
@@ -69,7 +73,9 @@ def check_shards(folder: Path) -> None:
         rule = "it must hold nothing but torch's own classes"
         found = quote(f"{type(error).__name__}: {error}", 200)
         remedy = "Resume from your own checkpoints only"
-        raise FormatError(sentence(f"checkpoint {folder}", rule, found, remedy)) from error
+        raise FormatError(
+            sentence(f"checkpoint {folder}", rule, found, remedy)
+        ) from error
 
 
 def read_metadata(folder: Path) -> Metadata:
@@ -86,14 +92,22 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _pickled_values(folder: Path, metadata: Metadata) -> Iterator[bytes]:
-    """Yield the values that are no tensors: torch unpickles them, and tensors by weights alone."""
+    """Yield the values that are no tensors: torch unpickles them, and tensors by
+    weights alone.
+    """
     kinds = metadata.state_dict_metadata
-    pickled = {name for name, kind in kinds.items() if isinstance(kind, BytesStorageMetadata)}
+    pickled = {
+        name for name, kind in kinds.items() if isinstance(kind, BytesStorageMetadata)
+    }
     for index, place in metadata.storage_data.items():
         if index.fqn not in pickled:
             continue
-        if place.transform_descriptors:  # torch would transform the bytes before it loads them
-            raise pickle.UnpicklingError(f"{index.fqn} by {place.transform_descriptors}")
+        if (
+            place.transform_descriptors
+        ):  # torch would transform the bytes before it loads them
+            raise pickle.UnpicklingError(
+                f"{index.fqn} by {place.transform_descriptors}"
+            )
         with (folder / place.relative_path).open("rb") as file:
             file.seek(place.offset)
             yield file.read(place.length)

@@ -9,8 +9,8 @@
         output_dir="run", loss="dpo", loss_parameters={"beta": 0.1}, learning_rate=1e-6,
     )
 
-On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or FSDP2 if
-Accelerate's config says so. The settings are in ``docs/training.md``.
+On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or
+FSDP2 if Accelerate's config says so. The settings are in ``docs/training.md``.
 """
 
 from __future__ import annotations
@@ -75,15 +75,24 @@ class LogLines(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Says of a run that is finished how to go on."""
         if state.global_step >= state.max_steps and state.is_world_process_zero:
-            text = "%s is finished, at step %s: to go on, raise num_train_epochs or max_steps; to "
+            text = (
+                "%s is finished, at step %s: to go on, raise num_train_epochs or "
+                "max_steps; to "
+            )
             text += "start anew, take another output_dir"
             logger.warning(text, args.output_dir, f"{state.global_step:,}")
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+    def on_log(
+        self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+    ) -> None:
         """Logs the metrics that a person looks at."""
         prefix = "eval_" if "eval_loss" in logs else ""
         known = [(f"{prefix}{name}", *how) for name, how in SHOWN.items()]
-        shown = [f"{short} {logs[name]:{form}}" for name, short, form in known if name in logs]
+        shown = [
+            f"{short} {logs[name]:{form}}"
+            for name, short, form in known
+            if name in logs
+        ]
         if shown and state.is_world_process_zero:
             what = "evaluation after " if prefix else ""
             text = "%sstep %s/%s  %s"
@@ -92,22 +101,28 @@ class LogLines(TrainerCallback):  # type: ignore[misc]
 
 
 def train(
-    config: TrainConfig | None = None, /, *, callbacks: Sequence[Any] = (), **settings: Any
+    config: TrainConfig | None = None,
+    /,
+    *,
+    callbacks: Sequence[Any] = (),
+    **settings: Any,
 ) -> TrainResult:
     """Trains a model from the start or from its newest checkpoint; a collective call.
 
-    Every pair weighs the same in any pack, batch or rank. The output folder then has the model, its
-    card, the metrics (``trainer_state.json``), and the Trainer's checkpoints.
+    Every pair weighs the same in any pack, batch or rank. The output folder then has
+    the model, its card, the metrics (``trainer_state.json``), and the Trainer's
+    checkpoints.
 
     Args:
         config: the settings; default: their defaults.
         callbacks: callbacks of transformers' Trainer.
-        settings: fields of :class:`~packstore.config.training.TrainConfig` and of transformers'
-            ``TrainingArguments`` that override `config`.
+        settings: fields of :class:`~packstore.config.training.TrainConfig` and of
+            transformers' ``TrainingArguments`` that override `config`.
 
     Raises:
         ConfigError: settings are missing, unknown, out of range or exclude each other.
-        CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong together.
+        CompatibilityError: model, data, loss, tokenizer or checkpoint do not belong
+            together.
         DivergedError: loss or gradient is not finite; no model is written.
         PackstoreError: model, dataset or checkpoint is unusable.
     """
@@ -139,7 +154,9 @@ def train(
         trainer.save_state()
         trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()
-    trained = [record for record in history if "examples" in record]  # by any logging_strategy
+    trained = [
+        record for record in history if "examples" in record
+    ]  # by any logging_strategy
     return TrainResult(
         step=step,
         examples=sum(int(record["examples"]) for record in trained),
@@ -151,25 +168,42 @@ def train(
 
 def _metrics(records: list[dict[str, float]]) -> dict[str, float]:
     last = records[-1] if records else {}
-    return {name: value for name, value in last.items() if name not in ("step", "epoch")}
+    return {
+        name: value for name, value in last.items() if name not in ("step", "epoch")
+    }
 
 
 def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
     """Makes the Trainer's settings; `precision` is that of a run that goes on."""
     others = (*TrainModelConfig.names(), "arguments", "resume_from_checkpoint")
-    own = {name: getattr(config, name) for name in TrainConfig.names() if name not in others}
+    own = {
+        name: getattr(config, name)
+        for name in TrainConfig.names()
+        if name not in others
+    }
     own["report_to"] = list(config.report_to) or "none"
-    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
-    defaults: dict[str, Any] = {"disable_tqdm": True, "save_total_limit": 2, "use_cpu": on_cpu}
+    on_cpu = (
+        parse_flag_from_env("ACCELERATE_USE_CPU")
+        or not torch.accelerator.is_available()
+    )
+    defaults: dict[str, Any] = {
+        "disable_tqdm": True,
+        "save_total_limit": 2,
+        "use_cpu": on_cpu,
+    }
     if config.eval_steps is not None:
         defaults["eval_strategy"] = "steps"
-    if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:  # before 5.23
+    if (
+        "activation_checkpointing" not in TrainingArguments.__dataclass_fields__
+    ):  # before 5.23
         own["gradient_checkpointing"] = own.pop("activation_checkpointing")
     merged = {**defaults, **own, **config.arguments}
     given = {name: value for name, value in merged.items() if value is not None}
     args = TrainingArguments(**given)
     if config.bf16 is None:
-        chosen = precision or choose_precision("auto", args.device, getattr(torch, config.dtype))
+        chosen = precision or choose_precision(
+            "auto", args.device, getattr(torch, config.dtype)
+        )
         if chosen == "bf16":
             args = TrainingArguments(**given, bf16=True)
     return args
@@ -177,7 +211,9 @@ def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
 
 @contextmanager
 def _named_places(output_dir: str) -> Iterator[None]:
-    """Names the output in errors of its disk, of the hub and of trackers: no defects of ours."""
+    """Names the output in errors of its disk, of the hub and of trackers: no defects of
+    ours.
+    """
     try:
         yield
     except PackstoreError:
@@ -189,26 +225,44 @@ def _named_places(output_dir: str) -> Iterator[None]:
         remedy = "The same command again goes on from the newest checkpoint"
         found = quote(client_text(error), 200)
         where = f"output_dir {output_dir}"
-        raise StorageError(sentence(where, rule, found, remedy)) from client_cause(error)
+        raise StorageError(sentence(where, rule, found, remedy)) from client_cause(
+            error
+        )
 
 
 def _checkpoint(config: TrainConfig) -> str | None:
-    """Returns the checkpoint to resume from, or None to start in an output without a model."""
+    """Returns the checkpoint to resume from, or None to start in an output without a
+    model.
+    """
     output, asked = Path(config.output_dir), config.resume_from_checkpoint
     where = f"output_dir {output}"
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         rule, remedy = "it must be a folder that can be written", "Name another"
-        raise StorageError(sentence(where, rule, str(error.strerror), remedy)) from error
+        raise StorageError(
+            sentence(where, rule, str(error.strerror), remedy)
+        ) from error
     newest = newest_checkpoint(str(output))
     if asked is not None:
-        if newest is not None and Path(asked).is_dir() and not Path(asked).samefile(newest):
-            rule, remedy = "it must be the newest of its output_dir", "Remove the later ones"
+        if (
+            newest is not None
+            and Path(asked).is_dir()
+            and not Path(asked).samefile(newest)
+        ):
+            rule, remedy = (
+                "it must be the newest of its output_dir",
+                "Remove the later ones",
+            )
             raise ConfigError(sentence(f"checkpoint {asked}", rule, newest, remedy))
         return asked
     models = map(output.joinpath, ("config.json", "adapter_config.json"))
-    if newest is None and (model := next(filter(Path.is_file, models), None)) is not None:
+    if (
+        newest is None
+        and (model := next(filter(Path.is_file, models), None)) is not None
+    ):
         rule = "it must hold no model without checkpoints"
-        raise ConfigError(sentence(where, rule, model.name, "Choose another, or move it away"))
+        raise ConfigError(
+            sentence(where, rule, model.name, "Choose another, or move it away")
+        )
     return newest

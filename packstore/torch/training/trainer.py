@@ -3,7 +3,8 @@
 ::
 
     args = TrainingArguments("run", num_train_epochs=1, learning_rate=1e-6)
-    PackedTrainer("Qwen3-0.6B", args, "prefs-8k", loss="dpo", examples_per_step=64).train()
+    PackedTrainer("Qwen3-0.6B", args, "prefs-8k", loss="dpo",
+    examples_per_step=64).train()
 
 Settings, callbacks, trackers, hub, checkpoints and the best model are the Trainer's.
 """
@@ -30,7 +31,13 @@ from transformers import TrainingArguments, set_seed
 
 from packstore.config.settings import check_class, check_names
 from packstore.config.training import TrainModelConfig
-from packstore.errors import CompatibilityError, ConfigError, display, markdown_text, sentence
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    display,
+    markdown_text,
+    sentence,
+)
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -63,7 +70,13 @@ from packstore.torch.training.trainer_steps import (
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *(
+        "tokenizer*",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab*",
+        "merges.txt",
+    ),
     *("chat_template*", "*.model"),
 )
 
@@ -72,23 +85,29 @@ class PackedTrainer(PackedSteps):
     """transformers' Trainer, trained on packs.
 
     Args:
-        model: a folder or hub name of a causal LM, of a reward model for a loss of scores, or of a
-            LoRA adapter; or such a model, which is prepared in place.
-        args: the settings; :mod:`packstore.torch.training.arguments` has those that are refused.
-        train_dataset: a packed dataset, its folder or URL; or a PackedDataset, or a mix of them.
-        eval_dataset: the same, or several by name. Each example counts once, over all ranks.
+        model: a folder or hub name of a causal LM, of a reward model for a loss of
+            scores, or of a LoRA adapter; or such a model, which is prepared in place.
+        args: the settings; :mod:`packstore.torch.training.arguments` has those that are
+            refused.
+        train_dataset: a packed dataset, its folder or URL; or a PackedDataset, or a mix
+            of them.
+        eval_dataset: the same, or several by name. Each example counts once, over all
+            ranks.
         loss: as of :class:`~packstore.torch.PreferenceLoss`; or a loss made by it, or a
             :class:`~packstore.torch.PolicyLoss`.
         loss_parameters: keywords of PreferenceLoss.
-        reference: a model, or the folder or hub name of one; default: the policy without its
-            adapter, else a frozen copy of it.
-        ref_logps, eval_ref_logps: side datasets in its place, of training and evaluation.
-        examples_per_step: mean examples of an optimizer step, over all ranks; default: as unpacked,
-            ``per_device_train_batch_size * gradient_accumulation_steps * ranks``.
+        reference: a model, or the folder or hub name of one; default: the policy
+            without its adapter, else a frozen copy of it.
+        ref_logps, eval_ref_logps: side datasets in its place, of training and
+            evaluation.
+        examples_per_step: mean examples of an optimizer step, over all ranks; default:
+            as unpacked, ``per_device_train_batch_size * gradient_accumulation_steps *
+            ranks``.
         packs_per_batch: packs of one forward call; default: 1.
-        peft_config: of an adapter to be trained in place of the weights, of PEFT; or members of
-            its LoraConfig, by default with all linear layers.
-        dtype, attention: as of `load_model`; a `dtype` beside a model that is made is refused.
+        peft_config: of an adapter to be trained in place of the weights, of PEFT; or
+            members of its LoraConfig, by default with all linear layers.
+        dtype, attention: as of `load_model`; a `dtype` beside a model that is made is
+            refused.
         head: backend of log-probs, as of :func:`~packstore.torch.segment_logps`.
         compile: ``layers``, ``none``; ``auto``: layers on CUDA devices with Triton.
         storage_options: of fsspec, for datasets.
@@ -133,7 +152,9 @@ class PackedTrainer(PackedSteps):
             eval_ref_logps=eval_ref_logps or (),
             storage_options=storage_options or {},
         )
-        check_class("argument callbacks", callbacks or (), Sequence, "Give a list of them")
+        check_class(
+            "argument callbacks", callbacks or (), Sequence, "Give a list of them"
+        )
         self.examples_per_step = examples_of_step(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
         self.loss_fn: Any = _make_loss(loss, given["loss_parameters"])
@@ -142,7 +163,9 @@ class PackedTrainer(PackedSteps):
         if held_out is not None:
             check_evaluated("argument eval_dataset", self.loss_fn)
         self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
-        tell_unused(self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values()))
+        tell_unused(
+            self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values())
+        )
         needs = self.loss_fn.reference
         stored = all(
             data is None or self._sides[part] or has_ref_logps(data)
@@ -150,7 +173,9 @@ class PackedTrainer(PackedSteps):
         )
         set_seed(args.seed)  # a new head is drawn
         load = partial(load_model, dtype=_dtype_of(model, dtype), attention=attention)
-        model = self._load_policy(model, load, needs and not stored and reference is None)
+        model = self._load_policy(
+            model, load, needs and not stored and reference is None
+        )
         self._check_model(model, list(datasets_of(train, held_out)))
         if isinstance(reference, str | os.PathLike):
             reference = load(reference) if needs else None
@@ -179,17 +204,23 @@ class PackedTrainer(PackedSteps):
             compile_layers(self._reference)
 
     def _opened(self, data: Any) -> Any:
-        """Returns a packed dataset in the place of its folder or URL; refuses other data."""
+        """Returns a packed dataset in the place of its folder or URL; refuses other
+        data.
+        """
         opened = super()._opened(data)
         if opened is not None and not is_packed(opened):
             remedy = "Pack the records: packstore.pack(records, folder, tokenizer)"
             remedy += "; of several datasets, PackedDataset.mix makes one"
             found = type(opened).__name__
-            raise ConfigError(sentence("dataset", "it must be a packed one", found, remedy))
+            raise ConfigError(
+                sentence("dataset", "it must be a packed one", found, remedy)
+            )
         return opened
 
     def _load_policy(self, model: Any, load: partial[Any], as_reference: bool) -> Any:
-        """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen copy."""
+        """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen
+        copy.
+        """
         self._source, self._goes_on = None, False
         if not isinstance(model, str | os.PathLike):
             release_copy(model)
@@ -201,16 +232,24 @@ class PackedTrainer(PackedSteps):
         return loaded
 
     def _check_reference(self, checkpoint: Path | None) -> None:
-        """Refuses log-probs of another reference; of a run that goes on with its own, warns."""
+        """Refuses log-probs of another reference; of a run that goes on with its own,
+        warns.
+        """
         data = {"train": self.train_dataset, "eval": self.eval_dataset}
-        given = [(url, data[part]) for part, urls in self._sides.items() for url in urls]
+        given = [
+            (url, data[part]) for part, urls in self._sides.items() for url in urls
+        ]
         if given and any(dataset is None for _, dataset in given):
-            rule, remedy = "it must go with a dataset", "Give eval_dataset, or leave it out"
+            rule, remedy = (
+                "it must go with a dataset",
+                "Give eval_dataset, or leave it out",
+            )
             raise ConfigError(sentence("argument eval_ref_logps", rule, "none", remedy))
         if not given or not self.loss_fn.reference:
             return
         known = checkpoint is not None and (
-            read_position(checkpoint)["settings"]["sides"] == self._described()["settings"]["sides"]
+            read_position(checkpoint)["settings"]["sides"]
+            == self._described()["settings"]["sides"]
         )
         device, model, adapter = self.accelerator.device, self.model, self._goes_on
         if self._reference is not None:
@@ -223,23 +262,34 @@ class PackedTrainer(PackedSteps):
                     if known:
                         check_arithmetic(side, model, device)
                     else:
-                        check_reference(side, model, dataset, adapter=adapter, device=device)
+                        check_reference(
+                            side, model, dataset, adapter=adapter, device=device
+                        )
 
         run_on_rank_zero(check)
 
     def _with_adapter(self, model: Any, peft_config: Any) -> Any:
         """Adds an adapter to a frozen model; untrained, it changes nothing."""
         if self._goes_on or adapted(model):
-            rule, remedy = "the model must have no adapter", "Leave it out to train it further"
-            raise ConfigError(sentence("peft_config", rule, str(_name_of(model)), remedy))
+            rule, remedy = (
+                "the model must have no adapter",
+                "Leave it out to train it further",
+            )
+            raise ConfigError(
+                sentence("peft_config", rule, str(_name_of(model)), remedy)
+            )
         with named_settings("peft_config", "PEFT must be able to add it to the model"):
             if isinstance(peft_config, Mapping):
                 known = [field.name for field in fields(LoraConfig)]
-                check_names(peft_config, known, "PEFT's LoraConfig", "member of peft_config")
+                check_names(
+                    peft_config, known, "PEFT's LoraConfig", "member of peft_config"
+                )
                 task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
                 usual = {"target_modules": "all-linear", "task_type": task}
                 peft_config = LoraConfig(**usual | dict(peft_config))
-            check_class("peft_config", peft_config, PeftConfig, "Give members of LoraConfig")
+            check_class(
+                "peft_config", peft_config, PeftConfig, "Give members of LoraConfig"
+            )
             return get_peft_model(model.requires_grad_(False), peft_config)
 
     def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
@@ -251,17 +301,27 @@ class PackedTrainer(PackedSteps):
         return logps
 
     @cached_property
-    def _placed_reference(self) -> tuple[PackedPolicy, Callable[[], AbstractContextManager[Any]]]:
-        """The reference on the device of the run, and what gives it the policy's precision."""
+    def _placed_reference(
+        self,
+    ) -> tuple[PackedPolicy, Callable[[], AbstractContextManager[Any]]]:
+        """The reference on the device of the run, and what gives it the policy's
+        precision.
+        """
         accelerator, model = self.accelerator, self._reference
-        policy: Any = PackedPolicy(model.requires_grad_(False), **self._head_settings).eval()
-        if self.is_deepspeed_enabled:  # its engine casts the policy, in place of autocast
+        policy: Any = PackedPolicy(
+            model.requires_grad_(False), **self._head_settings
+        ).eval()
+        if (
+            self.is_deepspeed_enabled
+        ):  # its engine casts the policy, in place of autocast
             policy = policy.to(next(self.model.parameters()).dtype)
         if not accelerator.is_fsdp2:
             return policy.to(accelerator.device), accelerator.autocast
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        policy._no_split_modules = model._no_split_modules  # the units that Accelerate shards
+        policy._no_split_modules = (
+            model._no_split_modules
+        )  # the units that Accelerate shards
         policy = fsdp2_prepare_model(accelerator, policy)
         policy.set_reshard_after_forward(True)  # no backward pass follows
         return policy.to(accelerator.device), nullcontext
@@ -275,19 +335,25 @@ class PackedTrainer(PackedSteps):
         return described
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Saves the model, with the tokenizer files of the folder or hub that it came from."""
+        """Saves the model, with the tokenizer files of the folder or hub that it came
+        from.
+        """
         super()._save(output_dir, state_dict)
         if self.processing_class is not None or self._source is None:
             return
         source = self._source
         if not Path(source).is_dir():
-            with suppress(Exception):  # of a hub that is out of reach, files at hand still serve
+            with suppress(
+                Exception
+            ):  # of a hub that is out of reach, files at hand still serve
                 source = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES))
                 self._source = source  # asked once
         for pattern in TOKENIZER_FILES:
             for file in filter(Path.is_file, Path(source).glob(pattern)):
                 with suppress(shutil.SameFileError):
-                    shutil.copy(file, Path(output_dir or self.args.output_dir, file.name))
+                    shutil.copy(
+                        file, Path(output_dir or self.args.output_dir, file.name)
+                    )
 
     def create_model_card(self, **given: Any) -> None:
         """Writes the model's ``README.md``: dataset, loss, settings, results."""
@@ -301,16 +367,24 @@ def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
     if not isinstance(loss, StepLoss):
         return PreferenceLoss(loss, **parameters)
     if parameters:
-        where, rule = "argument loss_parameters", "it must be left out beside a loss that is made"
+        where, rule = (
+            "argument loss_parameters",
+            "it must be left out beside a loss that is made",
+        )
         raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
     return loss
 
 
 def _dtype_of(model: Any, dtype: Any) -> Any:
-    """Returns the dtype of what is loaded: that of a model that is made, which takes no other."""
+    """Returns the dtype of what is loaded: that of a model that is made, which takes no
+    other.
+    """
     if dtype is not None and not isinstance(model, str | os.PathLike):
         where, rule = "argument dtype", "it is of a model that is loaded"
-        found, remedy = f"{dtype!r} beside {type(model).__name__}", "Give model.to(dtype)"
+        found, remedy = (
+            f"{dtype!r} beside {type(model).__name__}",
+            "Give model.to(dtype)",
+        )
         raise ConfigError(sentence(where, rule, found, remedy))
     return dtype or str(getattr(model, "dtype", "float32")).removeprefix("torch.")
 
@@ -337,22 +411,36 @@ def _name_of(model: Any) -> str | None:
 def model_card(trainer: Any, **front: Any) -> str:
     """Returns the text; `front`: further fields of its YAML head."""
     args, state = trainer.args, trainer.state
-    dataset = next(datasets_of(trainer.train_dataset, trainer.eval_dataset))  # of a mix the first
+    dataset = next(
+        datasets_of(trainer.train_dataset, trainer.eval_dataset)
+    )  # of a mix the first
     manifest = dataset.manifest
     started = trainer.accelerator.unwrap_model(trainer.model).config._name_or_path
     tags = ["packstore", *(front.pop("tags", None) or ())]
-    known = {"base_model": started or None, "library_name": "transformers", "tags": tags}
-    head = ModelCardData(**{name: value for name, value in {**front, **known}.items() if value})
+    known = {
+        "base_model": started or None,
+        "library_name": "transformers",
+        "tags": tags,
+    }
+    head = ModelCardData(
+        **{name: value for name, value in {**front, **known}.items() if value}
+    )
     facts = {
         "dataset": display(dataset.url),
         "dataset fingerprint": manifest.fingerprint,
-        "examples of the dataset": f"{manifest.totals.examples:,} of kind {manifest.kind}",
-        "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get("sha256", "unknown"),
+        "examples of the dataset": f"{manifest.totals.examples:,} of kind "
+        f"{manifest.kind}",
+        "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get(
+            "sha256", "unknown"
+        ),
         "loss": repr(trainer.loss_fn),
-        "optimizer steps": f"{state.global_step:,} of about {trainer.examples_per_step} examples",
+        "optimizer steps": f"{state.global_step:,} of about "
+        f"{trainer.examples_per_step} examples",
         "packstore": VERSION,
     }
-    last = {n: v for record in state.log_history for n, v in record.items() if n != "step"}
+    last = {
+        n: v for record in state.log_history for n, v in record.items() if n != "step"
+    }
     results = {name: f"{value:.6g}" for name, value in last.items()}
     settings = json.dumps(args.to_sanitized_dict(), indent=1, default=str)
     longest = max((len(ticks) for ticks in re.findall("`+", settings)), default=0)

@@ -1,4 +1,6 @@
-"""The local engine: order, laziness, errors, dead workers, and scripts without a main guard."""
+"""The local engine: order, laziness, errors, dead workers, and scripts without a main
+guard.
+"""
 
 from __future__ import annotations
 
@@ -92,10 +94,26 @@ def test_items_are_taken_as_they_are_needed() -> None:
     ("act", "error", "text"),
     [
         (fail, ValueError, "^seven$"),
-        (do_not_come_back, PackstoreError, "Local: of a class that no other process knows"),
-        (die, PackstoreError, "a worker process died .exit code 9; its own error is above"),
-        (end_by_a_kill, PackstoreError, "died .killed by SIGKILL.* in case memory ran out"),
-        (end_by_the_limit_of_time, PackstoreError, "died .more than 900 s of processor time"),
+        (
+            do_not_come_back,
+            PackstoreError,
+            "Local: of a class that no other process knows",
+        ),
+        (
+            die,
+            PackstoreError,
+            "a worker process died .exit code 9; its own error is above",
+        ),
+        (
+            end_by_a_kill,
+            PackstoreError,
+            "died .killed by SIGKILL.* in case memory ran out",
+        ),
+        (
+            end_by_the_limit_of_time,
+            PackstoreError,
+            "died .more than 900 s of processor time",
+        ),
     ],
 )
 def test_an_error_or_death_of_a_worker_ends_the_work(
@@ -124,7 +142,9 @@ def test_an_item_that_a_worker_cannot_read_is_an_error_of_that_name() -> None:
 
 
 class LoadsOnlyHere:
-    """Work that the process that made it can load, and no other: a file that only it sees, say."""
+    """Work that the process that made it can load, and no other: a file that only it
+    sees, say.
+    """
 
     def __init__(self) -> None:
         self.home = os.getpid()
@@ -144,16 +164,23 @@ def test_work_that_a_worker_cannot_load_is_an_error_of_that_name() -> None:
 
 
 def test_chats_in_a_daemon_of_a_script_without_a_main_guard(tmp_path: Path) -> None:
-    """Templates run in worker processes, also where multiprocessing allows no children."""
-    script, tokenizer = tmp_path / "job.py", write_tokenizer(tmp_path / "tokenizer.json")
+    """Templates run in worker processes, also where multiprocessing allows no
+    children.
+    """
+    script, tokenizer = (
+        tmp_path / "job.py",
+        write_tokenizer(tmp_path / "tokenizer.json"),
+    )
     script.write_text(
         "import multiprocessing, packstore\n"
         "turns = [{'role': r, 'content': 'a'} for r in ('user', 'assistant')]\n"
         "def job():\n"
-        f"    dataset = packstore.pack([{{'messages': turns}}] * 9, {str(tmp_path / 'out')!r},\n"
+        f"    dataset = packstore.pack([{{'messages': turns}}] * 9, "
+        f"{str(tmp_path / 'out')!r},\n"
         f"        {str(tokenizer)!r}, chat_template='chatml', num_workers=2)\n"
         "    print(len(dataset), flush=True)\n"
-        "daemon = multiprocessing.get_context('fork').Process(target=job, daemon=True)\n"
+        "daemon = multiprocessing.get_context('fork').Process(target=job, "
+        "daemon=True)\n"
         "daemon.start()\n"
         "daemon.join()\n",
         encoding="utf-8",

@@ -1,4 +1,6 @@
-"""The Ray engine on a local cluster: the bytes of the local engine, also when a worker dies."""
+"""The Ray engine on a local cluster: the bytes of the local engine, also when a worker
+dies.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def square_or_die_once(mark: Path, x: int) -> int:
     return square(x)
 
 
-def test_results_keep_the_order_of_the_items_and_a_lost_task_is_run_again(tmp_path: Path) -> None:
+def test_results_keep_the_order_of_the_items_and_a_lost_task_is_run_again(
+    tmp_path: Path,
+) -> None:
     mark = tmp_path / "died"
     squares = run(partial(square_or_die_once, mark), range(20), None)
     assert list(squares) == [x * x for x in range(20)]
@@ -77,7 +81,8 @@ def test_what_is_lost_every_time_is_an_error() -> None:
 
 
 class DieAtAShard:
-    """Kills its process when partition 1 has put its first shard, if no process did so before.
+    """Kills its process when partition 1 has put its first shard, if no process did so
+    before.
 
     From outside, nobody can tell that moment.
     """
@@ -107,13 +112,21 @@ def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with pytest.raises(PackstoreError, match=r"Ray: must start.*timed out during.*engine local"):
+    with pytest.raises(
+        PackstoreError, match=r"Ray: must start.*timed out during.*engine local"
+    ):
         list(run(square, [1], None))
 
 
-def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same bytes as in this process, though a task dies with a shard put and others to come."""
-    sources = [write_jsonl(tmp_path / f"{i}.jsonl", pairs(900, 900 * i)) for i in range(4)]
+def test_partitions_survive_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same bytes as in this process, though a task dies with a shard put and others
+    to come.
+    """
+    sources = [
+        write_jsonl(tmp_path / f"{i}.jsonl", pairs(900, 900 * i)) for i in range(4)
+    ]
     settings: dict[str, Any] = {
         "pack_size": 64, "partitions": 3, "shard_tokens": 2000, "row_group_tokens": 512,
     }  # fmt: skip
@@ -139,11 +152,15 @@ def test_partitions_survive_a_worker(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len({s.path for s in made.manifest.shards}) > 6
     assert made.manifest.to_json() == calm.manifest.to_json()
     assert made.verify().ok
-    packstore.clean(str(out), delete=True, older_than=0, no_writers=True)  # of the dead worker
+    packstore.clean(
+        str(out), delete=True, older_than=0, no_writers=True
+    )  # of the dead worker
     assert Files(out).all() == Files(tmp_path / "calm").all()
 
 
-def test_without_ray_the_install_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_ray_the_install_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "packstore.etl.engines.ray")
     records = [{"prompt": [1], "chosen": [2], "rejected": [3]}]

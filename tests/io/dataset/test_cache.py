@@ -1,4 +1,6 @@
-"""The local cache: less is fetched, and nothing is returned that the store did not give."""
+"""The local cache: less is fetched, and nothing is returned that the store did not
+give.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,12 @@ def test_what_was_read_is_not_fetched_again(stored: Any, tmp_path: Path) -> None
     assert stat.S_IMODE(home.stat().st_mode) == 0o700
 
 
-def test_a_copy_elsewhere_does_not_fill_the_cache_of_a_dataset(kit: Any, tmp_path: Path) -> None:
-    """A forged copy can keep every checksum; so no bytes of it may be read as the original's."""
+def test_a_copy_elsewhere_does_not_fill_the_cache_of_a_dataset(
+    kit: Any, tmp_path: Path
+) -> None:
+    """A forged copy can keep every checksum; so no bytes of it may be read as the
+    original's.
+    """
     data = kit.made(tmp_path / "ds", row_group_tokens=60, shard_tokens=500)
     shutil.copytree(data.url, tmp_path / "copy")
     reading = ReadConfig(cache_dir=str(tmp_path / "cache"))
@@ -58,13 +64,22 @@ def test_a_copy_elsewhere_does_not_fill_the_cache_of_a_dataset(kit: Any, tmp_pat
 
 
 def test_places_of_one_name_are_kept_apart() -> None:
-    """One URL at two endpoints is two places; with another login, or relative, it is the same."""
+    """One URL at two endpoints is two places; with another login, or relative, it is
+    the same.
+    """
     one, other = (
-        {"client_kwargs": {"endpoint_url": url}, "key": "k", "secret": "s"} for url in ("a", "b")
+        {"client_kwargs": {"endpoint_url": url}, "key": "k", "secret": "s"}
+        for url in ("a", "b")
     )
-    assert Location("s3://bucket/ds", one).digest != Location("s3://bucket/ds", other).digest
+    assert (
+        Location("s3://bucket/ds", one).digest
+        != Location("s3://bucket/ds", other).digest
+    )
     again = {**one, "key": "another", "token": "t"}
-    assert Location("s3://bucket/ds", one).digest == Location("s3://bucket/ds", again).digest
+    assert (
+        Location("s3://bucket/ds", one).digest
+        == Location("s3://bucket/ds", again).digest
+    )
     assert Location("ds").digest == Location(os.path.abspath("ds")).digest
 
 
@@ -91,13 +106,17 @@ def test_a_tenth_of_the_disk_stays_free(
     free = total // 10 + (2 * largest if has_room else 0)
     usage = SimpleNamespace(total=total, used=total - free, free=free + 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    data = packstore.open(stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache")))
+    data = packstore.open(
+        stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache"))
+    )
     for a, b in zip(data.iter_packs(), stored.iter_packs(), strict=True):
         assert same(a, b)
     assert bool(files(tmp_path / "cache")) == has_room
 
 
-def test_bytes_that_are_damaged_in_the_store_are_not_cached(stored: Any, tmp_path: Path) -> None:
+def test_bytes_that_are_damaged_in_the_store_are_not_cached(
+    stored: Any, tmp_path: Path
+) -> None:
     for shard in stored.manifest.shards:
         Files(stored.url).write(shard.path, bytes(shard.bytes))
     reading = ReadConfig(cache_dir=str(tmp_path / "cache"))
@@ -119,14 +138,18 @@ def test_a_folder_that_others_may_have_prepared_is_refused(
     else:
         home.mkdir()
         home.chmod(0o777)
-    with pytest.raises(StorageError, match="must be the user's own, and closed to others"):
+    with pytest.raises(
+        StorageError, match="must be the user's own, and closed to others"
+    ):
         packstore.open(stored.url, reading=ReadConfig(cache_dir=str(tmp_path)))
 
 
 def test_a_folder_that_fails_is_bypassed(
     stored: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    data = packstore.open(stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache")))
+    data = packstore.open(
+        stored.url, reading=ReadConfig(cache_dir=str(tmp_path / "cache"))
+    )
     data.read_packs(0)
     shutil.rmtree(tmp_path / "cache")
     (tmp_path / "cache").write_text("", encoding="utf-8")

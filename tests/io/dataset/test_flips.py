@@ -1,4 +1,5 @@
-"""Every single-bit flip in what a reader reads is found: none gives other packs in silence.
+"""Every single-bit flip in what a reader reads is found: none gives other packs in
+silence.
 
 Some bits of each region are flipped.
 """
@@ -33,7 +34,10 @@ def stored(kit: Any, request: Any, tmp_path_factory: pytest.TempPathFactory) -> 
     records = [{**a, **b} for a, b in zip(kit.records(40), more, strict=True)]
     how = {"carry": ("source:string", "weight:float64"), "shard_tokens": 1 << 20}
     data = kit.made(
-        tmp_path_factory.mktemp("data") / "ds", records, **how, **PROFILES[request.param]
+        tmp_path_factory.mktemp("data") / "ds",
+        records,
+        **how,
+        **PROFILES[request.param],
     )
     assert len(data.manifest.shards) == 1
     assert len(data.row_groups) > 2
@@ -63,7 +67,9 @@ def test_every_region_is_there(stored: Dataset, side: str) -> None:
 
 
 def test_flips_are_told(stored: Dataset, side: str) -> None:
-    """Arrow files have gaps that mean nothing: what is flipped there gives the same packs."""
+    """Arrow files have gaps that mean nothing: what is flipped there gives the same
+    packs.
+    """
     for region in regions(stored, side):
         bits = 8 * (region.stop - region.start)
         counts, wrong = flip(region, max(bits // FLIPS, 1) | 1)

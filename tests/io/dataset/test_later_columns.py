@@ -24,7 +24,9 @@ def list_of(type_: pa.DataType) -> pa.DataType:
 
 
 def extended(dataset: Dataset) -> pa.Table:
-    """The only shard of a dataset that carries `source`, with two more columns around it."""
+    """The only shard of a dataset that carries `source`, with two more columns around
+    it.
+    """
     table = read_shard(Path(dataset.shard_urls[0]))
     examples = [len(ids) for ids in table["example_ids"].to_pylist()]
     columns = {
@@ -47,7 +49,9 @@ def later(kit: Any, tmp_path: Path, request: Any) -> tuple[Dataset, Dataset]:
     records = [{**r, "source": f"s{i % 3}"} for i, r in enumerate(kit.records(40))]
     how = {"format": request.param, "shard_tokens": 1 << 20, "row_group_tokens": 200}
     both = [
-        packstore.pack(records, str(tmp_path / n), pack_size=64, carry=("source",), **how)
+        packstore.pack(
+            records, str(tmp_path / n), pack_size=64, carry=("source",), **how
+        )
         for n in ("now", "later")
     ]
     rows = both[1].manifest.shards[0].row_groups.rows.tolist()
@@ -73,16 +77,22 @@ def test_readers_skip_them(later: tuple[Dataset, Dataset]) -> None:
     assert main(["stats", new.url, "--by", "tree"]) == 1
 
 
-def test_writers_keep_them_or_refuse(later: tuple[Dataset, Dataset], tmp_path: Path) -> None:
+def test_writers_keep_them_or_refuse(
+    later: tuple[Dataset, Dataset], tmp_path: Path
+) -> None:
     now, new = later
     twice = packstore.concat([new, new], str(tmp_path / "twice"))
     assert dict(twice.manifest.carry) == LATER
     assert list(twice.manifest.carry) == list(LATER)
     assert twice.verify().ok
     for change in (
-        lambda: packstore.append(new, [{"prompt": [1], "chosen": [2], "rejected": [3]}]),
+        lambda: packstore.append(
+            new, [{"prompt": [1], "chosen": [2], "rejected": [3]}]
+        ),
         lambda: packstore.append(now, new),
         lambda: packstore.pack(new, str(tmp_path / "anew"), pack_size=128),
     ):
-        with pytest.raises(UnsupportedFormatError, match=r"'(tree|_weight)'.* Upgrade packstore"):
+        with pytest.raises(
+            UnsupportedFormatError, match=r"'(tree|_weight)'.* Upgrade packstore"
+        ):
             change()

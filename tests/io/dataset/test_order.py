@@ -21,7 +21,14 @@ def file_order(group_rows: np.ndarray) -> list[tuple[int, int]]:
     return [(g, r) for g, n in enumerate(group_rows.tolist()) for r in range(n)]
 
 
-@given(groups, st.integers(0, 5), st.integers(0, 5), st.integers(1, 100), st.booleans(), st.data())
+@given(
+    groups,
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.integers(1, 100),
+    st.booleans(),
+    st.data(),
+)
 def test_every_pack_exactly_once_and_wherever_one_begins(
     group_rows, seed, epoch, lanes, stratified, data
 ):
@@ -29,15 +36,21 @@ def test_every_pack_exactly_once_and_wherever_one_begins(
     n = int(group_rows.sum())
     how, strata = {"seed": seed, "epoch": epoch, "lanes": lanes}, None
     if stratified:
-        strata = np.array(data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int64)
+        strata = np.array(
+            data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)), np.int64
+        )
     order = PackOrder(group_rows, **how, strata=strata)
     assert len(order) == n
     every = sequence(order)
     assert sorted(every) == file_order(group_rows)
-    assert [g for g, _ in every] == [g for g, _ in sequence(PackOrder(group_rows, **how))]
+    assert [g for g, _ in every] == [
+        g for g, _ in sequence(PackOrder(group_rows, **how))
+    ]
     some = data.draw(st.permutations(range(n)))[:7]
     found = PackOrder(group_rows, **how, strata=strata).locate(np.array(some, np.int64))
-    assert list(zip(*(f.tolist() for f in found), strict=True)) == [every[i] for i in some]
+    assert list(zip(*(f.tolist() for f in found), strict=True)) == [
+        every[i] for i in some
+    ]
 
 
 @given(groups)
@@ -65,7 +78,9 @@ def test_the_order_is_fixed_for_good():
 
 
 def test_a_batch_is_mixed_as_by_a_full_shuffle():
-    """Figure 2.7 of the loading facts, at a tenth of its size: topics lie sorted in the files."""
+    """Figure 2.7 of the loading facts, at a tenth of its size: topics lie sorted in the
+    files.
+    """
     topics, packs, batch = 20, 20_480, 64
     rows = np.full(packs // 32, 32)
     topic = np.arange(packs) * topics // packs
@@ -80,7 +95,9 @@ def test_a_batch_is_mixed_as_by_a_full_shuffle():
     for lanes, limit in ((64, 1.05), (128, 1.05)):
         found = []
         for epoch in range(4):
-            group, row = PackOrder(rows, epoch=epoch, lanes=lanes).locate(np.arange(packs))
+            group, row = PackOrder(rows, epoch=epoch, lanes=lanes).locate(
+                np.arange(packs)
+            )
             found.append(distance(group * 32 + row))
         assert np.mean(found) <= limit * perfect
     group, row = PackOrder(rows, lanes=8).locate(np.arange(packs))
@@ -89,7 +106,9 @@ def test_a_batch_is_mixed_as_by_a_full_shuffle():
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8, 13, 32])
 def test_a_keyed_permutation_is_uniform(size):
-    """Each value goes to each place, and each pair of neighbours apart, about equally often."""
+    """Each value goes to each place, and each pair of neighbours apart, about equally
+    often.
+    """
     trials = 4000
     every = mixed(np.arange(trials, dtype=np.uint64))
     values = np.tile(np.arange(size), (trials, 1))

@@ -1,4 +1,6 @@
-"""The pack index: sizes of every pack without opening a shard, and what becomes of it."""
+"""The pack index: sizes of every pack without opening a shard, and what becomes
+of it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def told(sizes: PackSizes) -> list[tuple[int, int, int]]:
 
 
 def without_index(dataset: Dataset) -> Dataset:
-    return Dataset(dataset.location, replace(dataset.manifest, pack_index=None), dataset.version)
+    return Dataset(
+        dataset.location, replace(dataset.manifest, pack_index=None), dataset.version
+    )
 
 
 def index_path(dataset: Dataset) -> Path:
@@ -63,8 +67,15 @@ def test_it_lies_beside_the_manifest(ds):
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
-    how = {"format": file_format, "layout": layout, "strategy": "pool", "pack_size": 200}
-    ds = kit.made(tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how)
+    how = {
+        "format": file_format,
+        "layout": layout,
+        "strategy": "pool",
+        "pack_size": 200,
+    }
+    ds = kit.made(
+        tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how
+    )
     assert ds.group_rows.max() > 1
     assert told(ds.pack_index) == plainly(ds)
     assert list(map(tuple, ds.pack_index.counts.tolist())) == plainly(ds, COUNTS)
@@ -101,7 +112,9 @@ def with_column(name: str, change):
         at = table.schema.get_field_index(name)
         values = change(table.column(name).to_numpy().copy())
         return table.set_column(
-            at, table.schema.field(name), pa.array(values, table.schema.field(name).type)
+            at,
+            table.schema.field(name),
+            pa.array(values, table.schema.field(name).type),
         )
 
     return apply
@@ -133,16 +146,28 @@ IMPOSSIBLE = {
         (moved(-(2**20)), "examples must be"),
         (one_more, "its packs must have"),
     ],
-    "squares": [(lambda v: v * 0, "squares must be"), (lambda v: v + 2**40, "squares must be")],
+    "squares": [
+        (lambda v: v * 0, "squares must be"),
+        (lambda v: v + 2**40, "squares must be"),
+    ],
     "best_tokens": [
         (lambda v: v * 0 - 5, "best_tokens must be 1 to all but one"),
         (lambda v: v * 0, "found 0 for pack 0"),
         (lambda v: v + 10**6, "best_tokens must be"),
         (moved(2**62), "best_tokens must be"),
     ],
-    "pairs_best_vs_rest": [(lambda v: v - 2, "pairs must be"), (lambda v: v + 99, "pairs must be")],
-    "pairs_all": [(lambda v: v * 0 - 1, "pairs must be"), (lambda v: v + 2**62, "pairs must be")],
-    "pairs_adjacent": [(lambda v: v * 0 - 1, "pairs must"), (lambda v: v + 999, "pairs must")],
+    "pairs_best_vs_rest": [
+        (lambda v: v - 2, "pairs must be"),
+        (lambda v: v + 99, "pairs must be"),
+    ],
+    "pairs_all": [
+        (lambda v: v * 0 - 1, "pairs must be"),
+        (lambda v: v + 2**62, "pairs must be"),
+    ],
+    "pairs_adjacent": [
+        (lambda v: v * 0 - 1, "pairs must"),
+        (lambda v: v + 999, "pairs must"),
+    ],
 }
 
 
@@ -160,7 +185,9 @@ def test_sizes_that_no_pack_has_are_refused(kit, tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_a_loader_compares_the_index_with_the_packs(kit, tmp_path, kind):
-    ds = kit.made(tmp_path / "ds", 60, kind, pack_size=200, strategy="pool", row_group_tokens=600)
+    ds = kit.made(
+        tmp_path / "ds", 60, kind, pack_size=200, strategy="pool", row_group_tokens=600
+    )
     assert sum(len(batch.num_responses) for batch in loader(ds)) == 60
     stored = index_path(ds).read_bytes()
     for name in (*SIZES, *(COUNTS if kind == "scored" else COUNTS[:1])):
@@ -179,7 +206,11 @@ def loader(ds: Dataset) -> PackedDataLoader:
 def test_a_pack_without_segments_has_no_size(kit, tmp_path):
     """Boundaries of only a 0, its tokens in the next pack: all sums are right."""
     ds = kit.made(
-        tmp_path / "ds", 12, pack_size=200, row_group_tokens=1 << 20, shard_tokens=1 << 20
+        tmp_path / "ds",
+        12,
+        pack_size=200,
+        row_group_tokens=1 << 20,
+        shard_tokens=1 << 20,
     )
     path = Path(ds.url) / ds.manifest.shards[0].path
     table = pq.read_table(path)
@@ -188,24 +219,36 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
     at = table.schema.get_field_index("seq_boundaries")
     field = table.schema.field(at)
     table = table.set_column(at, field, pa.array(bounds, field.type))
-    how = {"use_dictionary": False, "write_page_checksum": True, "write_statistics": False}
+    how = {
+        "use_dictionary": False,
+        "write_page_checksum": True,
+        "write_statistics": False,
+    }
     pq.write_table(table, path, compression="zstd", **how)
     replace_shard(Path(ds.url), path.read_bytes())
     with pytest.raises(IntegrityError, match="seq_boundaries must rise from 0"):
         _ = open_dataset(ds.url).pack_index
 
 
-@pytest.mark.parametrize("change", [lambda t: t.drop_columns("squares"), lambda t: t.slice(0, 7)])
+@pytest.mark.parametrize(
+    "change", [lambda t: t.drop_columns("squares"), lambda t: t.slice(0, 7)]
+)
 def test_another_shape_is_refused(ds, change):
     wrong = lying(ds, change)
-    with pytest.raises(IntegrityError, match=r"have columns tokens, .* a row group for each shard"):
+    with pytest.raises(
+        IntegrityError, match=r"have columns tokens, .* a row group for each shard"
+    ):
         _ = wrong.pack_index
 
 
 def test_sizes_are_looked_up_shard_by_shard(kit, tmp_path):
     ds = kit.made(tmp_path / "ds", 400, row_group_tokens=1, shard_tokens=1)
     assert len(ds.manifest.shards) == 400  # more than are kept
-    everything, again, rng = ds.pack_index, open_dataset(ds.url), np.random.default_rng(0)
+    everything, again, rng = (
+        ds.pack_index,
+        open_dataset(ds.url),
+        np.random.default_rng(0),
+    )
     for n in (0, 1, 7, 300):
         packs = rng.integers(0, len(ds), n)
         assert told(again.sizes(packs)) == told(everything.take(packs))

@@ -83,27 +83,41 @@ def test_gives_every_pack_once_as_it_is_stored(
 def test_reads_ahead_within_its_bytes(
     kit: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No store tells which row group a request is for, so the method is replaced that reads it."""
+    """No store tells which row group a request is for, so the method is replaced that
+    reads it.
+    """
     data = kit.made(tmp_path / "ds", 300, **SMALL)
-    sizes, fetched, group_of = data.row_groups.tokens * 4, set[int](), group_of_example(data)
+    sizes, fetched, group_of = (
+        data.row_groups.tokens * 4,
+        set[int](),
+        group_of_example(data),
+    )
     fetch = data.fetch
-    monkeypatch.setattr(data, "fetch", lambda group: (fetched.add(group), fetch(group))[1])
+    monkeypatch.setattr(
+        data, "fetch", lambda group: (fetched.add(group), fetch(group))[1]
+    )
     most, begun = int(sizes.max()), set[int]()
     for number, pack in enumerate(reading(data, read_ahead_bytes=3 * most)):
         if number in (10, 60):
             time.sleep(0.5)  # so that the threads read as far as they may
         begun.add(group_of[int(pack.example_ids[0])])
-        assert sum(sizes[list(fetched - begun)]) <= (4 + TOGETHER) * most < sizes.sum() / 4
+        assert (
+            sum(sizes[list(fetched - begun)]) <= (4 + TOGETHER) * most < sizes.sum() / 4
+        )
     assert fetched == set(range(len(sizes)))
 
 
 def test_one_request_for_a_row_group(kit: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for those that two lanes share, one as it begins, one as it ends."""
     # More packs than are planned at once.
-    data = kit.made("memory://requests/ds", 3000, row_group_tokens=1500, shard_tokens=20_000)
+    data = kit.made(
+        "memory://requests/ds", 3000, row_group_tokens=1500, shard_tokens=20_000
+    )
     requests, read = list[int](), MemoryFileSystem.cat_file
 
-    def counting(self: Any, path: str, start: Any = None, end: Any = None, **how: Any) -> bytes:
+    def counting(
+        self: Any, path: str, start: Any = None, end: Any = None, **how: Any
+    ) -> bytes:
         requests.append((end or 0) - (start or 0))
         return read(self, path, start, end, **how)
 
@@ -133,9 +147,13 @@ def test_threads_end(kit: Any, how: str) -> None:
         assert not thread.is_alive()
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 def test_a_fork_reads_on(stored: Dataset) -> None:
-    """No thread of the parent lives in the child: no iterator may wait for one there."""
+    """No thread of the parent lives in the child: no iterator may wait for one
+    there.
+    """
     packs = reading(stored, read_ahead_bytes=5000)
     for _ in range(6):
         next(packs)
@@ -148,7 +166,9 @@ def test_a_fork_reads_on(stored: Dataset) -> None:
         finally:
             os._exit(status)
     deadline = time.monotonic() + 30
-    while (done := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+    while (done := os.waitpid(child, os.WNOHANG))[
+        0
+    ] == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
     if done[0] == 0:
         os.kill(child, signal.SIGKILL)
@@ -247,10 +267,16 @@ assert [local.fetch(g) for g in groups] == [remote.fetch(g) for g in groups]
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
 @pytest.mark.parametrize("format_", ["parquet", "arrow"])
-def test_arrow_reads_in_our_threads_alone(kit: Any, tmp_path: Any, format_: str) -> None:
-    """A thread of Arrow's that still holds a Python file kills a process that ends just then.
+def test_arrow_reads_in_our_threads_alone(
+    kit: Any, tmp_path: Any, format_: str
+) -> None:
+    """A thread of Arrow's that still holds a Python file kills a process that ends just
+    then.
 
-    It asks for the interpreter's lock, which ends the thread inside a destructor of C++.
+    It asks for the interpreter's lock, which ends the thread inside a destructor of
+    C++.
     """
     data = kit.made(tmp_path / "ds", format=format_)
-    subprocess.run([sys.executable, "-c", _READ_EVERYTHING, data.url], check=True, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", _READ_EVERYTHING, data.url], check=True, timeout=120
+    )

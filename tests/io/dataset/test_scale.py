@@ -1,4 +1,6 @@
-"""Large datasets: opening a manifest of many row groups takes little more than the result."""
+"""Large datasets: opening a manifest of many row groups takes little more than the
+result.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,19 @@ def test_opening_takes_little_more_than_the_result(ds: Dataset) -> None:
         del value[name]
     of_group = {"rows": 32, "examples": 64, "tokens": 640, "longest": 10}
     groups = {name: [n] * GROUPS for name, n in of_group.items()}
-    shard = value["shards"][0] | {"row_groups": {**groups, "crc32": "00000007" * GROUPS}}
+    shard = value["shards"][0] | {
+        "row_groups": {**groups, "crc32": "00000007" * GROUPS}
+    }
     shard |= {"rows": 32 * GROUPS, "examples": 64 * GROUPS, "sequences": 128 * GROUPS}
     shard["tokens"] = 640 * GROUPS
     value["shards"] = [shard | {"path": f"data/{i}.parquet"} for i in range(SHARDS)]
     sums = {name: SHARDS * shard.get(name, 0) for name in value["totals"]}
     value["totals"] |= sums | {"packs": SHARDS * shard["rows"]}
-    value["records"] |= {"read": sums["examples"], "packed": sums["examples"], "dropped": {}}
+    value["records"] |= {
+        "read": sums["examples"],
+        "packed": sums["examples"],
+        "dropped": {},
+    }
     size = path.write_text(json.dumps(value, separators=(",", ":")), encoding="utf-8")
     packstore.open(ds.url)
     tracemalloc.start()
@@ -35,4 +43,6 @@ def test_opening_takes_little_more_than_the_result(ds: Dataset) -> None:
     tracemalloc.stop()
     assert len(large.manifest.shards) == SHARDS
     assert after - before < SHARDS * GROUPS * 5 * 8 * 1.2
-    assert peak - after < 1.5 * size  # objects for all of the text take far more than its bytes
+    assert (
+        peak - after < 1.5 * size
+    )  # objects for all of the text take far more than its bytes

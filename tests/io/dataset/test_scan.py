@@ -1,4 +1,6 @@
-"""``packstore.scan``: every example as it is in the packs, and only what a query needs is read."""
+"""``packstore.scan``: every example as it is in the packs, and only what a query needs
+is read.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from packstore import Dataset
 from packstore.errors import DatasetNotFoundError, IntegrityError
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
-    "preference": lambda i: {"prompt": [5, 6, i], "chosen": [7] * (1 + i % 5), "rejected": [9, i]},
+    "preference": lambda i: {
+        "prompt": [5, 6, i],
+        "chosen": [7] * (1 + i % 5),
+        "rejected": [9, i],
+    },
     "sft": lambda i: {"input_ids": [1, 2, i, 4], "labels": [-100, 2, -100, 4]},
     "scored": lambda i: {
         "prompt": [5, 6, i],
@@ -35,10 +41,14 @@ def records_of(kind: str, n: int = 200) -> list[dict[str, Any]]:
 def packed(tmp_path: Path, kind: str = "preference", **settings: Any) -> Dataset:
     carry = ["lang", "pack:int64", "x:float64", "b:bool"]
     how = {"pack_size": 64, "row_group_tokens": 256, "shard_tokens": 1024, **settings}
-    return packstore.pack(records_of(kind), str(tmp_path / "out"), carry=carry, kind=kind, **how)
+    return packstore.pack(
+        records_of(kind), str(tmp_path / "out"), carry=carry, kind=kind, **how
+    )
 
 
-def expected(kit: Any, dataset: Dataset, *sources: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def expected(
+    kit: Any, dataset: Dataset, *sources: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """The rows by another way: the records of the example ids in the packs."""
     rows, number = [], 0
     counts = [len(shard.row_groups) for shard in dataset.manifest.shards]
@@ -84,7 +94,10 @@ def test_every_example_is_there_as_it_is_in_the_packs(
     assert frame.collect().to_dicts() == rows
     assert frame.collect_schema() == frame.collect().schema
     plain = packstore.scan(dataset.url)
-    bare = [{k: v for k, v in row.items() if k not in ("input_ids", "labels")} for row in rows]
+    bare = [
+        {k: v for k, v in row.items() if k not in ("input_ids", "labels")}
+        for row in rows
+    ]
     assert plain.collect().to_dicts() == bare
     assert packstore.scan(Path(dataset.url), version=1).collect().height == 200
     some = plain.select("rewards", "b").tail(3).collect()
@@ -93,10 +106,18 @@ def test_every_example_is_there_as_it_is_in_the_packs(
 
 QUERIES: dict[str, Callable[[pl.LazyFrame], pl.LazyFrame]] = {
     "pack": lambda f: f.filter(pl.col("pack").is_between(3, 5)),
-    "shard": lambda f: f.filter((pl.col("shard") == 1) | (pl.col("pack") == 0)).select("x"),
-    "carried": lambda f: f.filter(pl.col("lang") == "de", pl.col("x") > 50).select("input_ids"),
-    "lengths": lambda f: f.filter(pl.col("lengths").list.max() > 6).select("example_id"),
-    "tokens": lambda f: f.filter(pl.col("labels").list.len() > 1, pl.col("x") < 5).select("x"),
+    "shard": lambda f: f.filter((pl.col("shard") == 1) | (pl.col("pack") == 0)).select(
+        "x"
+    ),
+    "carried": lambda f: f.filter(pl.col("lang") == "de", pl.col("x") > 50).select(
+        "input_ids"
+    ),
+    "lengths": lambda f: f.filter(pl.col("lengths").list.max() > 6).select(
+        "example_id"
+    ),
+    "tokens": lambda f: f.filter(
+        pl.col("labels").list.len() > 1, pl.col("x") < 5
+    ).select("x"),
     "head": lambda f: f.head(30).filter(pl.col("b")),
     "filter, head": lambda f: f.filter(pl.col("b")).head(30),
     "slice": lambda f: f.slice(50, 25).select("lang"),
@@ -120,7 +141,9 @@ def test_queries_give_what_they_give_of_a_frame_in_memory(
     assert found.to_dicts() == wanted.collect().to_dicts()
 
 
-def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_needed_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     dataset = packed(tmp_path)
     groups = len(dataset.row_groups)
     read: list[tuple[int, tuple[str, ...]]] = []
@@ -144,7 +167,9 @@ def test_only_what_is_needed_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     frame.filter(pl.col("pack") == 0).collect()
     assert read == [(0, ())]
     read.clear()
-    found = frame.filter(pl.col("pack_carried") == 17).select("input_ids", "pack").collect()
+    found = (
+        frame.filter(pl.col("pack_carried") == 17).select("input_ids", "pack").collect()
+    )
     (group,) = (g for g, names in read if not names)
     first, end = dataset.group_offsets[group : group + 2].tolist()
     assert first <= found["pack"][0] < end

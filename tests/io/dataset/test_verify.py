@@ -95,7 +95,9 @@ def test_damage_is_found(stored: Dataset, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["the longest segment", "the longest sequence"])
-def test_lengths_that_models_are_checked_by_are_compared(stored: Dataset, name: str) -> None:
+def test_lengths_that_models_are_checked_by_are_compared(
+    stored: Dataset, name: str
+) -> None:
     """By the longest sequence, training refuses a model with fewer positions."""
     lower = edit(lambda m: m["statistics"].update(longest_sequence=9))
     (lower if name == "the longest sequence" else DAMAGES[name])(stored)
@@ -137,7 +139,9 @@ def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
     DAMAGES["a bit"](stored)
     swap(stored)
     told: list[tuple[object, ...]] = []
-    reports = [stored.verify(lambda *p: told.append(p), jobs=jobs) for jobs in (1, 2, 8, None)]
+    reports = [
+        stored.verify(lambda *p: told.append(p), jobs=jobs) for jobs in (1, 2, 8, None)
+    ]
     assert len({r.problems for r in reports}) == 1
     shards = len(stored.manifest.shards)
     assert told == [("verify", n + 1, shards, "shards") for n in range(shards)] * 4
@@ -159,7 +163,10 @@ def _with_nulls(table: pa.Table) -> pa.Table:
     [
         (_by_pandas, "a key pandas in its metadata of another writer"),
         (_with_nulls, r"a column input_ids: list<.*>; not input_ids: .* not null"),
-        (lambda t: t.select([*reversed(t.column_names)]), r"columns .*; not input_ids, "),
+        (
+            lambda t: t.select([*reversed(t.column_names)]),
+            r"columns .*; not input_ids, ",
+        ),
     ],
 )
 def test_the_files_of_another_writer_are_named_once_by_their_difference(
@@ -168,7 +175,9 @@ def test_the_files_of_another_writer_are_named_once_by_their_difference(
     data = kit.made(tmp_path / "ds", 60, row_group_tokens=150)
     path = paths(data)[0]
     pq.write_table(change(pq.read_table(path)), path, row_group_size=3)
-    found = re.compile(f"schema must be that of the manifest; found {difference}.*pack them anew")
+    found = re.compile(
+        f"schema must be that of the manifest; found {difference}.*pack them anew"
+    )
 
     def fit_first(manifest: Any) -> None:
         before = manifest["shards"][0]["bytes"]

@@ -1,4 +1,6 @@
-"""Every format with every compression: the same records, cut anywhere, and what is broken."""
+"""Every format with every compression: the same records, cut anywhere, and what is
+broken.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOpti
 pytestmark = pytest.mark.usefixtures("no_collector")
 
 Record = dict[str, Any]
-NESTED = [{"messages": [{"role": "user", "content": f"é\n{i}"}], "n": None} for i in range(2500)]
+NESTED = [
+    {"messages": [{"role": "user", "content": f"é\n{i}"}], "n": None}
+    for i in range(2500)
+]
 FLAT = [
     {"prompt": f"{i}", "chosen": 'é\n",\t', "rejected": "", "chosen_reward": i / 4}
     for i in range(2500)
@@ -94,7 +99,9 @@ def compress(data: bytes, compression: str | None) -> bytes:
 def pieces(name: str, data: bytes, block_bytes: int = 1 << 20) -> list[tuple[Any, Any]]:
     """Ordinals and values, piece by piece."""
     form = FORMATS.load(name)
-    options = ReadOptions(block_bytes=block_bytes, json_columns=frozenset({"chosen_reward"}))
+    options = ReadOptions(
+        block_bytes=block_bytes, json_columns=frozenset({"chosen_reward"})
+    )
     read = list(form.read(io.BytesIO(data), "x", options))
     parts = [form.parse(piece.payload, "x", piece.first) for piece in read]
     assert [piece.records for piece in read] == [len(values) for _, values in parts]
@@ -102,7 +109,9 @@ def pieces(name: str, data: bytes, block_bytes: int = 1 << 20) -> list[tuple[Any
 
 
 def flat(parts: list[tuple[Any, Any]]) -> tuple[list[int], list[object]]:
-    return [o for part in parts for o in part[0]], [v for part in parts for v in part[1]]
+    return [o for part in parts for o in part[0]], [
+        v for part in parts for v in part[1]
+    ]
 
 
 @pytest.mark.parametrize("compression", [None, *COMPRESSIONS.values()])
@@ -120,7 +129,10 @@ def test_round_trip(suffix: str, compression: str | None, tmp_path: Path) -> Non
         assert [o for r in rows for o in r.ordinals] == list(range(len(records)))
         (source,) = reader.sources
         assert source["sha256"] == hashlib.sha256(path.read_bytes()).hexdigest()
-        assert (source["bytes"], source["records"]) == (path.stat().st_size, len(records))
+        assert (source["bytes"], source["records"]) == (
+            path.stat().st_size,
+            len(records),
+        )
 
 
 @pytest.mark.parametrize("name", ["jsonl", "json", "csv"])
@@ -144,12 +156,17 @@ def test_memory_is_bounded_by_the_block(name: str) -> None:
 def test_a_large_row_group_is_streamed(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     table = pa.table({"text": [f"{i:07d}" * 1000 for i in range(6000)]})
-    pq.write_table(table, path, row_group_size=6000, compression="none", use_dictionary=False)
+    pq.write_table(
+        table, path, row_group_size=6000, compression="none", use_dictionary=False
+    )
     del table
     assert path.stat().st_size > 40_000_000
     tracemalloc.start()  # what Arrow reads through a Python file is Python's memory
     try:
-        assert sum(len(b.parse().values) for b in InputReader(path, block_bytes=1 << 20)) == 6000
+        assert (
+            sum(len(b.parse().values) for b in InputReader(path, block_bytes=1 << 20))
+            == 6000
+        )
         assert tracemalloc.get_traced_memory()[1] < 20_000_000
     finally:
         tracemalloc.stop()
@@ -169,13 +186,21 @@ def test_jsonl_cut_anywhere(lines: list[bytes], block_bytes: int, ends: bool) ->
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-9, 10**6) | st.text(max_size=4) | st.just(1.5e30),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    st.none()
+    | st.booleans()
+    | st.integers(-9, 10**6)
+    | st.text(max_size=4)
+    | st.just(1.5e30),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner)
+    ),
     max_leaves=5,
 )
 
 
-@given(st.lists(json_values), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans())
+@given(
+    st.lists(json_values), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans()
+)
 @example([12], 1, None, False)
 def test_json_cut_anywhere(
     records: list[object], block_bytes: int, indent: int | None, escape: bool
@@ -183,12 +208,16 @@ def test_json_cut_anywhere(
     text = json.dumps(records, indent=indent, ensure_ascii=escape)
     parts = pieces("json", f" {text}\n ".encode(), block_bytes)
     assert flat(parts) == (list(range(len(records))), records)
-    if objects := [{"a": record} for record in records]:  # one after another, without an array
+    if objects := [
+        {"a": record} for record in records
+    ]:  # one after another, without an array
         text = "\n".join(map(json.dumps, objects))
         assert flat(pieces("json", text.encode(), 7))[1] == objects
 
 
-cells = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=5)
+cells = st.text(
+    st.characters(exclude_categories=("Cs",), exclude_characters="\0"), max_size=5
+)
 
 
 @given(st.lists(st.tuples(cells, cells), max_size=8), st.integers(1, 40))
@@ -230,7 +259,10 @@ def test_lone_surrogates_and_infinities_are_left_to_the_policies() -> None:
 
 
 def test_csv_cells_are_text_unless_their_column_cannot_be() -> None:
-    text = 'prompt,chosen_reward,when\n007,2.50,1e5\n\n"",,"[1]"\nnan,[1.5],\nTrue,good,null\n'
+    text = (
+        'prompt,chosen_reward,when\n007,2.50,1e5\n\n"",,"[1]"\nnan,[1.5],\n'
+        "True,good,null\n"
+    )
     assert flat(pieces("csv", text.encode())) == (
         [0, 1, 2, 3],
         [
@@ -252,13 +284,41 @@ TWICE = pa.table([[1], [2]], names=["a", "a"])
 BAD_TEXT = pa.table({"a": pa.array([b"\xff"]).view(pa.string())})
 
 BROKEN: dict[str, tuple[str, bytes, str]] = {
-    "truncated gzip": ("x.jsonl.gz", HALF["gzip"], "end in the middle of the compressed stream"),
-    "truncated zstd": ("x.csv.zst", HALF["zstd"], "end in the middle of the compressed stream"),
-    "not gzip": ("x.jsonl.gz", LINES, "must be a complete gzip file; found other bytes"),
-    "garbage after gzip": ("x.json.gz", gzip.compress(b"[]") + b"rest", "found other bytes"),
-    "invalid UTF-8 in JSON": ("x.json", b'[{"a":\n"\xff"}]', r"x\.json, item 1 or later: must be"),
-    "invalid UTF-8 in CSV": ("x.csv", b"a\n\xff\n", r"x\.csv, after line \d: must be UTF-8"),
-    "empty": ("x.jsonl", b"", r"x\.jsonl: must hold at least one record; found no records"),
+    "truncated gzip": (
+        "x.jsonl.gz",
+        HALF["gzip"],
+        "end in the middle of the compressed stream",
+    ),
+    "truncated zstd": (
+        "x.csv.zst",
+        HALF["zstd"],
+        "end in the middle of the compressed stream",
+    ),
+    "not gzip": (
+        "x.jsonl.gz",
+        LINES,
+        "must be a complete gzip file; found other bytes",
+    ),
+    "garbage after gzip": (
+        "x.json.gz",
+        gzip.compress(b"[]") + b"rest",
+        "found other bytes",
+    ),
+    "invalid UTF-8 in JSON": (
+        "x.json",
+        b'[{"a":\n"\xff"}]',
+        r"x\.json, item 1 or later: must be",
+    ),
+    "invalid UTF-8 in CSV": (
+        "x.csv",
+        b"a\n\xff\n",
+        r"x\.csv, after line \d: must be UTF-8",
+    ),
+    "empty": (
+        "x.jsonl",
+        b"",
+        r"x\.jsonl: must hold at least one record; found no records",
+    ),
     "blank lines": ("x.jsonl", b"\n \r\n", "no records"),
     "empty array": ("x.json", b"[ ]", "no records"),
     "header alone": ("x.csv", b"a,b\n", "no records"),
@@ -267,16 +327,32 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
     "a scalar": ("x.json", b' "hi"', r"x\.json, item 1: must be an array of records"),
     "broken array": ("x.json", b'[{"a": 1},\n {"a": }]', r"x\.json, item 2: must be"),
     "no comma": ("x.json", b'[{"a": 1}\n {"a": 2}]', r"item 2: an array must go on"),
-    "open array": ("x.json", b'[{"a": 1}\n', "must go on with ',' or end with ']'; found the end"),
+    "open array": (
+        "x.json",
+        b'[{"a": 1}\n',
+        "must go on with ',' or end with ']'; found the end",
+    ),
     "trailing comma": ("x.json", b"[1, ]", r"item 2: a record must stand here"),
-    "text after the array": ("x.json", b"[1] 2", r"item 2: nothing must follow the array"),
+    "text after the array": (
+        "x.json",
+        b"[1] 2",
+        r"item 2: nothing must follow the array",
+    ),
     "records inside of an object": (
         "x.json",
         b'{"version": 1, "data": [{"prompt": "a"}]}',
         r"x\.json: must be an array of .* found one object, with the records under 'data'\. Give",
     ),
-    "xz named json": ("x.json", b"\xfd7zXZ\0\xff", r"item 1 or later: .*\.xz files are\. End its"),
-    "gzip named csv": ("x.csv", gzip.compress(b"a\n1\n"), r"a compressed file, as \.gz files are"),
+    "xz named json": (
+        "x.json",
+        b"\xfd7zXZ\0\xff",
+        r"item 1 or later: .*\.xz files are\. End its",
+    ),
+    "gzip named csv": (
+        "x.csv",
+        gzip.compress(b"a\n1\n"),
+        r"a compressed file, as \.gz files are",
+    ),
     "cut short": ("x.json", b'[{"a": "xyz', r"item 1: .* Unterminated string"),
     "names alike in JSON": (
         "x.json",
@@ -289,19 +365,33 @@ BROKEN: dict[str, tuple[str, bytes, str]] = {
         r"x\.csv, row 2: must have 2 cells, as the header has; found 3\. Put",
     ),
     "open quote": ("x.csv", b'a,b\n1,"2\n', r"x\.csv, line 2: must be valid CSV"),
-    "columns alike": ("x.csv", b"a,b,a\n1,2,3\n", r"names of the columns must differ; found 'a'"),
+    "columns alike": (
+        "x.csv",
+        b"a,b,a\n1,2,3\n",
+        r"names of the columns must differ; found 'a'",
+    ),
     "columns alike in Arrow": ("x.arrow", ipc(TWICE, pa.ipc.new_file), "'a' twice"),
-    "garbage parquet": ("x.parquet", b"PAR1 nope", r"x\.parquet: must be a readable Parquet"),
+    "garbage parquet": (
+        "x.parquet",
+        b"PAR1 nope",
+        r"x\.parquet: must be a readable Parquet",
+    ),
     "truncated parquet": ("x.parquet", PARQUET[:-100], "must be a readable Parquet"),
     "empty parquet": ("x.parquet", b"", "must be a readable Parquet"),
     "garbage arrow": ("x.arrow", b"no arrow at all", "must be a readable Arrow IPC"),
     "truncated arrow": ("x.ipc", FEATHER[:-100], "must be a readable Arrow IPC"),
-    "invalid UTF-8 in Arrow": ("x.arrow", ipc(BAD_TEXT, pa.ipc.new_file), r"x\.arrow: columns"),
+    "invalid UTF-8 in Arrow": (
+        "x.arrow",
+        ipc(BAD_TEXT, pa.ipc.new_file),
+        r"x\.arrow: columns",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_what_is_broken(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_broken(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     name, data, text = BROKEN[case]
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(data)
@@ -317,7 +407,12 @@ BROKEN_LINES: dict[str, tuple[str, bytes, int, str]] = {
     "invalid UTF-8": ("x.jsonl", b'\n{"prompt": "\xff"}\n', 2, "0xff"),
     "deep line": ("x.jsonl", DEEP, 1, "1000 levels"),
     "deep line with NaN": ("x.jsonl", b"[NaN," + DEEP, 1, "1000 levels"),
-    "gzip without its suffix": ("x.jsonl", gzip.compress(b"{}"), 1, "End its name in .gz"),
+    "gzip without its suffix": (
+        "x.jsonl",
+        gzip.compress(b"{}"),
+        1,
+        "End its name in .gz",
+    ),
     "a document named jsonl": ("x.jsonl", as_json(NESTED), 1, "must be named .json"),
     "a huge number": ("x.jsonl", b"9" * 5000, 1, "digits"),
     "names alike": ("x.jsonl", b'{"a": 1, "b": 2, "a": 3}\n', 1, "'a'"),

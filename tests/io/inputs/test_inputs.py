@@ -1,4 +1,6 @@
-"""From what the user names to blocks: paths, globs, folders, URLs, tables, iterables."""
+"""From what the user names to blocks: paths, globs, folders, URLs, tables,
+iterables.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ LINES = "".join(json.dumps(r) + "\n" for r in RECORDS).encode()
 
 
 def load(source: Any, **how: Any) -> list[Any]:
-    return [value for block in InputReader(source, **how) for value in block.parse().values]
+    return [
+        value for block in InputReader(source, **how) for value in block.parse().values
+    ]
 
 
 @pytest.fixture
@@ -69,7 +73,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("odd[1]?.jsonl", ["odd[1]?.jsonl"]),
     ],
 )
-def test_paths_are_recorded_as_given(folder: Path, source: Any, paths: list[str]) -> None:
+def test_paths_are_recorded_as_given(
+    folder: Path, source: Any, paths: list[str]
+) -> None:
     assert InputReader(source).paths == dict(enumerate(paths))
 
 
@@ -88,7 +94,11 @@ def test_links_are_followed_and_what_is_no_file_is_refused(folder: Path) -> None
         "linked/*.jsonl": ["linked/a.jsonl", "linked/b.jsonl"],
         "linked/*/*/*.jsonl": ["linked/deep/c/y.jsonl"],
         "w*/**/y.jsonl": ["way/deep/c/y.jsonl"],
-        "linked/**/*.jsonl": ["linked/a.jsonl", "linked/b.jsonl", "linked/deep/c/y.jsonl"],
+        "linked/**/*.jsonl": [
+            "linked/a.jsonl",
+            "linked/b.jsonl",
+            "linked/deep/c/y.jsonl",
+        ],
     }.items():
         assert list(InputReader(source).paths.values()) == paths
         assert len(load(source)) == 300 * len(paths)
@@ -101,7 +111,9 @@ def test_links_are_followed_and_what_is_no_file_is_refused(folder: Path) -> None
     }.items():
         link, _, target = name.partition(" -> ")
         Path("linked", link).symlink_to(target)
-        for source in ("linked", "linked/*.jsonl") if link[0] == "d" and "/" not in link else ():
+        for source in (
+            ("linked", "linked/*.jsonl") if link[0] == "d" and "/" not in link else ()
+        ):
             with pytest.raises(StorageError, match=text):
                 load(source)
         with pytest.raises(StorageError, match=text):
@@ -112,7 +124,9 @@ def test_links_are_followed_and_what_is_no_file_is_refused(folder: Path) -> None
 def test_what_lies_beside_the_records_of_a_folder(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Is named once, records that are not read first; a compression must be one that is read."""
+    """Is named once, records that are not read first; a compression must be one that is
+    read.
+    """
     Path("sub/more").mkdir()
     for name in ("_x.jsonl", ".y.jsonl", ".hidden", "h.txt"):
         Path("sub", name).write_bytes(LINES)
@@ -128,13 +142,23 @@ def test_what_lies_beside_the_records_of_a_folder(
     assert line == "left out of sub: '.y.jsonl'; '_x.jsonl'; 'h.txt'; 'more', a folder"
     for name in ("f.jsonl.lz4", "f.json.zip"):
         Path("sub", name).write_bytes(b"")
-        with pytest.raises(InputError, match=rf"{name}: its compression must be one of \.gz .*xz"):
+        with pytest.raises(
+            InputError, match=rf"{name}: its compression must be one of \.gz .*xz"
+        ):
             load("sub")
         Path("sub", name).unlink()
     whole = lzma.compress(LINES)
-    for data in (b"\xfd7zXZ\0", whole[:-9], b"x" * 99, whole + b"rest", whole + whole[:-9]):
+    for data in (
+        b"\xfd7zXZ\0",
+        whole[:-9],
+        b"x" * 99,
+        whole + b"rest",
+        whole + whole[:-9],
+    ):
         Path("sub/e.jsonl.xz").write_bytes(data)
-        with pytest.raises(InputError, match=r"e\.jsonl\.xz: must be a complete xz file"):
+        with pytest.raises(
+            InputError, match=r"e\.jsonl\.xz: must be a complete xz file"
+        ):
             load("sub")
 
 
@@ -151,13 +175,22 @@ def test_only_a_name_with_a_scheme_is_a_chain(folder: Path, name: str) -> None:
     [
         ("nowhere.jsonl", r"^nowhere\.jsonl: must exist; found no such file\. Check"),
         (["a.jsonl", "nowhere.jsonl"], r"^nowhere\.jsonl: must exist"),
-        ("trl-lib/kto", r"^trl-lib/kto: must exist; .* give hf://datasets/trl-lib/kto/FILES\.$"),
+        (
+            "trl-lib/kto",
+            r"^trl-lib/kto: must exist; .* give hf://datasets/trl-lib/kto/FILES\.$",
+        ),
         ("no*.jsonl", r"^no\*\.jsonl: the pattern must match at least one file"),
-        ("notes.txt", r"^notes\.txt: its name must end in one of \.jsonl .*'notes\.txt'"),
+        (
+            "notes.txt",
+            r"^notes\.txt: its name must end in one of \.jsonl .*'notes\.txt'",
+        ),
         ("data.gz", r"^data\.gz: its name must end in one of \.jsonl"),
         ("*.txt", r"^notes\.txt: its name must end in"),
         ("none", r"^none: the folder must hold a file named one of \.jsonl"),
-        ("packed", r"^packed: must be a file or folder of records; found a packed dataset\. Give"),
+        (
+            "packed",
+            r"^packed: must be a file or folder of records; found a packed dataset\. Give",
+        ),
         ({"prompt": "p"}, r"^input: must be a path, .* found a dict\. Give a list"),
         (7, r"^input: must be a path, .* found a int\.$"),
         (None, "found a NoneType"),
@@ -181,7 +214,9 @@ def test_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not tried again for minutes, as other stores are."""
     # The variable of the environment is read at the import, which was before.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(StorageError, match=r"switched off \(HF_HUB_OFFLINE\)\. .*hf download"):
+    with pytest.raises(
+        StorageError, match=r"switched off \(HF_HUB_OFFLINE\)\. .*hf download"
+    ):
         load("hf://datasets/trl-lib/kto/data/train-*.parquet")
 
 
@@ -245,7 +280,9 @@ def hugging_face() -> Any:
 
 
 def splits(*names: str) -> Any:
-    return pytest.importorskip("datasets").DatasetDict(dict.fromkeys(names, hugging_face()))
+    return pytest.importorskip("datasets").DatasetDict(
+        dict.fromkeys(names, hugging_face())
+    )
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -255,13 +292,17 @@ def test_tables_and_iterables_give_the_same_records_and_fingerprint(name: str) -
     assert [v for rows in blocks for v in rows.values] == RECORDS
     assert [o for rows in blocks for o in rows.ordinals] == list(range(len(RECORDS)))
     (source,) = reader.sources
-    lines = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in RECORDS).encode()
+    lines = "".join(
+        json.dumps(r, separators=(",", ":")) + "\n" for r in RECORDS
+    ).encode()
     assert source["sha256"] == hashlib.sha256(lines).hexdigest()
     assert (source["bytes"], source["records"]) == (len(lines), 300)
 
 
 def test_folders_of_save_to_disk(folder: Path) -> None:
-    """The files that its state names; not what lies beside, nor a view that only `datasets` has."""
+    """The files that its state names; not what lies beside, nor a view that only
+    `datasets` has.
+    """
     hugging_face().select(range(299, -1, -1)).save_to_disk("one", num_shards=2)
     Path("one/cache-7.arrow").write_bytes(b"left by a map")
     assert load("one") == RECORDS[::-1]
@@ -307,10 +348,15 @@ def test_a_lazy_frame_whose_query_fails(folder: Path) -> None:
         raise ValueError("refused")
 
     frame = pl.LazyFrame({"a": range(9)})
-    failing = frame.with_columns(pl.col("a").map_elements(refuse, return_dtype=pl.Int64))
-    with pytest.raises(InputError, match=r"^<table>: its query must run; found .*refused"):
+    failing = frame.with_columns(
+        pl.col("a").map_elements(refuse, return_dtype=pl.Int64)
+    )
+    with pytest.raises(
+        InputError, match=r"^<table>: its query must run; found .*refused"
+    ):
         load(failing)
-    # Polars 2.1 panics at this type, and its collect_batches then ends like a query that is done.
+    # Polars 2.1 panics at this type, and its collect_batches then ends like a query
+    # that is done.
     table = pa.table({"a": pa.array([Decimal(9)], pa.decimal256(60, 0))})
     with pa.ipc.new_file("panic.arrow", table.schema) as writer:
         writer.write_table(table)
@@ -324,17 +370,34 @@ def test_iterables_are_not_read_ahead() -> None:
     assert next(iter(reader)).parse().values[0] == {"a": 1}
 
 
-def test_values_of_other_libraries_become_plain_and_others_are_left_to_policies() -> None:
+def test_values_of_other_libraries_become_plain_and_others_are_left_to_policies() -> (
+    None
+):
     day = datetime.date(2026, 1, 2)
-    odd = {"ids": np.arange(3), "score": np.float32(0.5), "n": np.int64(2), "t": (1, 2), "d": day}
+    odd = {
+        "ids": np.arange(3),
+        "score": np.float32(0.5),
+        "n": np.int64(2),
+        "t": (1, 2),
+        "d": day,
+    }
     plain = {"ids": [0, 1, 2], "score": 0.5, "n": 2, "t": [1, 2], "d": "2026-01-02"}
     assert load([odd]) == [plain]
-    table = pa.table({"d": [day], "s": pa.array(["x"]).dictionary_encode(), "n": [None]})
+    table = pa.table(
+        {"d": [day], "s": pa.array(["x"]).dictionary_encode(), "n": [None]}
+    )
     assert load(table) == [{"d": "2026-01-02", "s": "x", "n": None}]
     records = ["text", None, {"a": "\ud800"}, {"a": math.inf}]
     assert load(records) == records
-    nan = {"reward": math.nan, "a": math.nan, "b": {"reward": math.nan}, "c": [math.nan]}
-    (loaded,) = load([nan])  # a reward that is none is told; pandas writes the others for null
+    nan = {
+        "reward": math.nan,
+        "a": math.nan,
+        "b": {"reward": math.nan},
+        "c": [math.nan],
+    }
+    (loaded,) = load(
+        [nan]
+    )  # a reward that is none is told; pandas writes the others for null
     assert math.isnan(loaded["reward"])
     assert math.isnan(loaded["c"][0])
     assert loaded.keys() == {"reward", "b", "c"}
@@ -342,15 +405,26 @@ def test_values_of_other_libraries_become_plain_and_others_are_left_to_policies(
 
 
 def test_rows_of_pandas_have_the_nulls_of_their_table() -> None:
-    """Arrow gives pandas its structs in arrays of objects, with a null or NaN for what is none."""
-    calls = [{"n": 1, "x": [0.5, None]}, {"s": "a", "deep": {"t": True}}, {"deep": {"u": None}}]
-    table = pa.table({"messages": [[{"role": "user", "calls": calls}], [{"calls": calls[:1]}]]})
+    """Arrow gives pandas its structs in arrays of objects, with a null or NaN for what
+    is none.
+    """
+    calls = [
+        {"n": 1, "x": [0.5, None]},
+        {"s": "a", "deep": {"t": True}},
+        {"deep": {"u": None}},
+    ]
+    table = pa.table(
+        {"messages": [[{"role": "user", "calls": calls}], [{"calls": calls[:1]}]]}
+    )
     frame = table.to_pandas()
     expected = load(table)
     assert expected[0]["messages"][0]["calls"][0] == {"n": 1, "x": [0.5, None]}
     assert load(frame) == expected
     assert load(frame.to_dict("records")) == expected
-    structs = [{"system": "s", "meta": {"a": 1.5, "b": "x"}}, {"system": None, "meta": {"a": None}}]
+    structs = [
+        {"system": "s", "meta": {"a": 1.5, "b": "x"}},
+        {"system": None, "meta": {"a": None}},
+    ]
     given = pa.Table.from_pylist(structs).to_pandas().to_dict("records")
     given[1]["meta"]["a"] = math.nan
     (_, second) = load(given)
@@ -362,25 +436,38 @@ def test_maps_are_mappings_with_json_inside() -> None:
     texts = pa.array(['{"y": null}', "[1]"])
     json_ = pa.ExtensionArray.from_storage(pa.json_(), texts)
     maps = pa.MapArray.from_arrays([0, 1, 2], pa.array(["a", "b"]), json_)
-    table = pa.table({"arguments": maps, "in": pa.ListArray.from_arrays([0, 2, 2], maps)})
+    table = pa.table(
+        {"arguments": maps, "in": pa.ListArray.from_arrays([0, 2, 2], maps)}
+    )
     assert load(table) == [
         {"arguments": {"a": {"y": None}}, "in": [{"a": {"y": None}}, {"b": [1]}]},
         {"arguments": {"b": [1]}, "in": []},
     ]
     with pytest.raises(InputError, match="duplicate key was 'a'"):
-        load(pa.table({"m": pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64()))}))
+        load(
+            pa.table(
+                {
+                    "m": pa.array(
+                        [[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())
+                    )
+                }
+            )
+        )
 
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
 
 
 @pytest.mark.parametrize(
-    "suffix", ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "parquet.zst", "csv.xz"]
+    "suffix",
+    ["jsonl", "json", "csv", "parquet", "arrow", "jsonl.gz", "parquet.zst", "csv.xz"],
 )
 def test_a_pointer_of_git_lfs(folder: Path, suffix: str) -> None:
     name = f"a.{suffix}"
     Path(name).write_bytes(POINTER)
-    with pytest.raises(InputError, match=rf"{name}: .*the pointer that Git LFS.*Run git lfs pull"):
+    with pytest.raises(
+        InputError, match=rf"{name}: .*the pointer that Git LFS.*Run git lfs pull"
+    ):
         load(name)
     with pytest.raises(InputError, match=r"Run git lfs pull"):
         load(io.BytesIO(POINTER))
@@ -402,7 +489,9 @@ BY_COLUMN: list[Any] = [
 @pytest.mark.parametrize("value", BY_COLUMN, ids=str)
 def test_a_table_by_column(folder: Path, value: Any, suffix: str) -> None:
     Path(f"a.{suffix}").write_text(json.dumps(value) + "\n", encoding="utf-8")
-    rule = r"must be records, one after another; found a whole table\. .*orient='records'"
+    rule = (
+        r"must be records, one after another; found a whole table\. .*orient='records'"
+    )
     with pytest.raises(InputError, match=rule):
         load(f"a.{suffix}")
 
@@ -435,6 +524,9 @@ def test_values_that_json_has_no_word_for(value: object) -> None:
 def test_columns_that_are_not_text(folder: Path) -> None:
     Path("x.csv").write_text("q,r,weight,note\n1,2,3,4\n", encoding="utf-8")
     config = PackConfig(
-        fields={"prompt": "q", "chosen_reward": "r"}, carry=("weight:float64", "note:string")
+        fields={"prompt": "q", "chosen_reward": "r"},
+        carry=("weight:float64", "note:string"),
     )
-    assert load("x.csv", config=config) == [{"q": "1", "r": 2, "weight": 3, "note": "4"}]
+    assert load("x.csv", config=config) == [
+        {"q": "1", "r": 2, "weight": 3, "note": "4"}
+    ]

@@ -1,4 +1,6 @@
-"""Stores where two writers could both commit are refused as targets, and can be read."""
+"""Stores where two writers could both commit are refused as targets, and can be
+read.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from packstore.errors import ConfigError
 from packstore.torch import SideWriter
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
-REFUSED = r"only where a file can be created only if it is absent; .* copy the folder data"
+REFUSED = (
+    r"only where a file can be created only if it is absent; .* copy the folder data"
+)
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""Writers and cleaners that stop in the middle, and wake when others have been there."""
+"""Writers and cleaners that stop in the middle, and wake when others have been
+there.
+"""
 
 from __future__ import annotations
 
@@ -52,16 +54,22 @@ class Paused(threading.Thread):
 
 
 def ids(dataset: Any) -> list[int]:
-    return sorted(i for packs in dataset.iter_packs() for i in packs.example_ids.tolist())
+    return sorted(
+        i for packs in dataset.iter_packs() for i in packs.example_ids.tolist()
+    )
 
 
 @pytest.mark.parametrize("days", [0, 8])
 def test_a_writer_wakes_after_another_and_clean(
     place: str, monkeypatch: pytest.MonkeyPatch, days: float
 ) -> None:
-    """It loses, whether its own shards are there or were cleaned, and damages nothing."""
+    """It loses, whether its own shards are there or were cleaned, and damages
+    nothing.
+    """
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS))
+    late = Paused(
+        2, lambda: packstore.pack(pairs(30, 100), place, overwrite=True, **SETTINGS)
+    )
     packstore.pack(pairs(40, 200), place, overwrite=True, **SETTINGS)
     with monkeypatch.context() as patch:
         later(patch, days * DAY)
@@ -80,10 +88,14 @@ def test_a_writer_wakes_after_another_and_clean(
 def test_clean_leaves_what_a_late_writer_commits(place: str, dead: bool) -> None:
     """Also where its marker was removed."""
     packstore.pack(pairs(20), place, **SETTINGS)
-    late = Paused(2, lambda: packstore.pack(pairs(40, 100), place, overwrite=True, **SETTINGS))
+    late = Paused(
+        2, lambda: packstore.pack(pairs(40, 100), place, overwrite=True, **SETTINGS)
+    )
     if dead:
         files = Files(place)
-        (marker,) = (name for name in files.names() if name.startswith("_packstore/writers/"))
+        (marker,) = (
+            name for name in files.names() if name.startswith("_packstore/writers/")
+        )
         files.remove(marker)
     assert clean(place, delete=True).removable == []
     assert late.wake() is None
@@ -128,7 +140,9 @@ def test_what_is_appended_while_concat_begins_is_not_lost(
     assert (grown.version, grown.manifest.pairs) == (3, 45)
     assert grown.verify().ok
     # An older version may be meant, where it is handed over.
-    old = concat([packstore.open(place, version=1), f"{place}-other"], place, overwrite=True)
+    old = concat(
+        [packstore.open(place, version=1), f"{place}-other"], place, overwrite=True
+    )
     assert (old.version, old.manifest.pairs) == (4, 30)
 
 
@@ -139,7 +153,10 @@ def no_answer(path: str) -> None:
 
 def test_who_gave_up_loses_to_another_that_committed(place: str) -> None:
     """Its put has not arrived."""
-    with at_each("create_bytes", no_answer), pytest.raises(StorageError, match="no answer"):
+    with (
+        at_each("create_bytes", no_answer),
+        pytest.raises(StorageError, match="no answer"),
+    ):
         packstore.pack(pairs(20), place, **SETTINGS)
     packstore.pack(pairs(30, 100), place, **SETTINGS)
     clean(place, delete=True)
@@ -152,7 +169,10 @@ def test_who_gave_up_loses_to_another_that_committed(place: str) -> None:
 
 def test_a_rerun_after_an_unknown_outcome_finds_its_version(place: str) -> None:
     """The put had arrived, only its answer was lost: the same bytes are there, once."""
-    with at_each("create_bytes", after=no_answer), pytest.raises(StorageError, match="no answer"):
+    with (
+        at_each("create_bytes", after=no_answer),
+        pytest.raises(StorageError, match="no answer"),
+    ):
         packstore.pack(pairs(20), place, **SETTINGS)
     assert packstore.pack(pairs(20), place, **SETTINGS).version == 1
     clean(place, delete=True, older_than=0, no_writers=True)
@@ -160,7 +180,9 @@ def test_a_rerun_after_an_unknown_outcome_finds_its_version(place: str) -> None:
     assert clean(place).leftovers == []
 
 
-def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cleaner_wakes_after_a_commit(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It stops between two removals; what it looked at long ago is looked at again."""
     packstore.pack(pairs(60), place, **SETTINGS)
     files = Files(place)
@@ -177,7 +199,9 @@ def test_a_cleaner_wakes_after_a_commit(place: str, monkeypatch: pytest.MonkeyPa
 
     # One removal after another, as otherwise its moment would be any.
     module = sys.modules["packstore.io.versions.clean"]
-    monkeypatch.setattr(module, "run_parallel", lambda calls: [call() for call in calls])
+    monkeypatch.setattr(
+        module, "run_parallel", lambda calls: [call() for call in calls]
+    )
     with at_each("remove", after=sleep) as removed:
         clean(place, delete=True)
     assert removed == [first]

@@ -1,4 +1,6 @@
-"""Manifests: every field is needed and typed, unknown ones pass, versions are numbers."""
+"""Manifests: every field is needed and typed, unknown ones pass, versions are
+numbers.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def test_same_bytes_there_and_back(good, read):
     assert manifest.pairs == manifest.num_packs == totals.examples == 60
     assert manifest.fill_rate == totals.tokens / (60 * 64)
     assert manifest.schema.names[:2] == ["input_ids", "labels"]
-    with_size = read.changed(good, lambda m: m["provenance"].update(tokenizer={"vocab_size": 50}))
+    with_size = read.changed(
+        good, lambda m: m["provenance"].update(tokenizer={"vocab_size": 50})
+    )
     assert (manifest.vocab_size, with_size.vocab_size) == (None, 50)
 
 
@@ -83,12 +87,18 @@ def test_fingerprint_is_of_the_packs(good, read):
 USED = {"on": {}, "chat_template": "", "pad_to_multiple": 2}
 USED |= dict.fromkeys(("name", "path", "sha256", "vocab_sha256", "probe_sha256"), "")
 USED |= {"bos_id": 0, "eos_id": 0, "pad_id": 0, "vocab_size": 9, "files": {}}
-USED |= {"chat_template_sha256": "", "tool_use_template": "", "tool_use_template_sha256": ""}
+USED |= {
+    "chat_template_sha256": "",
+    "tool_use_template": "",
+    "tool_use_template_sha256": "",
+}
 """Members of settings or of a tokenizer that are used, with one right value."""
 
 
 def test_members_of_open_objects_that_are_used_have_types(good, read):
-    """A path that is a number would be an open file; texts in `on` were taken for mappings."""
+    """A path that is a number would be an open file; texts in `on` were taken for
+    mappings.
+    """
     for name, right in USED.items():
         of = "settings" if name in ("on", "pad_to_multiple") else "tokenizer"
         for value in (right, True, -1, 1.5, "x", [], ["x"], {"a": 1}, 2**70):
@@ -102,10 +112,16 @@ def test_members_of_open_objects_that_are_used_have_types(good, read):
                     read(json.dumps(text).encode())
 
 
-@pytest.mark.parametrize("bound", ["", "a", "3", "0", "-1", "2147483648", "01", "1.0", "９"])
+@pytest.mark.parametrize(
+    "bound", ["", "a", "3", "0", "-1", "2147483648", "01", "1.0", "９"]
+)
 def test_buckets_of_lengths_are_powers_of_two(good, read, bound):
-    with pytest.raises(FormatError, match="keys of length_histogram must be powers of two"):
-        read.changed(good, lambda m: m["statistics"]["length_histogram"].update({bound: 1}))
+    with pytest.raises(
+        FormatError, match="keys of length_histogram must be powers of two"
+    ):
+        read.changed(
+            good, lambda m: m["statistics"]["length_histogram"].update({bound: 1})
+        )
 
 
 DEEP_OR_LONG = {
@@ -144,7 +160,9 @@ def test_not_a_manifest(data, read):
 def test_two_members_of_one_name(good, read, first, last):
     """Of which parsers take either."""
     text = good.replace(b"{", b"{" + first, 1).rstrip()[:-1] + last + b"}"
-    with pytest.raises(FormatError, match=f"{MANIFEST}: an object must not have two members"):
+    with pytest.raises(
+        FormatError, match=f"{MANIFEST}: an object must not have two members"
+    ):
         read(text)
 
 
@@ -163,7 +181,9 @@ def test_one_name_in_several_objects_and_texts(good, read):
 
 def test_a_hash_of_side_data_that_is_not_the_last_field(tmp_path, kit):
     """Nobody would compare it."""
-    with SideWriter(str(tmp_path / "side"), kit.made(tmp_path / "ds", 1), {"x": "int64"}) as writer:
+    with SideWriter(
+        str(tmp_path / "side"), kit.made(tmp_path / "ds", 1), {"x": "int64"}
+    ) as writer:
         writer.write(np.array([0]), {"x": np.array([1])})
     path = tmp_path / "side/_packstore/side-000001.json"
     path.write_bytes(path.read_bytes()[:-2] + b', "later": 1}')
@@ -191,7 +211,9 @@ def test_letters_of_unknown_fields_must_be_utf8(good, read, junk):
 def test_damaged_bytes_raise_nothing_unnamed(good, read, data):
     start = data.draw(st.integers(0, len(good) - 1))
     stop = data.draw(st.integers(start, min(start + 40, len(good))))
-    junk = data.draw(st.binary(max_size=8) | st.sampled_from([b"-1", b"{}", b"[]", b"1e400"]))
+    junk = data.draw(
+        st.binary(max_size=8) | st.sampled_from([b"-1", b"{}", b"[]", b"1e400"])
+    )
     try:
         read(good[:start] + junk + good[stop:])
     except FormatError as error:
@@ -201,7 +223,9 @@ def test_damaged_bytes_raise_nothing_unnamed(good, read, data):
 def test_versions(kit, place):
     first, second = kit.made(place, 20), kit.made(place, 30, overwrite=True)
     assert (first.version, second.version) == (1, 2)
-    with pytest.raises(DatasetExistsError, match=r"version 2 of one.* Name another place, or"):
+    with pytest.raises(
+        DatasetExistsError, match=r"version 2 of one.* Name another place, or"
+    ):
         kit.made(place, 20)
     current, old = packstore.open(place), packstore.open(place, version=1)
     assert (len(current), current.version, len(old)) == (30, 2, 20)
@@ -213,13 +237,17 @@ def test_versions(kit, place):
         packstore.open(place, version=0)
     for six in ("٠٠٠٠٠٩", "００００００９", "੦੦੦੦੦੯"):  # digits of other scripts
         # As bytes on a disk: a locale may have no such letters.
-        Files(place).write(os.fsdecode(f"_packstore/manifest-{six}.json".encode()), b"{}")
+        Files(place).write(
+            os.fsdecode(f"_packstore/manifest-{six}.json".encode()), b"{}"
+        )
     assert packstore.open(place).version == 2
     assert kit.made(place, 10, overwrite=True).version == 3
 
 
 def test_a_huge_manifest_is_neither_written_nor_read(kit, ds, tmp_path, monkeypatch):
-    """The size in the listing decides. One of that size takes minutes to make, so less is huge."""
+    """The size in the listing decides. One of that size takes minutes to make, so less
+    is huge.
+    """
     with monkeypatch.context() as patch:
         patch.setattr("packstore.io.manifest.commit.MAX_MANIFEST_BYTES", 1000)
         with pytest.raises(FormatError, match="at most 1000 bytes"):
@@ -233,7 +261,9 @@ def test_a_huge_manifest_is_neither_written_nor_read(kit, ds, tmp_path, monkeypa
 def test_not_a_dataset(tmp_path):
     with pytest.raises(DatasetNotFoundError, match=r"no such folder\. Check the path"):
         packstore.open(str(tmp_path / "none"))
-    with pytest.raises(DatasetNotFoundError, match="Name the folder that `packstore pack` wrote"):
+    with pytest.raises(
+        DatasetNotFoundError, match="Name the folder that `packstore pack` wrote"
+    ):
         packstore.open(str(tmp_path))
     with pytest.raises(DatasetNotFoundError, match="`packstore ref-logps` wrote"):
         open_side(str(tmp_path))
@@ -256,7 +286,9 @@ DENSE = {  # values that take far more memory than text
 
 
 @pytest.mark.parametrize("values", DENSE)
-def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(values, good, read):
+def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(
+    values, good, read
+):
     change = good.replace(b'"settings":{', b'"settings":{"x":%s,' % DENSE[values], 1)
     with pytest.raises(FormatError, match="at most 8 times its bytes in memory; found"):
         read(change)

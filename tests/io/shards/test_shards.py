@@ -1,4 +1,6 @@
-"""Shards: what is packed is read back bit for bit, the same bytes everywhere, damage is told."""
+"""Shards: what is packed is read back bit for bit, the same bytes everywhere, damage is
+told.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def test_round_trip(kit, place, format_, labels, kind):
     ds = kit.made(place, records, kind, format=format_, labels=labels, shard_tokens=1)
     assert len(ds) == ds.manifest.totals.packs == 40
     assert len(ds.manifest.shards) > 1
-    assert kit.rows(ds) == [kit.stored_row(record, i) for i, record in enumerate(records)]
+    assert kit.rows(ds) == [
+        kit.stored_row(record, i) for i, record in enumerate(records)
+    ]
     assert all(batch.schema.equals(ds.schema) for batch in ds.iter_batches())
     assert ("label_spans" in ds.manifest.features) == (labels == "spans")
     assert ds.verify().ok
@@ -52,7 +56,9 @@ def test_row_groups_and_shards_end_where_tokens_say(kit, tmp_path, format_):
     first = np.cumsum(ds.group_rows)[:-1]
     assert (ds.row_groups.tokens <= 200).all()
     groups = [shard.row_groups.tokens for shard in ds.manifest.shards]
-    last = np.cumsum([len(g) for g in groups])[:-1] - 1  # a shard ends after its row group
+    last = (
+        np.cumsum([len(g) for g in groups])[:-1] - 1
+    )  # a shard ends after its row group
     full = ds.row_groups.tokens[:-1] + tokens[first] > 200
     assert np.delete(full, last).all()
     assert len(groups) > 3
@@ -66,7 +72,10 @@ def test_views_of_packs_stay_while_others_are_read(ds):
     """Their memory is used again only after the last view."""
     expected = [packs.signed_ids.tolist() for packs in ds.iter_packs()]
     views = [ds.read_packs(group).signed_ids[3:] for group in range(len(expected))]
-    looks = [memoryview(ds.read_packs(group).signed_ids)[1:] for group in range(len(expected))]
+    looks = [
+        memoryview(ds.read_packs(group).signed_ids)[1:]
+        for group in range(len(expected))
+    ]
     for _ in range(3):
         assert [packs.signed_ids.tolist() for packs in ds.iter_packs()] == expected
     assert [view.tolist() for view in views] == [ids[3:] for ids in expected]
@@ -80,7 +89,9 @@ def test_a_truncated_shard(kit, tmp_path, format_, size):
     shard = ds.manifest.shards[0].path
     whole = Files(ds.url).read(shard)
     Files(ds.url).write(shard, whole[:size])
-    with pytest.raises(IntegrityError, match=rf"{shard}, row group 0: .*copy the dataset"):
+    with pytest.raises(
+        IntegrityError, match=rf"{shard}, row group 0: .*copy the dataset"
+    ):
         ds.read_packs(0)
     assert shard in open_dataset(ds.url).verify().problems[0]
 
@@ -98,7 +109,9 @@ def test_a_missing_shard(kit, place, format_):
     assert lost in problem
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), StorageError("full")])
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt(), MemoryError(), StorageError("full")]
+)
 def test_nothing_unfinished_is_left_of_a_failure(kit, tmp_path, error):
     def fail(path: str) -> None:
         if fail.calls == 3:
@@ -112,14 +125,21 @@ def test_nothing_unfinished_is_left_of_a_failure(kit, tmp_path, error):
     left = Files(str(tmp_path)).names()
     assert left
     assert all(re.fullmatch(r"ds/data/[\w-]+\.parquet", path) for path in left)
-    assert not [t for t in threading.enumerate() if t.name.startswith("packstore-write")]
+    assert not [
+        t for t in threading.enumerate() if t.name.startswith("packstore-write")
+    ]
 
 
 def test_a_wrong_crc32_of_isal_is_not_used(ds, tmp_path):
-    """What was written with the right one is read in a process that finds a broken isal."""
+    """What was written with the right one is read in a process that finds a broken
+    isal.
+    """
     (tmp_path / "isal").mkdir()
     (tmp_path / "isal" / "__init__.py").touch()
-    broken = "import zlib\ndef crc32(data, before=0):\n    return zlib.crc32(data, before) ^ 1\n"
+    broken = (
+        "import zlib\ndef crc32(data, before=0):\n    return zlib.crc32(data, "
+        "before) ^ 1\n"
+    )
     (tmp_path / "isal" / "isal_zlib.py").write_text(broken, encoding="utf-8")
     code = "import packstore, sys; assert packstore.open(sys.argv[1]).verify().ok"
     paths = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -1,4 +1,6 @@
-"""Side datasets: written whole or not at all, read back exactly, joined by example id."""
+"""Side datasets: written whole or not at all, read back exactly, joined by
+example id.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,13 @@ TYPES = ("string", "int64", "float64", "bool", "float32")
 SEQUENCES = {"advantage": "list<float32>", "ref_logps": "list<float32>"}
 COLUMNS = {**{name: name for name in TYPES}, **SEQUENCES}
 SHARD_ROWS = "packstore.io.side.side.SHARD_ROWS"  # a million, too many for a test
-PROVENANCE = {"model": "none", "dtype": "float32", "layers": 2, "checked": True, "note": None}
+PROVENANCE = {
+    "model": "none",
+    "dtype": "float32",
+    "layers": 2,
+    "checked": True,
+    "note": None,
+}
 
 
 def values_of(ids: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -47,8 +55,12 @@ def values_of(ids: np.ndarray, counts: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def derived(url: str, ds: Dataset, columns: dict[str, str] | None = None, **how: Any) -> str:
-    """A side dataset of all examples of `ds`, written in another order than that of the ids."""
+def derived(
+    url: str, ds: Dataset, columns: dict[str, str] | None = None, **how: Any
+) -> str:
+    """A side dataset of all examples of `ds`, written in another order than that of the
+    ids.
+    """
     columns = columns or COLUMNS
     with SideWriter(url, ds, columns, provenance=PROVENANCE, **how) as writer:
         for packs in reversed(list(ds.iter_packs())):
@@ -73,7 +85,11 @@ def assert_joined(ds: Dataset, url: str) -> None:
     packs = joined(ds, url)
     for pack in packs:
         for name, expected in values_of(pack.example_ids, pack.num_responses).items():
-            every = {**pack.columns, **pack.sequence_columns, "ref_logps": pack.ref_logps}
+            every = {
+                **pack.columns,
+                **pack.sequence_columns,
+                "ref_logps": pack.ref_logps,
+            }
             found = every[name]
             assert found.dtype == expected.dtype
             np.testing.assert_array_equal(found, expected, name)
@@ -95,7 +111,9 @@ def test_there_and_back(kit, tmp_path, monkeypatch, kind, shard_rows, mapped) ->
     url = derived(str(tmp_path / "side"), ds)
     side = open_side(url)
     assert len(side) == 20
-    assert [s.rows for s in side.manifest.shards][:-1] == [shard_rows] * (19 // shard_rows)
+    assert [s.rows for s in side.manifest.shards][:-1] == [shard_rows] * (
+        19 // shard_rows
+    )
     for batch in side.iter_batches():
         ids = batch.column("example_ids").to_pylist()
         assert ids == sorted(ids)
@@ -108,7 +126,9 @@ def test_anywhere(ds, place) -> None:
         derived(url, ds)
     derived(url, ds, overwrite=True)
     assert open_side(url).version == 2
-    assert plainly(url).keys() == {i for p in ds.iter_packs() for i in p.example_ids.tolist()}
+    assert plainly(url).keys() == {
+        i for p in ds.iter_packs() for i in p.example_ids.tolist()
+    }
 
 
 def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:
@@ -122,7 +142,9 @@ def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:
 
 
 def test_bases_of_shards_are_in_the_ids(kit, ds, tmp_path) -> None:
-    other = kit.made(tmp_path / "other", kit.records(30, seed=1), strategy="pool", pack_size=128)
+    other = kit.made(
+        tmp_path / "other", kit.records(30, seed=1), strategy="pool", pack_size=128
+    )
     both = packstore.concat([ds, other], str(tmp_path / "both"))
     url = derived(str(tmp_path / "side"), both)
     assert_joined(both, url)
@@ -131,13 +153,17 @@ def test_bases_of_shards_are_in_the_ids(kit, ds, tmp_path) -> None:
 
 @pytest.mark.parametrize("shard_rows", [5, 1000])
 @pytest.mark.parametrize("too_many", [False, True])
-def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, too_many, shard_rows) -> None:
+def test_a_failed_job_leaves_shards_to_clean(
+    ds, place, monkeypatch, too_many, shard_rows
+) -> None:
     monkeypatch.setattr(SHARD_ROWS, shard_rows)
     writer = SideWriter(place, ds, {"float64": "float64"})
     others = ds.iter_packs() if too_many else [ds.read_packs(1)]
     for packs in (ds.read_packs(0), *others):
         writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
-    with pytest.raises(ConfigError, match=r"each of 90 examples of its dataset once; got \d+"):
+    with pytest.raises(
+        ConfigError, match=r"each of 90 examples of its dataset once; got \d+"
+    ):
         writer.__exit__(None, None, None)
     left = Files(place).names()
     assert bool(left) == (shard_rows == 5)
@@ -148,7 +174,9 @@ def test_a_failed_job_leaves_shards_to_clean(ds, place, monkeypatch, too_many, s
 
 def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
     writer = SideWriter(place, ds, {"int64": "int64"})
-    with pytest.raises(DatasetBusyError, match=r"found 'side data', process \d+ of this machine"):
+    with pytest.raises(
+        DatasetBusyError, match=r"found 'side data', process \d+ of this machine"
+    ):
         clean(place, delete=True, older_than=0, no_writers=True)
     with caplog.at_level(logging.WARNING, "packstore"):
         late = SideWriter(place, ds, {"float64": "float64"})
@@ -157,7 +185,9 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
         writer.write(packs.example_ids, {"int64": packs.example_ids})
         late.write(packs.example_ids, {"float64": packs.example_ids.astype(float)})
     writer.commit()
-    with pytest.raises(DatasetExistsError, match="only one writer may commit at a time"):
+    with pytest.raises(
+        DatasetExistsError, match="only one writer may commit at a time"
+    ):
         late.commit()
     late.abort()
     clean(place, delete=True, older_than=0, no_writers=True)
@@ -172,7 +202,11 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
     [
         ({"x": "float16"}, {}, "a type among: string, int64"),
         ({"_x": "float32"}, {}, "must begin with a letter"),
-        ({"x": "float32"}, {"model": object()}, "must be a text, a number, a boolean or null"),
+        (
+            {"x": "float32"},
+            {"model": object()},
+            "must be a text, a number, a boolean or null",
+        ),
     ],
 )
 def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> None:
@@ -185,11 +219,31 @@ def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> 
     ("columns", "values", "error", "message"),
     [
         ({"x": "float32"}, {"y": [1.0, 2.0]}, ConfigError, "columns x got y"),
-        ({"x": "float32"}, {"x": [1.0]}, ConfigError, r"x must have shape \(2,\); found \(1,\)"),
+        (
+            {"x": "float32"},
+            {"x": [1.0]},
+            ConfigError,
+            r"x must have shape \(2,\); found \(1,\)",
+        ),
         ({"x": "float32"}, {"x": [[1.0], [2.0]]}, ConfigError, r"found \(2, 1\)"),
-        ({"x": "int64"}, {"x": ["a", "b"]}, ConfigError, "x must hold values of type int64"),
-        ({"x": "string"}, {"x": ["a", None]}, ConfigError, "a value for each example; found None"),
-        ({"ref_logps": "list<float32>"}, {"ref_logps": [1.0, 2]}, ConfigError, r"shape \(4,\)"),
+        (
+            {"x": "int64"},
+            {"x": ["a", "b"]},
+            ConfigError,
+            "x must hold values of type int64",
+        ),
+        (
+            {"x": "string"},
+            {"x": ["a", None]},
+            ConfigError,
+            "a value for each example; found None",
+        ),
+        (
+            {"ref_logps": "list<float32>"},
+            {"ref_logps": [1.0, 2]},
+            ConfigError,
+            r"shape \(4,\)",
+        ),
         (
             {"ref_logps": "list<float32>"},
             {"ref_logps": [-1, -2, np.nan, -4]},
@@ -201,7 +255,9 @@ def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> 
 def test_values_that_do_not_fit(ds, tmp_path, columns, values, error, message) -> None:
     writer = SideWriter(str(tmp_path / "side"), ds, columns)
     with pytest.raises(error, match=message):
-        writer.write(np.array([0, 1]), {name: np.array(v) for name, v in values.items()})
+        writer.write(
+            np.array([0, 1]), {name: np.array(v) for name, v in values.items()}
+        )
 
 
 def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
@@ -213,16 +269,26 @@ def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
     with SideWriter(str(tmp_path / "b"), ds, {"ref_logps": "list<float32>"}) as writer:
         values = np.zeros(int(counts.sum()), np.float32)
         writer.write(np.arange(9), {"ref_logps": values}, np.roll(counts, 1))
-    with pytest.raises(CompatibilityError, match=r"example \d: it must have ref_logps of \d seq"):
+    with pytest.raises(
+        CompatibilityError, match=r"example \d: it must have ref_logps of \d seq"
+    ):
         joined(ds, str(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [
-        ({3: 5, 70: 5}, IntegrityError, "distinct; found 2 that repeat, the first of them 5"),
+        (
+            {3: 5, 70: 5},
+            IntegrityError,
+            "distinct; found 2 that repeat, the first of them 5",
+        ),
         ({4: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 4"),
-        ({89: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 89"),  # the last one
+        (
+            {89: -1},
+            CompatibilityError,
+            r"none for 1 of \d+, the first of them 89",
+        ),  # the last one
     ],
 )
 def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, message) -> None:
@@ -236,14 +302,20 @@ def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, message) -> No
 def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
     other = kit.made(tmp_path / "other", kit.records(90, seed=1))
-    with pytest.raises(CompatibilityError, match="its lineage must be that of the dataset"):
+    with pytest.raises(
+        CompatibilityError, match="its lineage must be that of the dataset"
+    ):
         joined(other, url)
     message = "its kind must be that of the dataset, 'sft'; found 'preference'"
     with pytest.raises(CompatibilityError, match=message):
         joined(kit.made(tmp_path / "sft", 90, "sft"), url)
-    shorter = packstore.pack(ds, str(tmp_path / "less"), pack_size=30, max_drop_rate=0.9)
+    shorter = packstore.pack(
+        ds, str(tmp_path / "less"), pack_size=30, max_drop_rate=0.9
+    )
     some = derived(str(tmp_path / "some"), shorter)
-    with pytest.raises(CompatibilityError, match=r"must have values for each of 90 examples"):
+    with pytest.raises(
+        CompatibilityError, match=r"must have values for each of 90 examples"
+    ):
         joined(ds, some)
 
 
@@ -269,14 +341,24 @@ def test_lineage(tmp_path) -> None:
 
     def lineage(source: Any, **how: Any) -> str:
         out = str(tmp_path / f"ds-{len(list(tmp_path.iterdir()))}")
-        return str(packstore.pack(source, out, **{"pack_size": 32, **how}).manifest.lineage)
+        return str(
+            packstore.pack(source, out, **{"pack_size": 32, **how}).manifest.lineage
+        )
 
     first = packstore.pack(str(lines), str(tmp_path / "first"), pack_size=32)
     same = {
         first.manifest.lineage,
         lineage(str(moved)),
-        lineage(str(lines), pack_size=64, layout="shared_prefix", seed=7, strategy="none"),
-        lineage(str(lines), kind="preference", num_workers=2, carry=("n:int64",), format="arrow"),
+        lineage(
+            str(lines), pack_size=64, layout="shared_prefix", seed=7, strategy="none"
+        ),
+        lineage(
+            str(lines),
+            kind="preference",
+            num_workers=2,
+            carry=("n:int64",),
+            format="arrow",
+        ),
         lineage(str(lines), max_length=12, max_drop_rate=0.9),
         lineage(first.url, pack_size=12, max_drop_rate=0.9),
         lineage(first, layout="shared_prefix", labels="spans"),

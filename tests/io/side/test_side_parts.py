@@ -1,4 +1,6 @@
-"""Side data of a part of a dataset that was extended or combined: it joins what the part is in."""
+"""Side data of a part of a dataset that was extended or combined: it joins what the
+part is in.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,14 @@ COLUMNS = {"ref_logps": "list<float32>", "score": "int64", "name": "string"}
 
 
 def values_of(packs: Packs) -> dict[str, Any]:
-    """A value of every column that follows from the tokens, so that an id of another part shows."""
+    """A value of every column that follows from the tokens, so that an id of another
+    part shows.
+    """
     ids, lengths = packs.input_ids.astype(np.int64), packs.segment_lengths
     starts = to_offsets(lengths)[:-1]
-    sums = np.add.reduceat(ids * (1 + np.arange(len(ids)) - np.repeat(starts, lengths)), starts)
+    sums = np.add.reduceat(
+        ids * (1 + np.arange(len(ids)) - np.repeat(starts, lengths)), starts
+    )
     score = np.add.reduceat(sums, to_offsets(packs.num_responses)[:-1])
     return {
         "ref_logps": (-sums / 8).astype(np.float32),
@@ -46,7 +52,9 @@ def side_of(dataset: Dataset, *names: str) -> str:
 
 
 def assert_joined(
-    dataset: Dataset | str, sides: Sequence[str], columns: Sequence[str] = tuple(COLUMNS)
+    dataset: Dataset | str,
+    sides: Sequence[str],
+    columns: Sequence[str] = tuple(COLUMNS),
 ) -> None:
     seen = 0
     for packs in PackedDataset(dataset, side=sides, seed=3, rank=0, world_size=1):
@@ -61,7 +69,9 @@ def assert_joined(
 
 
 def test_after_append(tmp_path: Path) -> None:
-    """That of the old version, with that of what was appended, packed alone; in any order."""
+    """That of the old version, with that of what was appended, packed alone; in any
+    order.
+    """
     one = pack(tmp_path / "ds", pairs(60))
     old, more = side_of(one), side_of(pack(tmp_path / "more", pairs(25, 60)))
     two = packstore.append(one, pairs(25, 60))
@@ -73,7 +83,9 @@ def test_after_append(tmp_path: Path) -> None:
     three = packstore.append(two, pairs(9, 85))
     assert_joined(three, [third, old, more])
     assert_joined(three, [both, third])  # both versions at once
-    again = packstore.pack(three, tmp_path / "again", pack_size=100, layout="shared_prefix")
+    again = packstore.pack(
+        three, tmp_path / "again", pack_size=100, layout="shared_prefix"
+    )
     assert again.manifest.lineage == three.manifest.lineage
     for packs in PackedDataset(again, side=[both, third], rank=0, world_size=1):
         assert len(packs.ref_logps) == len(packs.lengths)
@@ -89,24 +101,37 @@ def test_after_concat(tmp_path: Path) -> None:
     outer = packstore.concat([a, inner, inner, b], str(tmp_path / "all"))
     assert_joined(outer, [a_side, b_side, c_side])
     bc_side = side_of(inner)
-    with pytest.raises(CompatibilityError, match=r"all 6 sources.*none from source 0 on"):
+    with pytest.raises(
+        CompatibilityError, match=r"all 6 sources.*none from source 0 on"
+    ):
         PackedDataset(outer, side=[bc_side])
     with pytest.raises(CompatibilityError, match="none from source 5 on"):
         PackedDataset(outer, side=[a_side, bc_side])
-    repeated = packstore.concat([inner, inner, inner, inner], str(tmp_path / "repeated"))
-    assert_joined(repeated, [side_of(packstore.concat([inner] * 2, str(tmp_path / "two")))])
+    repeated = packstore.concat(
+        [inner, inner, inner, inner], str(tmp_path / "repeated")
+    )
+    assert_joined(
+        repeated, [side_of(packstore.concat([inner] * 2, str(tmp_path / "two")))]
+    )
     alone = packstore.concat([a, inner, inner], str(tmp_path / "five"))
     assert_joined(alone, [bc_side, a_side])
     assert_joined(packstore.concat([a], str(tmp_path / "one")), [a_side])
 
 
 def test_answers_of_any_number(kit: Any, tmp_path: Path) -> None:
-    """Log-probs of the sequences of each example, in packs that mix examples of both parts."""
-    parts = [pack(tmp_path / n, kit.records(30, "scored", seed)) for seed, n in enumerate("ab")]
+    """Log-probs of the sequences of each example, in packs that mix examples of both
+    parts.
+    """
+    parts = [
+        pack(tmp_path / n, kit.records(30, "scored", seed))
+        for seed, n in enumerate("ab")
+    ]
     sides = [side_of(part) for part in parts]
     whole = packstore.concat(parts, str(tmp_path / "ab"))
     mixed = packstore.pack(whole, tmp_path / "mixed", pack_size=200)
-    assert any(len({i >> 40 for i in p.example_ids.tolist()}) == 2 for p in mixed.iter_packs())
+    assert any(
+        len({i >> 40 for i in p.example_ids.tolist()}) == 2 for p in mixed.iter_packs()
+    )
     assert_joined(mixed, sides)
 
 
@@ -119,7 +144,11 @@ def test_what_is_covered_twice_or_not_at_all(tmp_path: Path) -> None:
     assert_joined(whole, [a_side, b_side, names], ["score", "name"])
     other = side_of(pack(tmp_path / "other", pairs(30, 5)), "score")
     for sides, error, found in (
-        ([a_side], CompatibilityError, "'score' must cover all 2 sources.*none from source 1 on"),
+        (
+            [a_side],
+            CompatibilityError,
+            "'score' must cover all 2 sources.*none from source 1 on",
+        ),
         ([b_side], CompatibilityError, "none from source 0 on"),
         ([a_side, b_side, logps], CompatibilityError, "'ref_logps' must cover"),
         ([a_side, b_side, other], CompatibilityError, "or of a part of it"),
@@ -129,7 +158,9 @@ def test_what_is_covered_twice_or_not_at_all(tmp_path: Path) -> None:
     ):
         with pytest.raises(error, match=found):
             PackedDataset(whole, side=sides)
-    with pytest.raises(CompatibilityError, match="its lineage must be that of the dataset"):
+    with pytest.raises(
+        CompatibilityError, match="its lineage must be that of the dataset"
+    ):
         PackedDataset(a, side=[whole_side])
 
 
@@ -142,7 +173,11 @@ def test_an_example_of_no_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CompatibilityError, match="no part with example 7696581394"):
         list(PackedDataset(whole.url, side=sides))
     edit_manifest(
-        open_side_url := sides[1], lambda m: m.update(kind="sft"), manifest_path(1, "side")
+        open_side_url := sides[1],
+        lambda m: m.update(kind="sft"),
+        manifest_path(1, "side"),
     )
-    with pytest.raises(CompatibilityError, match=f"{open_side_url}.*its kind must be that"):
+    with pytest.raises(
+        CompatibilityError, match=f"{open_side_url}.*its kind must be that"
+    ):
         PackedDataset(whole.url, side=sides)

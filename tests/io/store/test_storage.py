@@ -33,7 +33,9 @@ def no_links(*_: object) -> None:
 def test_a_disk_that_is_full_at_the_commit_holds_no_half_manifest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """On filesystems with hard links or not, and with a rename that never replaces or not."""
+    """On filesystems with hard links or not, and with a rename that never replaces or
+    not.
+    """
     place, commits = tmp_path / "ds", list[str]()
     if how != "links":
         monkeypatch.setattr(os, "link", no_links)
@@ -49,7 +51,9 @@ def test_a_disk_that_is_full_at_the_commit_holds_no_half_manifest(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(StorageError, match=r"write; found no space left .* Free some space"):
+        with pytest.raises(
+            StorageError, match=r"write; found no space left .* Free some space"
+        ):
             packstore.pack(pairs(20), place, **SETTINGS)
     assert not list(place.rglob("*manifest*"))
     assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
@@ -86,7 +90,9 @@ def test_of_many_writers_exactly_one_commits(
 
 
 def test_files_in_memory_appear_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fsspec's own upload shows a file while it grows, to whoever reads in another thread."""
+    """fsspec's own upload shows a file while it grows, to whoever reads in another
+    thread.
+    """
     commit, appeared = MemoryFile.commit, dict[str, int]()
 
     def noted(file: MemoryFile) -> None:
@@ -112,7 +118,9 @@ class Telling(MemoryFileSystem):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.said = f"denied for {options} in eu at telling://user:hunter2@host/x?sig=abcdef"
+        self.said = (
+            f"denied for {options} in eu at telling://user:hunter2@host/x?sig=abcdef"
+        )
 
     def info(self, path: str, **_: Any) -> Any:
         raise ValueError(self.said)
@@ -122,16 +130,23 @@ class Telling(MemoryFileSystem):
 
 def test_errors_tell_no_secret() -> None:
     fsspec.register_implementation("telling", Telling, clobber=True)
-    options = {"secret": "s3cr3t", "client_kwargs": {"aws_session_token": "t0ken", "region": "eu"}}
+    options = {
+        "secret": "s3cr3t",
+        "client_kwargs": {"aws_session_token": "t0ken", "region": "eu"},
+    }
     with pytest.raises(StorageError, match=r"cannot (read|list)") as caught:
         packstore.open("telling://user:hunter2@host/x?sig=abcdef", options)
     assert "in eu at" in str(caught.value)
     for secret in ("hunter2", "abcdef", "s3cr3t", "t0ken"):
-        assert secret not in message_with_notes(caught.value) + repr(caught.value.__cause__)
+        assert secret not in message_with_notes(caught.value) + repr(
+            caught.value.__cause__
+        )
 
 
 def test_a_filesystem_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(StorageError, match=r"nowhere://x: cannot open; .*Protocol not known"):
+    with pytest.raises(
+        StorageError, match=r"nowhere://x: cannot open; .*Protocol not known"
+    ):
         packstore.open("nowhere://x")
 
     def absent(url: str, **options: object) -> None:
@@ -140,7 +155,9 @@ def test_a_filesystem_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
         )
 
     monkeypatch.setattr("fsspec.core.url_to_fs", absent)
-    with pytest.raises(MissingExtraError, match=r"'s3fs'.*pip install 'packstore\[s3\]'"):
+    with pytest.raises(
+        MissingExtraError, match=r"'s3fs'.*pip install 'packstore\[s3\]'"
+    ):
         packstore.open("s3://bucket/x")
     with pytest.raises(MissingExtraError, match="Install s3fs"):
         packstore.open("odd://x")
@@ -174,7 +191,10 @@ class Answer(Exception):
 
     def __init__(self, code: str, status: int) -> None:
         super().__init__(f"An error occurred ({code})")
-        self.response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        self.response = {
+            "Error": {"Code": code},
+            "ResponseMetadata": {"HTTPStatusCode": status},
+        }
 
 
 def payload_error() -> Exception:
@@ -195,7 +215,10 @@ LASTING = [
     (Answer("RequestTimeTooSkewed", 403), r"clock is wrong .* Set the clock"),
     (Answer("PermanentRedirect", 301), r"in another region .* Set AWS_DEFAULT_REGION"),
     (Answer("QuotaExceeded", 403), r"no space left in the store"),
-    (ValueError("Bucket is requester pays. Set `requester_pays=True`"), "requester_pays=true"),
+    (
+        ValueError("Bucket is requester pays. Set `requester_pays=True`"),
+        "requester_pays=true",
+    ),
     (PermissionError(13, "no"), "permission denied"),
     (KeyError("odd"), "KeyError: 'odd'"),
 ]
@@ -215,7 +238,9 @@ def flaky() -> Any:
     Flaky.errors.clear()
 
 
-def test_what_passes_is_asked_again(flaky: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_passes_is_asked_again(
+    flaky: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO", "packstore")
     for error in PASSING:
         caplog.clear()
@@ -238,5 +263,7 @@ def test_settings_of_retries_are_checked(flaky: Any) -> None:
     with pytest.raises(StorageError, match=r"Tried \d+ times"):
         flaky(*[TimeoutError()] * 10_000, retry_seconds=0.1)
     assert 2 < len(Flaky.errors) < 9_997
-    with pytest.raises(ConfigError, match="retry_attempts must be a number; found a text"):
+    with pytest.raises(
+        ConfigError, match="retry_attempts must be a number; found a text"
+    ):
         flaky(retry_attempts="often")

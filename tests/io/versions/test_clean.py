@@ -71,7 +71,8 @@ def test_shards_of_a_failed_first_job_are_removed(place: str) -> None:
 
 
 FOREIGN = {
-    "data": "prefs.jsonl labels.csv train-00000-of-00002.parquet .x 0123456789ab-00000-aa.arrow",
+    "data": "prefs.jsonl labels.csv train-00000-of-00002.parquet .x "
+    "0123456789ab-00000-aa.arrow",
     "_packstore": "notes.txt manifest-1.json manifest-0000002.json packs-000001.index",
     "_packstore/writers": "todo.json",
     "_packstore/partitions": "list.json",
@@ -95,16 +96,24 @@ OWN = (
 
 def test_only_names_of_packstore_go(place: str) -> None:
     pack(place)
-    foreign = {f"{folder}/{name}" for folder, names in FOREIGN.items() for name in names.split()}
+    foreign = {
+        f"{folder}/{name}"
+        for folder, names in FOREIGN.items()
+        for name in names.split()
+    }
     if "://" in place:  # where no folders are staged
         foreign = {path for path in foreign if ".staging" not in path}
     named = files(place)
     for path in (*foreign, *OWN):
         Files(place).write(path, b"1")
     report = clean(place, **NOW)
-    foreign -= {path for path in foreign if path.startswith("parts-of")}  # not looked into
+    foreign -= {
+        path for path in foreign if path.startswith("parts-of")
+    }  # not looked into
     assert files(place) == named | foreign | {f"parts-of-mine/00000-{'1' * 64}.npz"}
-    assert {x.path for x in report.leftovers if x.spared == "not a name of packstore's"} == foreign
+    assert {
+        x.path for x in report.leftovers if x.spared == "not a name of packstore's"
+    } == foreign
     assert {x.path for x in report.removable} == set(OWN)
     assert not report.lists_uploads
 
@@ -136,7 +145,9 @@ def test_parts_of_log_probs_go_once_all_are_old(
 
 
 def test_a_marker_goes_with_the_link_that_its_job_left(tmp_path: Path) -> None:
-    """A job killed while it writes: removing one link changes the times of the other."""
+    """A job killed while it writes: removing one link changes the times of the
+    other.
+    """
     pack(str(tmp_path / "ds"))
     folder = tmp_path / "ds/_packstore/writers"
     folder.mkdir(exist_ok=True)
@@ -148,8 +159,12 @@ def test_a_marker_goes_with_the_link_that_its_job_left(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_file_that_is_written_anew_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names follow from contents: a job may write those of an old version while that goes."""
+def test_a_file_that_is_written_anew_stays(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Names follow from contents: a job may write those of an old version while that
+    goes.
+    """
     pack(place, shard_tokens=1 << 20)
     pack(place, pairs(30), overwrite=True)
     old = {shard.path for shard in packstore.open(place, version=1).manifest.shards}
@@ -165,7 +180,9 @@ def test_a_file_that_is_written_anew_stays(place: str, monkeypatch: pytest.Monke
     newest = packstore.open(place)
     assert (newest.version, {s.path for s in newest.manifest.shards}) == (3, old)
     assert newest.verify().ok
-    assert {x.path for x in report.leftovers if x.spared == "it changed meanwhile"} == old
+    assert {
+        x.path for x in report.leftovers if x.spared == "it changed meanwhile"
+    } == old
     assert manifest_path(1) in asked
     assert manifest_path(1) not in files(place)
 
@@ -203,7 +220,11 @@ def test_shards_that_a_rerun_takes_over_stay(
 def test_it_lists_as_often_for_many_versions(
     monkeypatch: pytest.MonkeyPatch, keep: int | None
 ) -> None:
-    listed, asked, url = MemoryFileSystem.ls, list[str](), f"memory://{uuid.uuid4().hex}/ds"
+    listed, asked, url = (
+        MemoryFileSystem.ls,
+        list[str](),
+        f"memory://{uuid.uuid4().hex}/ds",
+    )
     pack(url)
 
     def count(fs: Any, path: str, *more: Any, **how: Any) -> Any:
@@ -236,7 +257,9 @@ def test_small_ages_need_a_word(place: str) -> None:
     writer = threading.Thread(target=lambda: pack(place, records(), overwrite=True))
     writer.start()
     assert reached.wait(120)
-    with pytest.raises(DatasetBusyError, match=r"found 'pack', process \d+ of this machine"):
+    with pytest.raises(
+        DatasetBusyError, match=r"found 'pack', process \d+ of this machine"
+    ):
         clean(place, **NOW)
     assert "process" in (clean(place, delete=True).writer or "")
     go.set()
@@ -244,7 +267,9 @@ def test_small_ages_need_a_word(place: str) -> None:
     assert packstore.open(place).version == 2
 
 
-@pytest.mark.parametrize("unit", [("172000", "173000"), ("2879m", "2900m"), ("47h", "49h")])
+@pytest.mark.parametrize(
+    "unit", [("172000", "173000"), ("2879m", "2900m"), ("47h", "49h")]
+)
 def test_an_age_with_its_unit(
     place: str, monkeypatch: pytest.MonkeyPatch, unit: tuple[str, str]
 ) -> None:
@@ -252,7 +277,10 @@ def test_an_age_with_its_unit(
     later(monkeypatch, 2 * DAY)
     for age in (None, "2.1d", unit[1], unit[0]):  # by default seven days
         assert files(place) == {SHARD}
-        assert main(["clean", place, "--delete", *(["--older-than", age] if age else [])]) == 0
+        assert (
+            main(["clean", place, "--delete", *(["--older-than", age] if age else [])])
+            == 0
+        )
     assert not files(place)
 
 
@@ -278,7 +306,9 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
         "packstore.io.versions.clean.list_folder",
         lambda *a: [f._replace(age=None) for f in listed(*a)],
     )
-    assert {x.spared for x in clean(place, delete=True).leftovers} == {"its age is not known"}
+    assert {x.spared for x in clean(place, delete=True).leftovers} == {
+        "its age is not known"
+    }
     assert len(files(place)) == 2
     clean(place, **NOW)
     assert files(place) == set()
@@ -294,7 +324,9 @@ def test_versions_that_were_replaced_lately_stay(
     assert report.removable == []
     assert packstore.open(place, version=1).verify().ok
     later(monkeypatch, 8 * DAY)
-    Files(place).renew(manifest_path(3), 8 * DAY)  # until just now version 2 was the current one
+    Files(place).renew(
+        manifest_path(3), 8 * DAY
+    )  # until just now version 2 was the current one
     clean(place, delete=True, keep_versions=1)
     assert packstore.open(place, version=2).verify().ok
     with pytest.raises(DatasetNotFoundError, match="must have version 1"):
@@ -307,7 +339,9 @@ def test_versions_that_were_replaced_lately_stay(
     assert {p for p in files(place) if p.startswith("data/")} == shards
 
 
-def test_what_is_named_meanwhile_stays(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_named_meanwhile_stays(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A version is committed, of old files, between the listing and the removal."""
     pack(place)
     location = Files(place)
@@ -333,12 +367,16 @@ def test_what_is_named_meanwhile_stays(place: str, monkeypatch: pytest.MonkeyPat
 def test_the_index_of_a_new_version_is_never_an_old_one(
     place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A version whose packs have the sizes of an old one is committed right before a removal."""
+    """A version whose packs have the sizes of an old one is committed right before a
+    removal.
+    """
     pack(place)
     old = packstore.open(place).manifest.pack_index
     pack(place, pairs(30), overwrite=True)
     later(monkeypatch, 8 * DAY)
-    with before_the_first_removal(lambda: pack(place, pairs(60, 700), overwrite=True)) as removed:
+    with before_the_first_removal(
+        lambda: pack(place, pairs(60, 700), overwrite=True)
+    ) as removed:
         clean(place, delete=True, keep_versions=1)
     newest = packstore.open(place)
     index = newest.manifest.pack_index

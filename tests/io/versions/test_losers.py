@@ -15,9 +15,13 @@ from packstore.errors import MissingFilesError, StorageError
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 RECORDS = pairs(60)
 ACTS: dict[str, Callable[[str, Dataset], Dataset]] = {
-    "pack": lambda place, _: packstore.pack(pairs(20, 0), place, overwrite=True, **SETTINGS),
+    "pack": lambda place, _: packstore.pack(
+        pairs(20, 0), place, overwrite=True, **SETTINGS
+    ),
     "append": lambda place, _: packstore.append(place, pairs(20, 900)),
-    "concat": lambda place, other: packstore.concat([place, other], place, overwrite=True),
+    "concat": lambda place, other: packstore.concat(
+        [place, other], place, overwrite=True
+    ),
 }
 
 
@@ -34,16 +38,22 @@ def test_a_commit_without_its_shards_is_told(place: str, how: str) -> None:
 
     with (
         at_each("create_bytes", lose_a_shard),
-        pytest.raises(MissingFilesError, match=r"version 2, which was just .* found 1 of its"),
+        pytest.raises(
+            MissingFilesError, match=r"version 2, which was just .* found 1 of its"
+        ),
     ):
         ACTS[how](place, other)
     broken = packstore.open(place)
     assert broken.version == 2
     with pytest.raises(StorageError, match=r"data/.*, row group 0"):
         list(broken.iter_packs())
-    with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
+    with pytest.raises(
+        MissingFilesError, match="must have all files that version 2 names"
+    ):
         packstore.append(place, pairs(20, 2000))
-    with pytest.raises(MissingFilesError, match="must have all files that version 2 names"):
+    with pytest.raises(
+        MissingFilesError, match="must have all files that version 2 names"
+    ):
         packstore.concat([place, other], f"{place}-out")
     assert packstore.open(place, version=1).verify().ok
 
@@ -57,7 +67,9 @@ def test_a_call_returns_what_it_committed(place: str, how: str) -> None:
 
     def overtake(path: str) -> None:
         if path == manifest_path(2):
-            later.append(packstore.pack(pairs(5, 3000), place, overwrite=True, **SETTINGS))
+            later.append(
+                packstore.pack(pairs(5, 3000), place, overwrite=True, **SETTINGS)
+            )
 
     with at_each("create_bytes", after=overtake):
         made = ACTS[how](place, other)

@@ -1,4 +1,6 @@
-"""`packstore publish`, to a hub on this machine: what is uploaded, and what reads it."""
+"""`packstore publish`, to a hub on this machine: what is uploaded, and what
+reads it.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ print(json.dumps([packstore.publish(url, "me/prefs").version for url in sys.argv
 
 def published(env: dict[str, str], *datasets: packstore.Dataset) -> Any:
     """The versions as which they are published, one after another."""
-    return json.loads(run(env, "-c", PUBLISH, *(dataset.url for dataset in datasets))[0])
+    return json.loads(
+        run(env, "-c", PUBLISH, *(dataset.url for dataset in datasets))[0]
+    )
 
 
 @pytest.mark.slow
@@ -53,13 +57,18 @@ def test_the_newest_version_is_what_the_hub_reads(tmp_path: Path) -> None:
     first = pack(tmp_path / "prefs")
     with served(repos) as (env, commits):
         env |= {"HF_HOME": str(tmp_path / "cache")}
-        out, err = run(env, "-m", "packstore", "publish", first.url, "me/prefs", "--json")
+        out, err = run(
+            env, "-m", "packstore", "publish", first.url, "me/prefs", "--json"
+        )
         assert json.loads(out)["version"] == 1
         assert f"publish: upload {len(first.manifest.files)} files" in err
         card = repos[REPO]["README.md"].decode()
         repos[REPO]["README.md"] = f"{card}\nMade by me.\n".encode()
         second = pack(tmp_path / "prefs", pairs(90), overwrite=True)
-        assert published(env, second, second) == [2, 2]  # the second time nothing changes
+        assert published(env, second, second) == [
+            2,
+            2,
+        ]  # the second time nothing changes
         sizes = [len(made.manifest.files) + 2 for made in (first, second, second)]
         assert [len(added) for _, added, _ in commits] == sizes
         rows, pairs_read, in_epoch, fingerprint = json.loads(run(env, "-c", READ)[0])
@@ -85,17 +94,30 @@ def test_another_dataset_is_the_next_version(tmp_path: Path) -> None:
 
 def test_a_hub_that_refuses_is_one_line(tmp_path: Path) -> None:
     dataset = pack(tmp_path / "prefs")
-    env = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    env = {
+        "HF_ENDPOINT": "http://127.0.0.1:9",
+        "HF_HUB_OFFLINE": "0",
+        "HF_HOME": str(tmp_path),
+    }
     done = run_python("-m", "packstore", "publish", dataset.url, "me/prefs", env=env)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith("packstore: error: hf://datasets/me/prefs: the hub must take it; found")
+    assert line.startswith(
+        "packstore: error: hf://datasets/me/prefs: the hub must take it; found"
+    )
 
 
-CARDS = {  # the card of a repository -> the tags that it has afterwards; None: it is refused
-    "no tags": (b"---\nlicense: mit\n---\nText of mine.\n", ["packstore", "preference"]),
+# the card of a repository -> the tags that it has afterwards; None: it is refused
+CARDS = {
+    "no tags": (
+        b"---\nlicense: mit\n---\nText of mine.\n",
+        ["packstore", "preference"],
+    ),
     "no head": (b"Text of mine.\n", ["packstore", "preference"]),
-    "one tag": (b"---\ntags: abc\n---\nText of mine.\n", ["abc", "packstore", "preference"]),
+    "one tag": (
+        b"---\ntags: abc\n---\nText of mine.\n",
+        ["abc", "packstore", "preference"],
+    ),
     "mixed": (
         b"---\ntags: [x, 1, null, packstore]\n---\nText of mine.\n",
         ["x", 1, None, "packstore", "preference"],
@@ -121,7 +143,9 @@ def test_any_card_is_kept_or_refused(tmp_path: Path) -> None:
     """As the hub's own page makes them, and people."""
     dataset = pack(tmp_path / "prefs")
     names = {name: f"me/{name.replace(' ', '-')}" for name in CARDS}
-    repos: Hubs = {f"datasets/{names[n]}": {"README.md": card} for n, (card, _) in CARDS.items()}
+    repos: Hubs = {
+        f"datasets/{names[n]}": {"README.md": card} for n, (card, _) in CARDS.items()
+    }
     with served(repos) as (env, _):
         env |= {"HF_HOME": str(tmp_path / "cache")}
         asked = json.dumps([*names.values()])
@@ -140,8 +164,12 @@ def test_any_card_is_kept_or_refused(tmp_path: Path) -> None:
 
 
 def test_a_manifest_writes_only_text_into_the_card(tmp_path: Path) -> None:
-    """Also a chat template that holds the marks of our part, which grew the card each time."""
-    template = "<!-- packstore --> <img src=x> ![p](http://x) | a <!-- /packstore --> ```"
+    """Also a chat template that holds the marks of our part, which grew the card each
+    time.
+    """
+    template = (
+        "<!-- packstore --> <img src=x> ![p](http://x) | a <!-- /packstore --> ```"
+    )
     dataset = pack(tmp_path / "prefs")
 
     def set_template(manifest: Any) -> None:

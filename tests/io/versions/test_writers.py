@@ -55,7 +55,15 @@ def own_marker(place: str) -> dict[str, Any]:
         pytest.param({"pid": 1 << 62}, 0, False, marks=PROC),
         pytest.param({}, 3700, True, marks=PROC),
     ],
-    ids=["elsewhere", "old", "unknown", "unreadable", "pid given again", "dead", "lives"],
+    ids=[
+        "elsewhere",
+        "old",
+        "unknown",
+        "unreadable",
+        "pid given again",
+        "dead",
+        "lives",
+    ],
 )
 def test_another_job_is_warned_of(
     place: str,
@@ -70,7 +78,9 @@ def test_another_job_is_warned_of(
     Files(place).write(path, json.dumps(marker).encode())
 
     def aged(where: Any, folder: str) -> list[operations.ListedFile]:
-        return [f._replace(age=age) if f.path == path else f for f in listed(where, folder)]
+        return [
+            f._replace(age=age) if f.path == path else f for f in listed(where, folder)
+        ]
 
     monkeypatch.setattr("packstore.io.versions.write_job.list_folder", aged)
     with caplog.at_level(logging.WARNING, "packstore"):
@@ -105,7 +115,9 @@ def test_a_store_may_refuse_markers(place: str) -> None:
         assert packstore.pack(pairs(20), place, **SETTINGS).verify().ok
 
 
-def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(place: str) -> None:
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(
+    place: str,
+) -> None:
     def refuse(path: str) -> None:
         raise StorageError("cannot write.")
 
@@ -113,7 +125,10 @@ def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(place
         raise AssertionError("was read")
         yield
 
-    with at_each("create_bytes", refuse), pytest.raises(StorageError, match="cannot write"):
+    with (
+        at_each("create_bytes", refuse),
+        pytest.raises(StorageError, match="cannot write"),
+    ):
         packstore.pack(records(), place, **SETTINGS)
 
 
@@ -121,7 +136,9 @@ def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_read(place
 def test_a_second_job_is_warned_and_never_blocked(
     place: str, caplog: pytest.LogCaptureFixture, first_wins: bool
 ) -> None:
-    """Of other settings, while the first one has finished shards; who commits first wins."""
+    """Of other settings, while the first one has finished shards; who commits first
+    wins.
+    """
     reached, go, errors = threading.Event(), threading.Event(), list[Any]()
 
     def stop(path: str) -> None:

@@ -1,4 +1,6 @@
-"""Every backend that runs on CPU against one dense mask over the row, in both layouts."""
+"""Every backend that runs on CPU against one dense mask over the row, in both
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> None:
-    """Clears compiled kernels: those of one test would count against the limit of the next."""
+    """Clears compiled kernels: those of one test would count against the limit of the
+    next.
+    """
     torch._dynamo.reset()
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, settings: Settings) -> Tensor:
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, settings: Settings
+) -> Tensor:
     """softmax over a [T, keys] mask that is built one entry at a time."""
     if layout.kv_index is not None:
         k, v = k[layout.kv_index], v[layout.kv_index]
@@ -51,7 +57,9 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, settings: Se
             if settings.window is not None:
                 first = max(first, last - settings.window + 1)
             if settings.chunk is not None:
-                first = max(first, keys[s] + (last - keys[s]) // settings.chunk * settings.chunk)
+                first = max(
+                    first, keys[s] + (last - keys[s]) // settings.chunk * settings.chunk
+                )
             mask[i, first : last + 1] = True
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -60,13 +68,20 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layout: AttentionLayout, settings: Se
         scores = settings.softcap * torch.tanh(scores / settings.softcap)
     powers = scores.masked_fill(~mask, float("-inf")).exp()
     extra = 0 if settings.sinks is None else settings.sinks.exp()[:, None, None]
-    return torch.einsum("nts,snh->tnh", powers / (powers.sum(-1, keepdim=True) + extra), v)
+    return torch.einsum(
+        "nts,snh->tnh", powers / (powers.sum(-1, keepdim=True) + extra), v
+    )
 
 
-def inputs(tokens: int, heads: int = 2, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def inputs(
+    tokens: int, heads: int = 2, dtype: torch.dtype = torch.float64
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((tokens, 4, 8), (tokens, heads, 8), (tokens, heads, 6))
-    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
+    return [
+        torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)
+        for s in shapes
+    ]
 
 
 def packs(kit: SimpleNamespace, layout: str, *sizes: int) -> Any:
@@ -76,7 +91,9 @@ def packs(kit: SimpleNamespace, layout: str, *sizes: int) -> Any:
 @pytest.mark.parametrize("cases", CASES)
 @LAYOUTS
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)
-def test_values_and_gradients(kit: SimpleNamespace, backend: str, layout: str, cases: str) -> None:
+def test_values_and_gradients(
+    kit: SimpleNamespace, backend: str, layout: str, cases: str
+) -> None:
     """With 1, 2 and 4 heads of keys."""
     layout_of, attend = packs(kit, layout).layout, ATTENTION.load(backend)
     for case, heads in product(CASES[cases], (1, 2, 4)):
@@ -86,14 +103,18 @@ def test_values_and_gradients(kit: SimpleNamespace, backend: str, layout: str, c
             sinks = settings.sinks.clone().requires_grad_()
             settings, leaves = settings._replace(sinks=sinks), [*leaves, sinks]
         if backend == "sdpa" and settings.softcap is not None:
-            with pytest.raises(BackendError, match=r"found softcap 0.7. Use backend='reference'"):
+            with pytest.raises(
+                BackendError, match=r"found softcap 0.7. Use backend='reference'"
+            ):
                 attend(*leaves[:3], layout_of, settings)
             continue
         expected = dense(*leaves[:3], layout_of, settings)
         found = attend(*leaves[:3], layout_of, settings)
         assert (found - expected).abs().max() < 1e-12
         upstream = torch.randn_like(expected)
-        both = [torch.autograd.grad((x * upstream).sum(), leaves) for x in (found, expected)]
+        both = [
+            torch.autograd.grad((x * upstream).sum(), leaves) for x in (found, expected)
+        ]
         for a, b in zip(*both, strict=True):
             assert (a - b).abs().max() < 1e-11 * max(1.0, float(b.abs().max()))
 
@@ -105,7 +126,10 @@ def test_values_and_gradients(kit: SimpleNamespace, backend: str, layout: str, c
         *(("shared_prefix", cases) for cases in ("softcap", "sinks")),
         *(
             pytest.param(layout, cases, marks=pytest.mark.slow)
-            for layout, cases in (("shared_prefix", "windows"), ("shared_prefix", "chunks"))
+            for layout, cases in (
+                ("shared_prefix", "windows"),
+                ("shared_prefix", "chunks"),
+            )
         ),
     ],
 )
@@ -125,7 +149,10 @@ def test_values_of_flex(kit: SimpleNamespace, layout: str, cases: str) -> None:
 @pytest.mark.parametrize("window", [None, 5])
 @LAYOUTS
 def test_flex_skips_only_what_no_query_sees(
-    kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layout: str, window: int | None
+    kit: SimpleNamespace,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: str,
+    window: int | None,
 ) -> None:
     """The kernel of a GPU trusts the lists of blocks, which the CPU never looks at."""
     monkeypatch.setattr(flex, "BLOCK", 16)
@@ -133,7 +160,10 @@ def test_flex_skips_only_what_no_query_sees(
     batch = collate(kit.packed(examples, [12], layout), "preference")
     mask = flex.block_mask(batch.layout, window)
     assert flex.block_mask(batch.layout, window) is mask
-    queries, keys = flex.rounded(batch.num_tokens), flex.rounded(int(batch.cu_seqlens_k[-1]))
+    queries, keys = (
+        flex.rounded(batch.num_tokens),
+        flex.rounded(int(batch.cu_seqlens_k[-1])),
+    )
     seen = mask.mask_mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
     assert seen.any(1).all()
     blocks = seen.view(queries // 16, 16, keys // 16, 16).transpose(1, 2).flatten(2)
@@ -157,12 +187,16 @@ def listed(counts: Tensor, indices: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")  # torch's own, in inductor
+@pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.*:DeprecationWarning"
+)  # torch's own, in inductor
 @LAYOUTS
 def test_flex_compiled_follows_the_blocks(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    """The compiled CPU kernel, which skips blocks as that of a GPU does; forward pass only."""
+    """The compiled CPU kernel, which skips blocks as that of a GPU does; forward pass
+    only.
+    """
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler, which torch.compile needs on CPU")
     kernel = torch.compile(flex.flex_attention, fullgraph=True)
@@ -178,15 +212,22 @@ def test_flex_compiled_follows_the_blocks(
 
 @LAYOUTS
 @pytest.mark.parametrize("backend", ON_CPU)
-def test_empty_segments_and_half_precision(kit: SimpleNamespace, backend: str, layout: str) -> None:
-    """Empty segments, which pad the number of offsets, change nothing; dtypes are kept."""
+def test_empty_segments_and_half_precision(
+    kit: SimpleNamespace, backend: str, layout: str
+) -> None:
+    """Empty segments, which pad the number of offsets, change nothing; dtypes
+    are kept.
+    """
     one = packs(kit, layout).layout
     repeated = dataclasses.replace(
         one,
         cu_seqlens_q=torch.cat([one.cu_seqlens_q, one.cu_seqlens_q[-1:].repeat(3)]),
         cu_seqlens_k=torch.cat([one.cu_seqlens_k, one.cu_seqlens_k[-1:].repeat(3)]),
     )
-    half, attend = inputs(one.num_queries, dtype=torch.bfloat16), ATTENTION.load(backend)
+    half, attend = (
+        inputs(one.num_queries, dtype=torch.bfloat16),
+        ATTENTION.load(backend),
+    )
     found = attend(*half, one, Settings(0.3))
     assert found.dtype == torch.bfloat16
     assert torch.equal(attend(*half, repeated, Settings(0.3)), found)
@@ -196,7 +237,9 @@ def test_empty_segments_and_half_precision(kit: SimpleNamespace, backend: str, l
 
 @LAYOUTS
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)  # flex: 0 * NaN, in blocks of 128
-def test_poison_in_one_segment_stays_there(kit: SimpleNamespace, backend: str, layout: str) -> None:
+def test_poison_in_one_segment_stays_there(
+    kit: SimpleNamespace, backend: str, layout: str
+) -> None:
     batch = packs(kit, layout)
     q, k, v = inputs(batch.num_tokens)
     last = batch.segment_ids == batch.num_segments - 1

@@ -1,4 +1,5 @@
-"""The Triton kernel for copies: equal to torch's under the interpreter, and compiled for GPUs.
+"""The Triton kernel for copies: equal to torch's under the interpreter, and compiled
+for GPUs.
 
 Needs no GPU, and proves no speed; ``make kernels`` installs Triton.
 """
@@ -16,7 +17,8 @@ from children import run_python
 from torch.nn.functional import embedding_bag
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: make kernels",
 )
 
 
@@ -34,10 +36,16 @@ def compare() -> None:
                 copies = torch.randn(size, width, generator=made).to(dtype)
                 found = sum_copies(copies, places, starts)
                 expected = embedding_bag(
-                    places, copies.double(), starts, mode="sum", include_last_offset=True
+                    places,
+                    copies.double(),
+                    starts,
+                    mode="sum",
+                    include_last_offset=True,
                 )
                 rounding = {torch.float16: 2e-3, torch.bfloat16: 1e-2}.get(dtype, 1e-5)
-                torch.testing.assert_close(found.double(), expected, rtol=rounding, atol=1e-5)
+                torch.testing.assert_close(
+                    found.double(), expected, rtol=rounding, atol=1e-5
+                )
                 assert found.dtype == dtype
                 assert torch.equal(found, sum_copies(copies, places, starts))
 
@@ -58,12 +66,18 @@ def compile_for(capability: int) -> None:
 
 @needs_triton
 @pytest.mark.parametrize(
-    "what", ["equal", "90", *(pytest.param(c, marks=pytest.mark.slow) for c in ("80", "100"))]
+    "what",
+    ["equal", "90", *(pytest.param(c, marks=pytest.mark.slow) for c in ("80", "100"))],
 )
 def test_kernel(what: str, tmp_path: Path) -> None:
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     environment["TRITON_INTERPRET"] = str(int(what == "equal"))
-    environment["PYTHONUTF8"] = "1"  # torch's compiler reads files of its own as the locale's text
+    environment["PYTHONUTF8"] = (
+        "1"  # torch's compiler reads files of its own as the locale's text
+    )
     done = run_python(__file__, what, env=environment)
     assert done.returncode == 0, done.stderr
 

@@ -1,10 +1,11 @@
-"""Calls of each flash kernel: signature tests, with a stand-in that computes by definition.
+"""Calls of each flash kernel: signature tests, with a stand-in that computes by
+definition.
 
 Nothing here proves a kernel. The stand-ins have the signatures of flash-attn 2.8.3, of
-flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11, positional order
-included, and refuse what those refuse; packages that are installed are compared with them. For
-torch's own, the installed Python code runs, with a stand-in for the two operators under it.
-The kernels themselves run in ``benchmarks/gpu_session.py``.
+flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11,
+positional order included, and refuse what those refuse; packages that are installed are
+compared with them. For torch's own, the installed Python code runs, with a stand-in for
+the two operators under it. The kernels themselves run in ``benchmarks/gpu_session.py``.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def by_definition(
         scores = varlen_kernels.scores_of(q[rows], k[keys], scale, left, 0)
         capped = scores if softcap == 0 else softcap * torch.tanh(scores / softcap)
         weights = capped.masked_fill(scores.isinf(), float("-inf")).softmax(-1)
-        outputs.append(torch.einsum("nqk,knh->qnh", weights, v[keys].repeat_interleave(group, 1)))
+        outputs.append(
+            torch.einsum("nqk,knh->qnh", weights, v[keys].repeat_interleave(group, 1))
+        )
     return torch.cat(outputs)
 
 
@@ -66,7 +69,9 @@ def called(
     names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
     cu_q, cu_k, max_q, max_k = (given[name] for name in names)
     left = -1 if left is None else left
-    return by_definition(q, k, v, (cu_q, cu_k, max_q, max_k), softmax_scale, left, given["softcap"])
+    return by_definition(
+        q, k, v, (cu_q, cu_k, max_q, max_k), softmax_scale, left, given["softcap"]
+    )
 
 
 def flash_attn_2(
@@ -106,7 +111,9 @@ def varlen_attn_2_11(
 ):  # fmt: skip
     left, right = window_size
     assert right == 0
-    return by_definition(query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, left)
+    return by_definition(
+        query, key, value, (cu_seq_q, cu_seq_k, max_q, max_k), scale, left
+    )
 
 
 seen: dict[str, Any] = {}
@@ -127,7 +134,9 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("backend", KERNELS)
 def test_recorded_signatures_are_those_of_the_installed_package(backend: str) -> None:
-    """Same names, order, kinds and defaults; the installed one may end with more that has any."""
+    """Same names, order, kinds and defaults; the installed one may end with more that
+    has any.
+    """
     if backend == "torch_varlen":
         installed, recorded = varlen.varlen_attn, varlen_attn_2_11
     else:
@@ -136,7 +145,9 @@ def test_recorded_signatures_are_those_of_the_installed_package(backend: str) ->
         except ImportError as error:
             pytest.skip(f"{MODULES[backend]} cannot be imported here: {error}")
         if package.__file__ is None:
-            pytest.skip(f"{MODULES[backend]} is only the folder of flash_attn.cute here")
+            pytest.skip(
+                f"{MODULES[backend]} is only the folder of flash_attn.cute here"
+            )
         installed, recorded = package.flash_attn_varlen_func, STAND_INS[backend]
     signature = inspect.signature(installed)
     found = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
@@ -146,7 +157,9 @@ def test_recorded_signatures_are_those_of_the_installed_package(backend: str) ->
 
 
 @pytest.fixture
-def stand_in(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
+def stand_in(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str], Any]]:
     """Loads a backend with a stand-in for its kernel."""
     with varlen_kernels.on_cpu():
 
@@ -169,7 +182,9 @@ def inputs(layout: AttentionLayout, heads: int = 2) -> list[Tensor]:
     return [x.requires_grad_() for x in made]
 
 
-def compare(attend: Any, heads: int, layout: AttentionLayout, settings: Settings) -> None:
+def compare(
+    attend: Any, heads: int, layout: AttentionLayout, settings: Settings
+) -> None:
     """Value and gradients against backend `reference`."""
     qkv = inputs(layout, heads)
     found = attend(*qkv, layout, settings)
@@ -200,7 +215,10 @@ def test_the_call_means_the_same_as_reference(
         *(("preference", 2, window) for window in (None, 3)),
         *(("scored", heads, None) for heads in (1, 4)),
     ):
-        segments, settings = kit.row(5, layout, kind).layout, Settings(0.3, window, softcap)
+        segments, settings = (
+            kit.row(5, layout, kind).layout,
+            Settings(0.3, window, softcap),
+        )
         if backend == "torch_varlen" and softcap is not None:
             with pytest.raises(BackendError, match=r"soft-capped; found softcap 0\.7"):
                 compare(attend, heads, segments, settings)
@@ -235,21 +253,41 @@ def test_refused_inputs(
     layout = kit.row().layout
     q, k, v = inputs(layout)
     where = f"attention backend '{backend}': tensors must be float16 or bfloat16"
-    with pytest.raises(BackendError, match=f"{where}.*; found torch.float64 on cpu. Load the mod"):
+    with pytest.raises(
+        BackendError, match=f"{where}.*; found torch.float64 on cpu. Load the mod"
+    ):
         attend(q, k, v, layout, Settings(0.3))
     monkeypatch.setattr(flash, "DEVICES", ("cpu",))
     half = [x.bfloat16() for x in (q, k, v)]
     for tensors, settings, message in (
-        ((*half[:2], half[2][..., :6]), {}, r"heads must have one size.*; found 8 for .* and 6"),
-        ([x[..., :7] for x in half], {}, "a multiple of 8 up to 256; found 7 for queries"),
-        (half, {"chunk": 4}, r"softmax over .*; found chunks\. Use backend='flex' or 'sdpa'"),
-        (half, {"sinks": torch.zeros(4)}, "found sinks, .*Use backend='flex' or 'sdpa'"),
+        (
+            (*half[:2], half[2][..., :6]),
+            {},
+            r"heads must have one size.*; found 8 for .* and 6",
+        ),
+        (
+            [x[..., :7] for x in half],
+            {},
+            "a multiple of 8 up to 256; found 7 for queries",
+        ),
+        (
+            half,
+            {"chunk": 4},
+            r"softmax over .*; found chunks\. Use backend='flex' or 'sdpa'",
+        ),
+        (
+            half,
+            {"sinks": torch.zeros(4)},
+            "found sinks, .*Use backend='flex' or 'sdpa'",
+        ),
     ):
         with pytest.raises(BackendError, match=message):
             attend(*tensors, layout, Settings(0.3, **settings))
     if backend == "flash_attn_4":
         monkeypatch.setattr(flash, "capability", lambda _: (8, 6))
-        with pytest.raises(BackendError, match=r"capability 9 or newer .*; found 8.6. Use backen"):
+        with pytest.raises(
+            BackendError, match=r"capability 9 or newer .*; found 8.6. Use backen"
+        ):
             attend(*half, layout, Settings(0.3))
 
 

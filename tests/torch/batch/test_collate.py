@@ -30,9 +30,19 @@ EXAMPLES = random_examples(6, seed=1)
 
 
 def assert_batches_equal(a: PackedBatch, b: PackedBatch) -> None:
-    names = ("input_ids", "labels", "position_ids", "segment_ids", "target_index", "cu_seqlens_k")
+    names = (
+        "input_ids",
+        "labels",
+        "position_ids",
+        "segment_ids",
+        "target_index",
+        "cu_seqlens_k",
+    )
     names += ("kv_index", "weights", "pack_ids", "sources")
-    for name in (*names, *(name for name in PackedBatch.__annotations__ if name[0] != "_")):
+    for name in (
+        *names,
+        *(name for name in PackedBatch.__annotations__ if name[0] != "_"),
+    ):
         x, y = getattr(a, name), getattr(b, name)
         same = torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
         assert same, name
@@ -60,11 +70,17 @@ def test_derived_columns(
             left_out = length - (end - start)
             assert start == token
             assert batch.lengths[sequence] == length
-            assert batch.position_ids[start:end].tolist() == list(range(left_out, length))
+            assert batch.position_ids[start:end].tolist() == list(
+                range(left_out, length)
+            )
             assert set(batch.segment_ids[start:end].tolist()) == {sequence}
             keys = [*range(first, first + left_out), *range(start, end)]
             place = slice(*batch.cu_seqlens_k[sequence : sequence + 2].tolist())
-            index = torch.arange(batch.num_tokens) if batch.kv_index is None else batch.kv_index
+            index = (
+                torch.arange(batch.num_tokens)
+                if batch.kv_index is None
+                else batch.kv_index
+            )
             assert index[place].tolist() == keys
             ids = examples.input_ids[whole]
             assert batch.input_ids[keys].tolist() == ids.tolist()
@@ -78,11 +94,23 @@ def test_derived_columns(
     assert batch.pack_ids.tolist() == np.repeat(np.arange(len(sizes)), sizes).tolist()
     assert batch.max_seqlen == batch.cu_seqlens.diff().max()
     assert batch.max_seqlen_k == batch.lengths.max()
-    assert batch.target_index.tolist() == (batch.labels != -100).nonzero().flatten().tolist()
+    assert (
+        batch.target_index.tolist()
+        == (batch.labels != -100).nonzero().flatten().tolist()
+    )
     assert batch.rewards.tolist() == examples.reward.tolist()
     assert batch.kv_index is None or layout == "shared_prefix"
-    int64 = ("input_ids", "labels", "position_ids", "segment_ids", "target_index", "pack_ids")
-    assert {getattr(batch, name).dtype for name in (*int64, "example_ids")} == {torch.int64}
+    int64 = (
+        "input_ids",
+        "labels",
+        "position_ids",
+        "segment_ids",
+        "target_index",
+        "pack_ids",
+    )
+    assert {getattr(batch, name).dtype for name in (*int64, "example_ids")} == {
+        torch.int64
+    }
     int32 = ("cu_seqlens", "cu_seqlens_k", "lengths", "num_responses")
     assert {getattr(batch, name).dtype for name in int32} == {torch.int32}
     assert {batch.rewards.dtype, batch.weights.dtype} == {torch.float32}
@@ -111,10 +139,16 @@ def test_rows_of_row_groups(kit: SimpleNamespace, kind: str, layout: str) -> Non
     small = pickle.dumps(collate(rows, kind))
     assert len(small) < len(pickle.dumps(collate(rows, kind).replace())) / 2
     for row, i in zip(rows, order, strict=True):
-        for plain in (row, pickle.loads(pickle.dumps(row)), replace(row, stand_in=False)):
+        for plain in (
+            row,
+            pickle.loads(pickle.dumps(row)),
+            replace(row, stand_in=False),
+        ):
             for name in ("input_ids", "labels", "token_offsets", "seq_boundaries"):
                 assert np.array_equal(getattr(plain, name), getattr(packs.row(i), name))
-    assert collate([replace(rows[1], stand_in=True), rows[0]], kind).weights.tolist() == [0, 1, 1]
+    assert collate(
+        [replace(rows[1], stand_in=True), rows[0]], kind
+    ).weights.tolist() == [0, 1, 1]
 
 
 def test_the_first_token_of_a_segment_is_no_target(kit: SimpleNamespace) -> None:
@@ -123,17 +157,23 @@ def test_the_first_token_of_a_segment_is_no_target(kit: SimpleNamespace) -> None
     examples = replace(EXAMPLES, supervised=supervised)
     batch = collate(kit.packed(examples, [2, 4], "concat"), "preference")
     firsts = set(batch.cu_seqlens[:-1].tolist())
-    assert batch.target_index.tolist() == [i for i in range(batch.num_tokens) if i not in firsts]
+    assert batch.target_index.tolist() == [
+        i for i in range(batch.num_tokens) if i not in firsts
+    ]
 
 
 def test_fillers_and_reference(kit: SimpleNamespace) -> None:
     packs = kit.packed(EXAMPLES, [1, 3, 2], "concat")
-    batch = collate(packs, "preference", ref_logps=np.arange(12, dtype=np.float32), fillers=1)
+    batch = collate(
+        packs, "preference", ref_logps=np.arange(12, dtype=np.float32), fillers=1
+    )
     assert batch.weights.tolist() == [1, 1, 1, 1, 0, 0]
     assert batch.ref_logps.tolist() == list(range(12))
     with pytest.raises(ConfigError, match="12 sequences; found 3"):
         collate(packs, "preference", ref_logps=np.zeros(3, np.float32))
-    with pytest.raises(UnknownNameError, match="'dpo'; choose from: preference, sft, scored"):
+    with pytest.raises(
+        UnknownNameError, match="'dpo'; choose from: preference, sft, scored"
+    ):
         collate(packs, "dpo")
     with pytest.raises(UnknownNameError, match="unknown kind 'pairs'"):
         PackCollator("pairs")
@@ -157,8 +197,12 @@ def test_the_batch_owns_its_memory_and_travels(kit: SimpleNamespace) -> None:
 def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
     kit: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, derived: bool
 ) -> None:
-    """The same tensor, for which torch looks: cuDNN computes causal attention only then."""
-    monkeypatch.setattr(torch.Tensor, "pin_memory", torch.Tensor.clone)  # which needs CUDA
+    """The same tensor, for which torch looks: cuDNN computes causal attention only
+    then.
+    """
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", torch.Tensor.clone
+    )  # which needs CUDA
     for change in (
         lambda batch: batch,
         lambda batch: batch.to("meta"),
@@ -167,7 +211,9 @@ def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
         lambda batch: batch.replace(step=None),
         lambda batch: pad_segments(batch, 4),
         lambda batch: pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40),
-        lambda batch: pad_batch(pad_segments(batch, 4), num_tokens=400, num_segments=30),
+        lambda batch: pad_batch(
+            pad_segments(batch, 4), num_tokens=400, num_segments=30
+        ),
     ):
         batch = collate(kit.packed(EXAMPLES, [2, 4], "concat"), "preference")
         if derived:
@@ -187,7 +233,9 @@ def test_flash_inputs(kit: SimpleNamespace) -> None:
     flash = batch.model_inputs("flash")
     assert flash["cu_seq_lens_q"] is flash["cu_seq_lens_k"] is batch.cu_seqlens
     assert flash["max_length_q"] == flash["max_length_k"] == batch.max_seqlen
-    assert flash["input_ids"].shape == flash["position_ids"].shape == (1, batch.num_tokens)
+    assert (
+        flash["input_ids"].shape == flash["position_ids"].shape == (1, batch.num_tokens)
+    )
     assert flash["use_cache"] is False
     assert "attention_mask" not in flash
 
@@ -200,14 +248,20 @@ def test_padded_inputs_are_the_sequences(kit: SimpleNamespace, layout: str) -> N
         padded = batch.model_inputs("padded")
         assert padded["input_ids"].shape == (12, batch.max_seqlen_k)
         for i in range(12):
-            ids = EXAMPLES.input_ids[slice(*EXAMPLES.sequence_offsets[i : i + 2])].tolist()
-            assert padded["input_ids"][i].tolist() == ids + [0] * (batch.max_seqlen_k - len(ids))
+            ids = EXAMPLES.input_ids[
+                slice(*EXAMPLES.sequence_offsets[i : i + 2])
+            ].tolist()
+            assert padded["input_ids"][i].tolist() == ids + [0] * (
+                batch.max_seqlen_k - len(ids)
+            )
             assert padded["attention_mask"][i].sum() == len(ids)
         assert torch.equal(batch.unpad(padded["input_ids"]), batch.input_ids)
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-def test_inference_mode_takes_nothing_from_training(kit: SimpleNamespace, layout: str) -> None:
+def test_inference_mode_takes_nothing_from_training(
+    kit: SimpleNamespace, layout: str
+) -> None:
     """A reference that runs first, in inference mode; a batch made and moved there."""
     made = use_packed_attention(kit.tiny_model())
     packs = kit.packed(EXAMPLES, [6], layout)
@@ -217,30 +271,43 @@ def test_inference_mode_takes_nothing_from_training(kit: SimpleNamespace, layout
         with mode():
             batch = collate(packs, "preference").to("cpu").replace(step=None)
             reference = packed_logps(made, batch)
-        PreferenceLoss("dpo")(packed_logps(made, batch), batch, reference - 1).loss.backward()
+        PreferenceLoss("dpo")(
+            packed_logps(made, batch), batch, reference - 1
+        ).loss.backward()
         gradients.append([p.grad.clone() for p in made.parameters()])
     assert all(map(torch.equal, *gradients))
 
 
 def test_a_batch_shows_what_it_holds(kit: SimpleNamespace) -> None:
-    batch = collate(kit.packed(random_examples(5), [2, 3], "shared_prefix"), "preference")
+    batch = collate(
+        kit.packed(random_examples(5), [2, 3], "shared_prefix"), "preference"
+    )
     size = f"2 packs, 5 examples, 10 segments, {batch.num_tokens} tokens on cpu"
     assert repr(batch) == f"PackedBatch(preference: {size})"
-    fields = "input_ids labels position_ids segment_ids cu_seqlens cu_seqlens_k kv_index weights"
+    fields = (
+        "input_ids labels position_ids segment_ids cu_seqlens cu_seqlens_k "
+        "kv_index weights"
+    )
     for name in [*fields.split(), "kind", "num_tokens", "rewards", "columns", "step"]:
         assert name in dir(batch)
         assert batch[name] is getattr(batch, name)
     for name in ("input_id", "to", "_signed_ids", "model_inputs"):
-        with pytest.raises(KeyError, match=f"no field '{name}'; it has: .*input_ids.*, weights"):
+        with pytest.raises(
+            KeyError, match=f"no field '{name}'; it has: .*input_ids.*, weights"
+        ):
             batch[name]
 
 
 def test_refusals(kit: SimpleNamespace) -> None:
     batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     for style in ("flash", "megatron"):
-        with pytest.raises(BackendError, match=r"every segment must be whole.*shared prefix"):
+        with pytest.raises(
+            BackendError, match=r"every segment must be whole.*shared prefix"
+        ):
             batch.model_inputs(style)  # type: ignore[arg-type]
-    with pytest.raises(BackendError, match=r"packed_seq_params: every segment must be whole"):
+    with pytest.raises(
+        BackendError, match=r"packed_seq_params: every segment must be whole"
+    ):
         packed_seq_params(batch)
     with pytest.raises(
         UnknownNameError, match="'fsdp'; choose one of: hf, flash, megatron, padded"
@@ -250,7 +317,9 @@ def test_refusals(kit: SimpleNamespace) -> None:
 
 @dataclass
 class PackedSeqParams:
-    """The fields that Megatron-Core's class of this name has had in all its versions."""
+    """The fields that Megatron-Core's class of this name has had in all its
+    versions.
+    """
 
     qkv_format: str | None = None
     cu_seqlens_q: torch.Tensor | None = None
@@ -280,7 +349,11 @@ def test_megatron_knows_real_and_padded_segments(kit: SimpleNamespace) -> None:
         assert inputs[f"{name}_argmin"].tolist() == [[int(inputs[name].argmin())]]
     assert "cu_seqlens_unpadded" not in plain.model_inputs("megatron")
     elsewhere = batch.to("meta").model_inputs("megatron")
-    assert elsewhere["cu_seqlens"].device.type == elsewhere["tokens"].device.type == "meta"
     assert (
-        elsewhere["cu_seqlens_argmin"].device.type == elsewhere["max_seqlen"].device.type == "cpu"
+        elsewhere["cu_seqlens"].device.type == elsewhere["tokens"].device.type == "meta"
+    )
+    assert (
+        elsewhere["cu_seqlens_argmin"].device.type
+        == elsewhere["max_seqlen"].device.type
+        == "cpu"
     )

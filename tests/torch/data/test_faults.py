@@ -91,7 +91,9 @@ def spoil(stored: Dataset, group: int) -> int:
     return int(table.rows[group])
 
 
-def test_quarantine_keeps_the_counts(stored: Dataset, caplog: pytest.LogCaptureFixture) -> None:
+def test_quarantine_keeps_the_counts(
+    stored: Dataset, caplog: pytest.LogCaptureFixture
+) -> None:
     whole = ids(stored.url)
     lost = spoil(stored, 0)
     with pytest.raises(IntegrityError, match=r"(?s)row group 0: .*Fetched 2 times"):
@@ -108,7 +110,11 @@ def test_quarantine_is_counted_and_equal_on_all_ranks(stored: Dataset) -> None:
     weights = []
     for rank in range(3):
         data = PackedDataset(
-            stored.url, lanes=6, rank=rank, world_size=3, reading=ReadConfig(on_error="quarantine")
+            stored.url,
+            lanes=6,
+            rank=rank,
+            world_size=3,
+            reading=ReadConfig(on_error="quarantine"),
         )
         batches = list(PackedDataLoader(data, packs_per_batch=2))
         assert len(batches) == N // 6
@@ -146,7 +152,9 @@ def test_nothing_readable_is_an_error(stored: Dataset) -> None:
         ids(stored.url, on_error="quarantine")
 
 
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
 def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
     """As the out-of-memory killer does it."""
     loader = PackedDataLoader(PackedDataset(stored), num_workers=1, prefetch_factor=1)
@@ -154,5 +162,7 @@ def test_a_worker_that_is_killed_is_named(stored: Dataset) -> None:
     next(batches)
     (worker,) = multiprocessing.active_children()
     worker.kill()
-    with pytest.raises(WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"):
+    with pytest.raises(
+        WorkerError, match=r"^PackedDataLoader: workers must live .*\(pid"
+    ):
         list(batches)

@@ -1,4 +1,6 @@
-"""Token ids in memory, packed into the batches of one step: the same examples, loss and divisor."""
+"""Token ids in memory, packed into the batches of one step: the same examples, loss and
+divisor.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EXAMPLES = random_examples(N, seed=3)
 
 
 def records() -> list[dict[str, Any]]:
-    """The pairs as whole sequences with labels, as collators of other trainers have them."""
+    """The pairs as whole sequences with labels, as collators of other trainers have
+    them.
+    """
     made: list[dict[str, Any]] = [{} for _ in range(N)]
     for s, start in enumerate(EXAMPLES.sequence_offsets[:-1]):
         tokens = slice(start, EXAMPLES.sequence_offsets[s + 1])
@@ -48,9 +52,21 @@ def test_examples_are_taken_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("record", "ids", "labels"),
     [
-        ({"prompt": [1, 2], "chosen": [3], "rejected": [4, 5]}, [1, 2, 3], [-100, -100, 3]),
-        ({"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]}, [1, 2, 3], [-100, 2, 3]),
-        ({"input_ids": torch.tensor([1, 2]), "completion_mask": [0, 1]}, [1, 2], [-100, 2]),
+        (
+            {"prompt": [1, 2], "chosen": [3], "rejected": [4, 5]},
+            [1, 2, 3],
+            [-100, -100, 3],
+        ),
+        (
+            {"prompt_ids": [1], "chosen_ids": [2, 3], "rejected_ids": [4]},
+            [1, 2, 3],
+            [-100, 2, 3],
+        ),
+        (
+            {"input_ids": torch.tensor([1, 2]), "completion_mask": [0, 1]},
+            [1, 2],
+            [-100, 2],
+        ),
         ({"prompt": "q", "prompt_ids": [1], "response_ids": [2]}, [1, 2], [-100, 2]),
         (
             {
@@ -63,10 +79,15 @@ def test_examples_are_taken_as_they_are() -> None:
         ),
     ],
 )
-def test_shapes_of_records(record: dict[str, Any], ids: list[int], labels: list[int]) -> None:
+def test_shapes_of_records(
+    record: dict[str, Any], ids: list[int], labels: list[int]
+) -> None:
     (batch,) = pt.pack_in_memory([record], 90)
     first = slice(0, int(batch.cu_seqlens[1]))
-    assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (ids, labels)
+    assert (batch.input_ids[first].tolist(), batch.labels[first].tolist()) == (
+        ids,
+        labels,
+    )
 
 
 def test_fields_and_columns_of_records() -> None:
@@ -106,7 +127,10 @@ def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
             prompt, sides, rewards = rollouts()[i]
             for side, reward in zip(sides, rewards, strict=True):
                 places = rows[starts[s] : starts[s + 1]].tolist()
-                assert batch.input_ids[places].tolist() == [*map(int, prompt), *map(int, side)]
+                assert batch.input_ids[places].tolist() == [
+                    *map(int, prompt),
+                    *map(int, side),
+                ]
                 learned = [place in targets for place in places]
                 first = max(len(prompt), 1)
                 assert learned == [False] * first + [True] * (len(places) - first)
@@ -117,7 +141,10 @@ def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
 
 
 def test_rollouts_of_equal_responses_are_kept() -> None:
-    same = [([1, 2], [[3, 4], [3, 4]], [1.0, 0.0]), ([5], [[6], [6], [6]], [0.0, 0.0, 0.0])]
+    same = [
+        ([1, 2], [[3, 4], [3, 4]], [1.0, 0.0]),
+        ([5], [[6], [6], [6]], [0.0, 0.0, 0.0]),
+    ]
     (batch,) = pt.pack_in_memory(same, 90, rank=0, world_size=1)
     assert batch.example_ids.tolist() == [0, 1]
     assert batch.num_responses.tolist() == [2, 3]
@@ -126,12 +153,27 @@ def test_rollouts_of_equal_responses_are_kept() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (([1], [[2], [3]]), "must be .prompt, responses, rewards., or dicts; found a tuple of 2"),
+        (
+            ([1], [[2], [3]]),
+            "must be .prompt, responses, rewards., or dicts; found a tuple of 2",
+        ),
         (([1], [[2], [3]], [1.0]), "item 2.* scores"),
-        (([1, 2], [[2], []], [1.0, 0.0]), r"item 2.*\[empty_side\]; found response 2 of 2 empty"),
-        (([], [[2], [3]], [1.0, 0.0]), r"item 2.*\[unsupervised\]; found response 1 has no superv"),
-        (([1], [[2], [-3]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole numbers"),
-        (([1], [[2], [1 << 31]], [1.0, 0.0]), "item 2.*response 2 must be token ids, whole num"),
+        (
+            ([1, 2], [[2], []], [1.0, 0.0]),
+            r"item 2.*\[empty_side\]; found response 2 of 2 empty",
+        ),
+        (
+            ([], [[2], [3]], [1.0, 0.0]),
+            r"item 2.*\[unsupervised\]; found response 1 has no superv",
+        ),
+        (
+            ([1], [[2], [-3]], [1.0, 0.0]),
+            "item 2.*response 2 must be token ids, whole numbers",
+        ),
+        (
+            ([1], [[2], [1 << 31]], [1.0, 0.0]),
+            "item 2.*response 2 must be token ids, whole num",
+        ),
         (([1], [[2], [0.5]], [1.0, 0.0]), "item 2"),
         (([1], [[2], [3]], [1.0, np.nan]), "item 2.*must be a finite number"),
         (([1], [[2], "ab"], [1.0, 0.0]), "item 2"),
@@ -155,19 +197,32 @@ PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
         ({**PAIR, "chosen": []}, r"\[empty_side\]; found response 1 of 2"),
         ({**PAIR, "prompt": "hi"}, "prompt must be token ids, .*found 'hi'"),
         ({**PAIR, "prompt": [-1]}, "prompt must be token ids, whole"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "records: they must be token ids"),
         (
-            {**PAIR, "prompt": [{"role": "user", "content": "a"}], "chosen": "b", "rejected": "c"},
+            {"prompt": "a", "chosen": "b", "rejected": "c"},
+            "records: they must be token ids",
+        ),
+        (
+            {
+                **PAIR,
+                "prompt": [{"role": "user", "content": "a"}],
+                "chosen": "b",
+                "rejected": "c",
+            },
             "records: they must be token ids; found text",
         ),
-        ({**PAIR, "chosen": [2] * 90}, "record 1: it must fit pack_size 90; found 93 tokens"),
+        (
+            {**PAIR, "chosen": [2] * 90},
+            "record 1: it must fit pack_size 90; found 93 tokens",
+        ),
     ],
 )
 def test_records_that_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(RecordError, match=message):
         pt.pack_in_memory([PAIR, wrong], 90)
     some = [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}, PAIR]
-    with pytest.raises(RecordError, match="record 1: it must have ref_chosen_logps and ref_reje"):
+    with pytest.raises(
+        RecordError, match="record 1: it must have ref_chosen_logps and ref_reje"
+    ):
         pt.pack_in_memory(some, 90)
     with pytest.raises(ConfigError, match="one at least"):
         pt.pack_in_memory([], 90)
@@ -177,5 +232,7 @@ def test_the_collator_lays_records_end_to_end() -> None:
     batch = pt.PackCollator("preference", PackConfig(layout="shared_prefix"))(records())
     assert batch.num_packs == 1
     assert batch.example_ids.tolist() == list(range(N))
-    assert batch.ref_logps.tolist() == pytest.approx([-0.1 * s * s for s in range(2 * N)])
+    assert batch.ref_logps.tolist() == pytest.approx(
+        [-0.1 * s * s for s in range(2 * N)]
+    )
     assert batch.kv_index is not None

@@ -26,19 +26,29 @@ LANES = 4
 
 @pytest.fixture(scope="module")
 def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
-    """23 packs of two pairs in several row groups and shards; example ids are 2 * pack, + 1."""
+    """23 packs of two pairs in several row groups and shards; example ids are 2 * pack,
+    + 1.
+    """
     packs = kit.packed(random_examples(2 * N), [2] * N, "shared_prefix")
     data: Dataset = kit.write(
-        str(tmp_path_factory.mktemp("data") / "ds"), packs, "preference", "shared_prefix"
+        str(tmp_path_factory.mktemp("data") / "ds"),
+        packs,
+        "preference",
+        "shared_prefix",
     )
     assert len(data.row_groups) > LANES
     assert len(data.manifest.shards) > 1
     return data
 
 
-def make(stored: Dataset, rank: int = 0, world_size: int = 1, **settings: Any) -> PackedDataset:
+def make(
+    stored: Dataset, rank: int = 0, world_size: int = 1, **settings: Any
+) -> PackedDataset:
     return PackedDataset(
-        stored, rank=rank, world_size=world_size, **{"lanes": LANES, "seed": 1, **settings}
+        stored,
+        rank=rank,
+        world_size=world_size,
+        **{"lanes": LANES, "seed": 1, **settings},
     )
 
 
@@ -88,7 +98,9 @@ def test_iterators_are_independent(stored: Dataset, mixed: bool, batched: bool) 
     assert [packs_of(x) for x in k] == orders[1][1:]
     again = opened()
     assert [
-        packs_of(a) for a, b in zip(again, again, strict=True) if packs_of(a) == packs_of(b)
+        packs_of(a)
+        for a, b in zip(again, again, strict=True)
+        if packs_of(a) == packs_of(b)
     ] == (orders[0])
 
 
@@ -97,13 +109,18 @@ def test_iterators_are_independent(stored: Dataset, mixed: bool, batched: bool) 
     "form",
     [
         *("dataset", "mix", "batches", "steps"),
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("workers", "lasting")),
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in ("workers", "lasting")
+        ),
     ],
 )
 def test_an_older_iterator_does_not_move_the_position(
     stored: Dataset, form: str, moved: str
 ) -> None:
-    """What a resume gives is what the newest iterator had left, whoever else still runs."""
+    """What a resume gives is what the newest iterator had left, whoever else still
+    runs.
+    """
 
     def opened() -> Any:
         data = make(stored)
@@ -111,7 +128,11 @@ def test_an_older_iterator_does_not_move_the_position(
             data = PackedDataset.mix({data: 1.0}, rank=0, world_size=1)
         how = {"steps": {"examples_per_step": 6}, "workers": {"num_workers": 2}}
         how["lasting"] = {"num_workers": 2, "persistent_workers": True}
-        return data if form in ("dataset", "mix") else PackedDataLoader(data, **how.get(form, {}))
+        return (
+            data
+            if form in ("dataset", "mix")
+            else PackedDataLoader(data, **how.get(form, {}))
+        )
 
     data = opened()
     old = iter(data)
@@ -154,20 +175,26 @@ def test_workers_whose_sockets_would_have_no_room_are_refused(
     long = tmp_path / ("long" * 25)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with pytest.raises(ConfigError, match=r"TMPDIR of at most 70 .*shorter folder, or .*workers=0"):
+    with pytest.raises(
+        ConfigError, match=r"TMPDIR of at most 70 .*shorter folder, or .*workers=0"
+    ):
         PackedDataLoader(make(stored), num_workers=1)
     assert len(list(PackedDataLoader(make(stored)))) == N
 
 
 def test_a_framework_that_knows_samplers_moves_the_epoch(stored: Dataset) -> None:
-    """Lightning's fit calls set_epoch on the `sampler` of a loader, and on nothing else."""
+    """Lightning's fit calls set_epoch on the `sampler` of a loader, and on nothing
+    else.
+    """
     loader = PackedDataLoader(make(stored))
     orders = []
     for epoch in range(3):
         loader.sampler.set_epoch(epoch)
         orders.append([packs_of(batch) for batch in loader])
     assert len({str(order) for order in orders}) == 3
-    assert all(sorted(p for b in order for p in b) == list(range(N)) for order in orders)
+    assert all(
+        sorted(p for b in order for p in b) == list(range(N)) for order in orders
+    )
 
 
 def test_the_order_depends_on_seed_and_epoch(stored: Dataset) -> None:
@@ -189,28 +216,38 @@ def test_batches_hold_what_was_stored(kit: SimpleNamespace, stored: Dataset) -> 
     for batch in PackedDataLoader(make(stored), packs_per_batch=2):
         assert batch.kind == "preference"
         assert batch.num_packs <= 2
-        logical = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
+        logical = (
+            batch.input_ids
+            if batch.kv_index is None
+            else batch.input_ids[batch.kv_index]
+        )
         expected = examples.take(batch.example_ids.numpy())
         assert logical.tolist() == expected.input_ids.tolist()
         assert batch.rewards.tolist() == expected.reward.tolist()
 
 
 @pytest.mark.parametrize("drop_last", [True, False])
-@pytest.mark.parametrize(("world_size", "packs_per_batch"), [(1, 3), (2, 1), (3, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "packs_per_batch"), [(1, 3), (2, 1), (3, 3), (4, 1)]
+)
 def test_ranks_share_one_sequence(
     stored: Dataset, world_size: int, packs_per_batch: int, drop_last: bool
 ) -> None:
     stride, order, seen = world_size * packs_per_batch, the_order(stored), []
     for rank in range(world_size):
         data = make(stored, rank, world_size)
-        loader = PackedDataLoader(data, packs_per_batch=packs_per_batch, drop_last=drop_last)
+        loader = PackedDataLoader(
+            data, packs_per_batch=packs_per_batch, drop_last=drop_last
+        )
         for g, batch in enumerate(loader):
             for j, pack in enumerate(packs_of(batch)):
                 index = g * stride + j * world_size + rank
                 seen.append(index)
                 assert pack == order[index] if index < N else pack in order
                 assert batch.weights[2 * j] == (index < N)
-    padded = N // stride * stride + min(N % stride, 1) * world_size  # at least one for each rank
+    padded = (
+        N // stride * stride + min(N % stride, 1) * world_size
+    )  # at least one for each rank
     end = N // stride * stride if drop_last else max(N, padded)
     assert sorted(seen) == list(range(end))
 
@@ -275,11 +312,18 @@ def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     early = PackedDataset(stored)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="must give RANK beside WORLD_SIZE; found WORLD_SIZE=2"):
+    with pytest.raises(
+        ConfigError, match="must give RANK beside WORLD_SIZE; found WORLD_SIZE=2"
+    ):
         PackedDataset(stored)
     monkeypatch.setenv("RANK", "1")
-    for each in (early, PackedDataLoader(early)):  # else every rank would train on all packs
-        with pytest.raises(ConfigError, match=r"made after .* found rank 1 of 2, after 0 of 1"):
+    for each in (
+        early,
+        PackedDataLoader(early),
+    ):  # else every rank would train on all packs
+        with pytest.raises(
+            ConfigError, match=r"made after .* found rank 1 of 2, after 0 of 1"
+        ):
             iter(each)
     assert len(list(make(stored))) == N
     data = PackedDataset(stored.url, seed=1, lanes=LANES)
@@ -295,7 +339,10 @@ STEPS_OF_FOUR = "46 examples in 12 steps of 3.8 on average, 2 to 4 (examples_per
     [
         ({"packs_per_batch": 2}, []),
         ({"examples_per_step": 4}, [f"{STEPS_OF_FOUR}4)"]),
-        ({"examples_per_step": 2}, [f"{STEPS_OF_FOUR}2)", "about examples_per_step=2 exam"]),
+        (
+            {"examples_per_step": 2},
+            [f"{STEPS_OF_FOUR}2)", "about examples_per_step=2 exam"],
+        ),
         (
             {"gradient_accumulation_steps": 5, "drop_last": True},
             ["drop_last leaves out 6 of 46 examples"],
@@ -304,7 +351,10 @@ STEPS_OF_FOUR = "46 examples in 12 steps of 3.8 on average, 2 to 4 (examples_per
     ids=str,
 )
 def test_what_steps_hold_and_leave_out_is_said_once_on_one_rank(
-    stored: Dataset, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], says: list[str]
+    stored: Dataset,
+    caplog: pytest.LogCaptureFixture,
+    settings: dict[str, Any],
+    says: list[str],
 ) -> None:
     caplog.set_level(logging.INFO, "packstore")
     for rank in (1, 0):
@@ -317,11 +367,15 @@ def test_what_steps_hold_and_leave_out_is_said_once_on_one_rank(
         assert said in record.message
 
 
-def test_the_advised_pack_size_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_advised_pack_size_fits(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Of packs for 4 ranks; and where none would, none is advised."""
     caplog.set_level("WARNING", "packstore")
     lengths = np.random.default_rng(0).integers(2, 30, 1000).tolist()
-    records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
+    records = [
+        {"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths
+    ]
 
     def warning(pack_size: int, examples_per_step: int) -> str:
         url = tmp_path / f"{pack_size}-{examples_per_step}"
@@ -332,10 +386,14 @@ def test_the_advised_pack_size_fits(tmp_path: Path, caplog: pytest.LogCaptureFix
         next(iter(PackedDataLoader(data, examples_per_step=examples_per_step)))
         return caplog.text
 
-    advised = re.search(r"as each rank \(of 4\).* Pack with pack_size=(\d+) at", warning(2048, 64))
+    advised = re.search(
+        r"as each rank \(of 4\).* Pack with pack_size=(\d+) at", warning(2048, 64)
+    )
     assert advised
     assert not warning(int(advised[1]), 64)
-    assert "takes a pack. Use fewer ranks, or set examples_per_step=" in warning(2048, 1)
+    assert "takes a pack. Use fewer ranks, or set examples_per_step=" in warning(
+        2048, 1
+    )
 
 
 def test_an_estimate_foretells_the_steps_of_a_loader(
@@ -344,18 +402,30 @@ def test_an_estimate_foretells_the_steps_of_a_loader(
     """And warns of them, before anything is packed."""
     caplog.set_level("WARNING", "packstore")
     lengths = np.random.default_rng(1).integers(2, 30, 1000).tolist()
-    records = [{"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths]
+    records = [
+        {"prompt": [5] * n, "chosen": [6] * n, "rejected": [7] * n} for n in lengths
+    ]
     size, steps = {"pack_size": 1024, "layout": "concat"}, {"examples_per_step": 40}
     data = packstore.pack(records, tmp_path / "packed", **size)
-    for batching in ({"gradient_accumulation_steps": 3}, {"examples_per_step": 100}, steps):
+    for batching in (
+        {"gradient_accumulation_steps": 3},
+        {"examples_per_step": 100},
+        steps,
+    ):
         caplog.clear()
-        (choice,) = packstore.estimate(records, world_size=4, **size, **batching).choices
+        (choice,) = packstore.estimate(
+            records, world_size=4, **size, **batching
+        ).choices
         plan = PackedDataset(data).plan(world_size=4, **batching)
         assert choice.steps == pytest.approx(plan.steps, rel=0.02)
-        assert choice.examples_per_step == pytest.approx(plan.examples_per_step[1], rel=0.02)
+        assert choice.examples_per_step == pytest.approx(
+            plan.examples_per_step[1], rel=0.02
+        )
         assert choice.largest_step == pytest.approx(plan.examples_per_step[2], rel=0.15)
         assert bool(caplog.records) == (batching is steps)
-    assert re.search(r"layout concat: optimizer .* Pack with pack_size=\d+ at", caplog.text)
+    assert re.search(
+        r"layout concat: optimizer .* Pack with pack_size=\d+ at", caplog.text
+    )
 
 
 def test_refusals(stored: Dataset, tmp_path: Any) -> None:
@@ -367,7 +437,9 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
         make(stored, 2, 2)
     with pytest.raises(ConfigError, match="PackedDataLoader: it loads batches itself"):
         next(iter(DataLoader(PackedDataLoader(make(stored)), None)))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="argument state: it must be Mapping; found list"):
+    with pytest.raises(
+        ConfigError, match="argument state: it must be Mapping; found list"
+    ):
         PackedDataLoader(make(stored)).load_state_dict([])  # type: ignore[arg-type]
     for settings, message in (
         ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
@@ -376,9 +448,15 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
             "at least 0 and prefetch_factor at least 1; found -1 ",
         ),
         ({"drop_last": "keep"}, "drop_last must be bool; found .keep."),
-        ({"prefetch_factor": 2}, "prefetch_factor and persistent_workers need num_workers"),
+        (
+            {"prefetch_factor": 2},
+            "prefetch_factor and persistent_workers need num_workers",
+        ),
         ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
-        ({"packs_per_batch": 1, "tokens_per_batch": 99}, "packs_per_batch or tokens_per_batch"),
+        (
+            {"packs_per_batch": 1, "tokens_per_batch": 99},
+            "packs_per_batch or tokens_per_batch",
+        ),
         (
             {"examples_per_step": 9, "gradient_accumulation_steps": 2},
             "or gradient_accumulation_steps, not both",
@@ -412,19 +490,31 @@ def test_stratified_order(varied: Dataset) -> None:
     for a, b in ((plain, spread), (spread, plain)):
         with pytest.raises(CompatibilityError, match="shuffle must be"):
             b.load_state_dict(a.state_dict())
-    with pytest.raises(ConfigError, match="one of: True, False, stratified; found 'no'"):
+    with pytest.raises(
+        ConfigError, match="one of: True, False, stratified; found 'no'"
+    ):
         PackedDataset(varied, shuffle="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_workers_read_after_this_process_has_read(varied: Dataset, context: str) -> None:
-    """Whatever is open here, with threads in the middle of reading, the workers begin afresh."""
+@pytest.mark.parametrize(
+    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+)
+@pytest.mark.filterwarnings(
+    "ignore:This process .* is multi-threaded:DeprecationWarning"
+)
+def test_workers_read_after_this_process_has_read(
+    varied: Dataset, context: str
+) -> None:
+    """Whatever is open here, with threads in the middle of reading, the workers begin
+    afresh.
+    """
     data = PackedDataset(varied, lanes=4)
     expected = first_ids(data)
     half_read = iter(PackedDataset(varied, lanes=4))
     next(half_read)
     next(half_read)
-    loader: Any = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=context)
+    loader: Any = DataLoader(
+        data, batch_size=None, num_workers=2, multiprocessing_context=context
+    )
     assert sorted(first_ids(loader)) == sorted(expected)
     assert len(list(half_read)) == 94

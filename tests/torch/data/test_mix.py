@@ -1,4 +1,6 @@
-"""Mixes: shares at every prefix, whole passes, one sequence for any ranks, and what is refused."""
+"""Mixes: shares at every prefix, whole passes, one sequence for any ranks, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_each_source_has_its_share_of_every_prefix(
 
 
 @given(
-    st.lists(st.tuples(st.floats(0.05, 20), st.integers(1, 60)), min_size=1, max_size=5),
+    st.lists(
+        st.tuples(st.floats(0.05, 20), st.integers(1, 60)), min_size=1, max_size=5
+    ),
     st.sampled_from([1, 8]),
 )
 @settings(max_examples=60, deadline=None)
@@ -86,7 +90,9 @@ def test_the_order_is_fixed_for_good() -> None:
     assert "".join(map(str, order.locate(np.arange(24))[0])) == FIRST
     digest = hashlib.sha256()
     for turns in (1, 8):
-        for array in MixOrder(rates_of([5, 3.5, 0.01, 1, 1]), turns).locate(np.arange(20000)):
+        for array in MixOrder(rates_of([5, 3.5, 0.01, 1, 1]), turns).locate(
+            np.arange(20000)
+        ):
             digest.update(array.astype("<i8").tobytes())
     assert digest.hexdigest()[:16] == DIGEST
 
@@ -96,7 +102,9 @@ DIGEST = "4396da92db814791"
 
 
 @pytest.fixture(scope="module")
-def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> list[Dataset]:
+def stored(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> list[Dataset]:
     """Two datasets, of both layouts, with two and with four examples a pack."""
     folder = tmp_path_factory.mktemp("mix")
     made = []
@@ -106,19 +114,27 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> li
     return made
 
 
-def loaded(stored: list[Dataset], rank: int = 0, world_size: int = 1) -> PackedDataLoader:
+def loaded(
+    stored: list[Dataset], rank: int = 0, world_size: int = 1
+) -> PackedDataLoader:
     weights = {stored[0]: 2, stored[1]: 1}
     data = PackedDataset.mix(weights, **ALL, seed=3, rank=rank, world_size=world_size)
     return PackedDataLoader(data)
 
 
 def names(batch: Any) -> list[tuple[int, int]]:
-    """(source, example id) of each example: unique in a mix, while ids alone are not."""
-    pairs = zip(batch.sources.tolist(), batch.example_ids.tolist(), batch.weights, strict=True)
+    """(source, example id) of each example: unique in a mix, while ids alone
+    are not.
+    """
+    pairs = zip(
+        batch.sources.tolist(), batch.example_ids.tolist(), batch.weights, strict=True
+    )
     return [(source, example) for source, example, weight in pairs if weight]
 
 
-def test_weights_count_examples_and_batches_name_their_source(stored: list[Dataset]) -> None:
+def test_weights_count_examples_and_batches_name_their_source(
+    stored: list[Dataset],
+) -> None:
     whole = [name for batch in loaded(stored) for name in names(batch)]
     first = sum(source == 0 for source, _ in whole)
     ids = [example for source, example in whole if source == 0]
@@ -172,7 +188,9 @@ def test_a_state_of_another_mix_is_refused(stored: list[Dataset]) -> None:
 def test_a_source_with_options_of_its_own(
     stored: list[Dataset], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Side data belongs to one source; the dataset that is mixed stays in its own epoch."""
+    """Side data belongs to one source; the dataset that is mixed stays in its own
+    epoch.
+    """
     caplog.set_level(logging.INFO, "packstore")
     with SideWriter(str(tmp_path / "side"), stored[0], {"score": "float64"}) as writer:
         writer.write(np.arange(46), {"score": np.arange(46) / 4})
@@ -203,7 +221,9 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
         match="one of: first_exhausted, all_exhausted; found 'last'",
     ):
         PackedDataset.mix({a: 1}, stopping_strategy="last")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"):
+    with pytest.raises(
+        ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"
+    ):
         PackedDataset.mix({PackedDataset(a, rank=1, world_size=2): 1})
     with pytest.raises(ConfigError, match="side data joins a dataset"):
         PackedDataset(PackedDataset.mix({a: 1}).stream, side=["side"])
@@ -211,5 +231,7 @@ def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -
         PackedDataset.mix({PackedDataset.mix({a: 1}): 1})
     packs = kit.packed(random_examples(4, kind="sft"), [2, 2], "concat")
     sft = kit.write(str(tmp_path / "sft"), packs, "sft")
-    with pytest.raises(CompatibilityError, match="sources of the mix must be of one kind; found"):
+    with pytest.raises(
+        CompatibilityError, match="sources of the mix must be of one kind; found"
+    ):
         PackedDataset.mix({a: 1, sft: 1})

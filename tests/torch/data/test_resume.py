@@ -1,4 +1,6 @@
-"""Resuming: at every place, with other ranks, workers and settings, nothing is lost or repeated."""
+"""Resuming: at every place, with other ranks, workers and settings, nothing is lost or
+repeated.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ def told(batch: Any) -> Any:
 
 def real(batches: Any) -> list[int]:
     """Ids of the examples that count."""
-    return [i for ids, weights, _ in batches for i, w in zip(ids, weights, strict=True) if w]
+    return [
+        i for ids, weights, _ in batches for i, w in zip(ids, weights, strict=True) if w
+    ]
 
 
 def take(
     source: Any, world: int, mode: Any, state: Any, k: int | None, **workers: Any
 ) -> tuple[list[Any], Any]:
-    """The next `k` batches, or all, of each of `world` ranks, and the state after them."""
+    """The next `k` batches, or all, of each of `world` ranks, and the state
+    after them.
+    """
     batches, states = [], []
     for rank in range(world):
         data = PackedDataset(source, seed=1, lanes=LANES, rank=rank, world_size=world)
@@ -56,19 +62,31 @@ def take(
             loader.load_state_dict(json.loads(json.dumps(state)))
         length = len(loader)
         batches.append([told(batch) for batch in itertools.islice(loader, k)])
-        assert len(batches[-1]) == length if k is None else len(batches[-1]) == min(k, length)
+        assert (
+            len(batches[-1]) == length
+            if k is None
+            else len(batches[-1]) == min(k, length)
+        )
         states.append(loader.state_dict())
     assert all(each == states[0] for each in states)
     return batches, states[0]
 
 
-@given(st.lists(st.tuples(st.integers(1, 4), MODES, st.integers(0, 12)), min_size=1, max_size=4))
-@example(legs=[(2, BALANCED, 1), (3, {"packs_per_batch": 1}, 0)])  # inside a balanced step
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), MODES, st.integers(0, 12)), min_size=1, max_size=4
+    )
+)
+@example(
+    legs=[(2, BALANCED, 1), (3, {"packs_per_batch": 1}, 0)]
+)  # inside a balanced step
 @settings(max_examples=30, deadline=None)
 def test_any_cut_continued_on_any_ranks_is_the_whole(
     memory: Any, legs: list[tuple[int, Any, int]]
 ) -> None:
-    """Each leg of a run has ranks and settings of its own, and stops in the middle of anything."""
+    """Each leg of a run has ranks and settings of its own, and stops in the middle of
+    anything.
+    """
     seen, state = [], None
     for number, (world, mode, k) in enumerate(legs):
         last = number == len(legs) - 1
@@ -90,7 +108,9 @@ def test_any_cut_continued_on_any_ranks_is_the_whole(
 
 @given(st.integers(0, 5), st.sampled_from([(1, 4, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1)]))
 @settings(max_examples=20, deadline=None)
-def test_a_step_holds_the_same_packs_on_any_ranks(memory: Any, k: int, ranks: Any) -> None:
+def test_a_step_holds_the_same_packs_on_any_ranks(
+    memory: Any, k: int, ranks: Any
+) -> None:
     """If the packs of a step are as many, whatever the ranks; also after a cut."""
 
     def steps(world: int, width: int, accumulation: int, state: Any) -> list[list[int]]:
@@ -117,7 +137,9 @@ def test_past_the_end(memory: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def stored(kit: SimpleNamespace, memory: Any, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def stored(
+    kit: SimpleNamespace, memory: Any, tmp_path_factory: pytest.TempPathFactory
+) -> Dataset:
     """The same packs in several row groups and shards."""
     url = str(tmp_path_factory.mktemp("data") / "ds")
     data: Dataset = kit.write(url, memory.packs, "sft")
@@ -126,8 +148,12 @@ def stored(kit: SimpleNamespace, memory: Any, tmp_path_factory: pytest.TempPathF
 
 
 def test_workers_and_ranks_change_together(stored: Dataset) -> None:
-    """A state does not know of workers: the same batches follow with more, fewer or none."""
-    every = sorted(i for packs in stored.iter_packs() for i in packs.example_ids.tolist())
+    """A state does not know of workers: the same batches follow with more, fewer or
+    none.
+    """
+    every = sorted(
+        i for packs in stored.iter_packs() for i in packs.example_ids.tolist()
+    )
     whole, _ = take(stored, 2, BALANCED, None, None)
     for k, workers, others in ((3, 2, 0), (5, 0, 3)):
         first, state = take(stored, 2, BALANCED, None, k, num_workers=workers)
@@ -139,7 +165,9 @@ def test_workers_and_ranks_change_together(stored: Dataset) -> None:
 
 @pytest.mark.slow
 def test_workers_that_live_on(stored: Dataset) -> None:
-    """A persistent loader sees new epochs and states, also one inside a balanced step."""
+    """A persistent loader sees new epochs and states, also one inside a
+    balanced step.
+    """
 
     def make(world: int = 2, **workers: Any) -> PackedDataLoader:
         data = PackedDataset(stored, seed=1, lanes=LANES, rank=0, world_size=world)
@@ -189,7 +217,9 @@ def test_a_plain_torch_loader_with_workers(stored: Dataset, persistent: bool) ->
     [(0, False), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
 )
 def test_stateful_data_loader(stored: Dataset, workers: int, persistent: bool) -> None:
-    """Its state is taken in the workers; with it, the same packs follow in the same order."""
+    """Its state is taken in the workers; with it, the same packs follow in the same
+    order.
+    """
     torchdata = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata")
 
     def make() -> Any:

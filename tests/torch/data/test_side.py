@@ -1,4 +1,6 @@
-"""Columns beside the tokens in a batch: joined side data, and columns carried from the input."""
+"""Columns beside the tokens in a batch: joined side data, and columns carried from the
+input.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,25 @@ def logp(ids: np.ndarray, k: int) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """The same records packed, a side dataset of that, and what was packed anew from it."""
+    """The same records packed, a side dataset of that, and what was packed anew from
+    it.
+    """
     folder = tmp_path_factory.mktemp("side")
     lines = folder / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8")
+    lines.write_text(
+        "".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8"
+    )
     how = {"row_group_tokens": 300, "shard_tokens": 400}
-    first = packstore.pack(str(lines), str(folder / "a"), pack_size=48, carry=CARRY, **how)
+    first = packstore.pack(
+        str(lines), str(folder / "a"), pack_size=48, carry=CARRY, **how
+    )
     again = packstore.pack(
-        first.url, str(folder / "b"), pack_size=100, layout="shared_prefix", seed=3, **how
+        first.url,
+        str(folder / "b"),
+        pack_size=100,
+        layout="shared_prefix",
+        seed=3,
+        **how,
     )
     side = str(folder / "side")
     columns = {"ref_logps": "list<float32>", "score": "float64", "name": "string"}
@@ -56,7 +69,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
             ids = packs.example_ids
             both = np.stack([logp(ids, 0), logp(ids, 1)], axis=1).ravel()
             names = np.array([f"n{i}" for i in ids], object)
-            values = {"ref_logps": both, "score": ids / 2, "name": names, "advantage": both / 2}
+            values = {
+                "ref_logps": both,
+                "score": ids / 2,
+                "name": names,
+                "advantage": both / 2,
+            }
             writer.write(ids, values)
     return SimpleNamespace(first=first, again=again, side=side)
 
@@ -106,7 +124,9 @@ def test_through_the_loader_and_its_workers(packed: SimpleNamespace) -> None:
 
 
 def test_two_columns_of_one_name(packed: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="two columns of the joined packs are named 'ref_logps'"):
+    with pytest.raises(
+        ConfigError, match="two columns of the joined packs are named 'ref_logps'"
+    ):
         PackedDataset(packed.first, side=[packed.side, packed.side])
     with SideWriter(str(tmp_path / "side"), packed.first, {"turns": "int64"}) as writer:
         writer.write(np.arange(N), {"turns": np.arange(N)})

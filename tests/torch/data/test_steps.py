@@ -18,7 +18,9 @@ from packstore.errors import ConfigError
 from packstore.format.arrays import PackSizes
 from packstore.torch import PackedDataLoader, PackedDataset
 
-CONFIGS = st.builds(lambda mode, drop: {**mode, "drop_last": drop}, MODES, st.booleans())
+CONFIGS = st.builds(
+    lambda mode, drop: {**mode, "drop_last": drop}, MODES, st.booleans()
+)
 ONE_LACKS = {
     "tokens_per_batch": 300,
     "gradient_accumulation_steps": 2,
@@ -29,7 +31,9 @@ ONE_LACKS = {
 
 
 class Sizes:
-    """A stream of `n` packs of which only the sizes are known, by their places; each is `row`."""
+    """A stream of `n` packs of which only the sizes are known, by their places; each is
+    `row`.
+    """
 
     kind, identity = "sft", {"dataset": "sizes"}
     datasets: tuple[Any, ...] = ()
@@ -55,8 +59,12 @@ class Sizes:
             yield [self.row] * len(indices)
 
 
-def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig) -> Any:
-    """The steps, each a list of batches, each a list of places: pack after pack, in plain loops."""
+def reference(
+    tokens: list[int], examples: list[int], world: int, c: BatchConfig
+) -> Any:
+    """The steps, each a list of batches, each a list of places: pack after pack, in
+    plain loops.
+    """
     n = len(tokens)
     if c.drop_last and c.tokens_per_batch:
         n -= n % world
@@ -97,7 +105,10 @@ def reference(tokens: list[int], examples: list[int], world: int, c: BatchConfig
                 place = step[-1][-1] + 1
             whole = len(step) == c.gradient_accumulation_steps
             if c.tokens_per_batch is None:
-                whole = sum(map(len, step)) == world * c.width * c.gradient_accumulation_steps
+                whole = (
+                    sum(map(len, step))
+                    == world * c.width * c.gradient_accumulation_steps
+                )
         else:
             target = c.examples_per_step + shortfall
             stop = min(max(nearest(start, target), start + world), n)
@@ -129,12 +140,18 @@ def test_steps_of_many_packs(mode: dict[str, Any]) -> None:
     """Their sizes are looked up in windows, which must not show."""
     rng = np.random.default_rng(0)
     tokens, examples = rng.integers(1, LONGEST, 15_000), rng.integers(1, 10, 15_000)
-    stream: Any = Sizes(15_000, lambda i: PackSizes(tokens[i], examples[i], tokens[i] ** 2))
+    stream: Any = Sizes(
+        15_000, lambda i: PackSizes(tokens[i], examples[i], tokens[i] ** 2)
+    )
     plan = PackedDataset(stream).plan(world_size=3, **mode)
     steps = reference(tokens.tolist(), examples.tolist(), 3, BatchConfig.of(**mode))
     counts = [int(sum(examples[batch].sum() for batch in step)) for step in steps]
     assert (plan.steps, plan.batches) == (len(steps), sum(map(len, steps)))
-    assert plan.examples_per_step == (min(counts), sum(counts) / len(counts), max(counts))
+    assert plan.examples_per_step == (
+        min(counts),
+        sum(counts) / len(counts),
+        max(counts),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +167,9 @@ def test_balance_evens_out_the_squares(memory: Any) -> None:
             for batch in PackedDataLoader(
                 data, packs_per_batch=2, gradient_accumulation_steps=2, **order
             ):
-                loads[batch.step.index, rank] += int(batch.cu_seqlens.diff().square().sum())
+                loads[batch.step.index, rank] += int(
+                    batch.cu_seqlens.diff().square().sum()
+                )
         return int(np.ptp(loads, axis=1).sum())
 
     assert spans(balance=True) < 0.3 * spans()
@@ -169,31 +188,45 @@ def test_steps_are_those_of_plain_loops_and_of_the_plan(
     ids = [pack.example_ids.tolist() for pack in packs]
     tokens, examples = [len(p.input_ids) for p in packs], [len(own) for own in ids]
     steps = reference(tokens, examples, world, BatchConfig.of(**mode))
-    expected = [[[i for place in batch for i in ids[place]] for batch in step] for step in steps]
+    expected = [
+        [[i for place in batch for i in ids[place]] for batch in step] for step in steps
+    ]
     found: list[list[list[int]]] = [[[] for _ in step] for step in steps]
     fillers = 0
     for rank in range(world):
-        loader = PackedDataLoader(PackedDataset(memory, rank=rank, world_size=world), **mode)
+        loader = PackedDataLoader(
+            PackedDataset(memory, rank=rank, world_size=world), **mode
+        )
         loader.set_epoch(epoch)
         assert len(loader) == plan.batches
         batches = list(loader)
         assert len(batches) == plan.batches
         for batch in batches:
             info = batch.step
-            found[info.index][info.batch] += batch.example_ids[batch.weights > 0].tolist()
+            found[info.index][info.batch] += batch.example_ids[
+                batch.weights > 0
+            ].tolist()
             fillers += len(set(batch.pack_ids[batch.weights == 0].tolist()))
             assert info.last == (info.batch == info.batches - 1)
             assert info.examples == sum(map(len, expected[info.index]))
             assert batch.num_tokens <= mode.get("tokens_per_batch", np.inf)
     assert plan == loader.plan()
     if mode["balance"]:  # a pack may go to any batch of its step
-        found, expected = ([[[*chain(*step)]] for step in steps] for steps in (found, expected))
-    assert [[*map(sorted, step)] for step in found] == [[*map(sorted, step)] for step in expected]
+        found, expected = (
+            [[[*chain(*step)]] for step in steps] for steps in (found, expected)
+        )
+    assert [[*map(sorted, step)] for step in found] == [
+        [*map(sorted, step)] for step in expected
+    ]
     counts = [sum(map(len, step)) for step in expected] or [0]
     assert (plan.steps, plan.filler_packs) == (len(steps), fillers)
     assert plan.examples == sum(counts) == sum(examples) - plan.dropped_examples
     assert plan.packs + plan.dropped_packs == N
-    assert plan.examples_per_step == (min(counts), sum(counts) / len(counts), max(counts))
+    assert plan.examples_per_step == (
+        min(counts),
+        sum(counts) / len(counts),
+        max(counts),
+    )
     assert plan.dropped_packs == 0 or mode["drop_last"]
 
 
@@ -218,7 +251,9 @@ def test_a_plan_of_more_epochs_leaves_the_dataset_where_it_is(memory: Any) -> No
     ],
     ids=str,
 )
-def test_planning_a_hundred_million_packs_begins_at_once(memory: Any, mode: Any) -> None:
+def test_planning_a_hundred_million_packs_begins_at_once(
+    memory: Any, mode: Any
+) -> None:
     stream: Any = Sizes(
         10**8,
         lambda i: PackSizes(4000 + i % 97, 5 + i % 5, 10**6 + i),
@@ -239,7 +274,10 @@ def test_a_pack_longer_than_the_budget_is_refused_at_once(memory: Any) -> None:
     data.set_epoch(0)
     longest = int(memory.pack_sizes.tokens.max())
     where = int(np.flatnonzero(memory.pack_sizes.tokens[memory.order] == longest)[0])
-    message = f"must fit tokens_per_batch={longest - 1}; found {longest} tokens in pack {where} of"
+    message = (
+        f"must fit tokens_per_batch={longest - 1}; found {longest} tokens in "
+        f"pack {where} of"
+    )
     with pytest.raises(ConfigError, match=message):
         PackedDataLoader(data, tokens_per_batch=longest - 1)
     with pytest.raises(ConfigError, match=message):

@@ -1,4 +1,6 @@
-"""Trainers of other libraries leave their settings in Accelerate, which one process shares."""
+"""Trainers of other libraries leave their settings in Accelerate, which one process
+shares.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The loader inside training frameworks: nothing sharded twice, positions saved with the rest."""
+"""The loader inside training frameworks: nothing sharded twice, positions saved with
+the rest.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,12 @@ def stored(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Da
 
 
 def ids(batches: Any) -> list[int]:
-    return [i for b in batches for i, w in zip(b.example_ids.tolist(), b.weights, strict=True) if w]
+    return [
+        i
+        for b in batches
+        for i, w in zip(b.example_ids.tolist(), b.weights, strict=True)
+        if w
+    ]
 
 
 def gradients_of_steps(accelerator: Any, url: str, weights: Any) -> list[Any]:
@@ -73,7 +80,9 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
     out["untouched"] = prepared is loader
     out["ours"] = ids(prepared)
 
-    plain = DataLoader(PackedDataset(url, rank=0, world_size=1), collate_fn=lambda packs: packs[0])
+    plain = DataLoader(
+        PackedDataset(url, rank=0, world_size=1), collate_fn=lambda packs: packs[0]
+    )
     out["refused"] = []
     for dispatch, size in ((False, 2), (True, 2), (False, None), (True, None)):
         accelerator.dataloader_config.dispatch_batches = dispatch
@@ -86,7 +95,9 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
             out["refused"].append(str(error))
     accelerator.dataloader_config.dispatch_batches = False
     out["wrapped"] = [p.example_ids.tolist()[0] for p in accelerator.prepare(plain)]
-    out["plain"] = [p.example_ids.tolist()[0] for p in DataLoader(PackedDataset(url), None)]
+    out["plain"] = [
+        p.example_ids.tolist()[0] for p in DataLoader(PackedDataset(url), None)
+    ]
 
     out["gradients"] = gradients_of_steps(accelerator, url, task[2])
 
@@ -103,14 +114,18 @@ def on_rank(task: tuple[str, str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> None:
-    """`prepare` leaves our loader as it is; what Accelerate is to shard must be whole."""
+    """`prepare` leaves our loader as it is; what Accelerate is to shard must be
+    whole.
+    """
     task = (stored.url, str(tmp_path / "checkpoint"), kit.tiny_model())
     ranks = launch(__file__, task, WORLD, tmp_path)
     assert all(rank["untouched"] for rank in ranks)
     for how in ("ours", "plain"):
         assert sorted(i for rank in ranks for i in rank[how]) == list(range(N))
     for rank in ranks:
-        assert all("Pass PackedDataLoader(data) to prepare" in text for text in rank["refused"])
+        assert all(
+            "Pass PackedDataLoader(data) to prepare" in text for text in rank["refused"]
+        )
     assert [len(rank["refused"]) for rank in ranks] == [4, 2]
     assert set(ranks[0]["wrapped"] + ranks[1]["wrapped"]) == set(range(N))
     for rank in ranks:
@@ -129,8 +144,12 @@ def test_accelerate(kit: SimpleNamespace, stored: Dataset, tmp_path: Path) -> No
 
 @pytest.fixture
 def accumulating() -> Iterator[Any]:
-    """An Accelerator that accumulates two batches; what it leaves in the process is removed."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    """An Accelerator that accumulates two batches; what it leaves in the process is
+    removed.
+    """
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is in the extra train"
+    )
     yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
     accelerate.state.GradientState._reset_state()
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -140,9 +159,15 @@ def accumulating() -> Iterator[Any]:
 def test_accelerate_on_one_rank_cannot_cut_up_packs(
     stored: Dataset, accumulating: Any, size: int | None
 ) -> None:
-    """Tensors of a packed batch differ in length: it would cut all to that of the first."""
-    loader = DataLoader(PackedDataset(stored), size, collate_fn=lambda packs: vars(packs[0]))
-    with pytest.raises(ConfigError, match=r"once; .* the Accelerator with dispatch_batches=False"):
+    """Tensors of a packed batch differ in length: it would cut all to that of the
+    first.
+    """
+    loader = DataLoader(
+        PackedDataset(stored), size, collate_fn=lambda packs: vars(packs[0])
+    )
+    with pytest.raises(
+        ConfigError, match=r"once; .* the Accelerator with dispatch_batches=False"
+    ):
         next(iter(accumulating.prepare(loader)))
 
 
@@ -150,10 +175,15 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
     """It counts batches, and divides each loss by them: not the steps of the loader."""
     model = torch.nn.Linear(1, 1)
     loss_fn, seen = PreferenceLoss("sft"), []
-    for how in ({"examples_per_step": 3}, {"gradient_accumulation_steps": 2, "drop_last": False}):
+    for how in (
+        {"examples_per_step": 3},
+        {"gradient_accumulation_steps": 2, "drop_last": False},
+    ):
         for batch in PackedDataLoader(PackedDataset(stored), **how):
             logps = torch.zeros(batch.num_segments, requires_grad=True)
-            with pytest.raises(ConfigError, match=r"Accelerate: optimizer steps .* must be those"):
+            with pytest.raises(
+                ConfigError, match=r"Accelerate: optimizer steps .* must be those"
+            ):
                 loss_fn(logps, batch)
             with torch.no_grad():
                 loss_fn(logps.detach(), batch)  # an evaluation
@@ -180,18 +210,28 @@ def test_accelerate_in_phase(stored: Dataset, accumulating: Any) -> None:
 
 
 def test_accelerate_skips_by_position(stored: Dataset) -> None:
-    """What its examples do on resuming: the error says what to do, and nobody sees attributes."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    """What its examples do on resuming: the error says what to do, and nobody sees
+    attributes.
+    """
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is in the extra train"
+    )
     loader = PackedDataLoader(PackedDataset(stored))
-    with pytest.raises(ConfigError, match=r"so it has no dataset; .* load_state_dict\(state\)"):
+    with pytest.raises(
+        ConfigError, match=r"so it has no dataset; .* load_state_dict\(state\)"
+    ):
         accelerate.skip_first_batches(loader, 3)
-    assert not any(hasattr(loader, name) for name in ("dataset", "batch_size", "nothing"))
+    assert not any(
+        hasattr(loader, name) for name in ("dataset", "batch_size", "nothing")
+    )
     assert loader.batch_sampler is None
 
 
 @pytest.mark.parametrize("name", ["worker_init_fn", "generator"])
 def test_ray_would_deal_again(stored: Dataset, name: str) -> None:
-    """Its prepare_data_loader makes another loader of these parts, on several workers."""
+    """Its prepare_data_loader makes another loader of these parts, on several
+    workers.
+    """
     loader = PackedDataLoader(PackedDataset(stored, rank=0, world_size=2))
     with pytest.raises(ConfigError, match=f"no {name}; .*add_dist_sampler=False"):
         getattr(loader, name)
@@ -204,7 +244,12 @@ def test_ray_would_deal_again(stored: Dataset, name: str) -> None:
      (False, 1, 4, True)],
 )  # fmt: skip
 def test_lightning_divides_only_what_it_is_given_by_hand(
-    stored: Dataset, tmp_path: Path, automatic: bool, steps: int, batches: int, taken: bool
+    stored: Dataset,
+    tmp_path: Path,
+    automatic: bool,
+    steps: int,
+    batches: int,
+    taken: bool,
 ) -> None:
     lightning = pytest.importorskip("lightning", reason="lightning")
 
@@ -230,7 +275,11 @@ def test_lightning_divides_only_what_it_is_given_by_hand(
     loader = PackedDataLoader(
         PackedDataset(stored), gradient_accumulation_steps=batches, drop_last=True
     )
-    with nullcontext() if taken else pytest.raises(ConfigError, match="Lightning: optimizer steps"):
+    with (
+        nullcontext()
+        if taken
+        else pytest.raises(ConfigError, match="Lightning: optimizer steps")
+    ):
         trainer.fit(Module(), loader)
 
 
@@ -239,13 +288,17 @@ def test_lightning_divides_only_what_it_is_given_by_hand(
 def test_a_trainer_of_ones_own_divides_too(
     stored: Dataset, tmp_path: Path, steps: int, batches: int
 ) -> None:
-    """transformers' Trainer with packs and a loss in `compute_loss`, without our mixin."""
+    """transformers' Trainer with packs and a loss in `compute_loss`, without
+    our mixin.
+    """
     transformers = pytest.importorskip("transformers", reason="transformers")
 
     class Own(transformers.Trainer):  # type: ignore[misc, name-defined]
         def get_train_dataloader(self) -> Any:
             return PackedDataLoader(
-                PackedDataset(stored), gradient_accumulation_steps=batches, drop_last=True
+                PackedDataset(stored),
+                gradient_accumulation_steps=batches,
+                drop_last=True,
             )
 
         def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
@@ -267,5 +320,9 @@ def test_a_trainer_of_ones_own_divides_too(
     )  # fmt: skip
     trainer = Own(torch.nn.Linear(1, 1), args, train_dataset=[])
     taken = steps == batches == 1
-    with nullcontext() if taken else pytest.raises(ConfigError, match="Trainer: optimizer steps"):
+    with (
+        nullcontext()
+        if taken
+        else pytest.raises(ConfigError, match="Trainer: optimizer steps")
+    ):
         trainer.train()

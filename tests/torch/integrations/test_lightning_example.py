@@ -25,10 +25,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(scope="module")
-def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def made(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("lightning")
     kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
-    packs = kit.packed(random_examples(36, seed=3), [1, 4, 2, 3, 2] * 3, "shared_prefix")
+    packs = kit.packed(
+        random_examples(36, seed=3), [1, 4, 2, 3, 2] * 3, "shared_prefix"
+    )
     kit.write(str(folder / "data"), packs, layout="shared_prefix")
     model = load_model(folder / "model")
     write_ref_logps(model, open_dataset(str(folder / "data")), str(folder / "ref"))
@@ -46,7 +50,9 @@ class Log(lightning.pytorch.loggers.logger.DummyLogger):  # type: ignore[misc, n
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         if "loss" in metrics:
             self.losses.append(metrics["loss"])
-        self.held_out.update({n: v for n, v in metrics.items() if n.startswith("eval/")})
+        self.held_out.update(
+            {n: v for n, v in metrics.items() if n.startswith("eval/")}
+        )
 
 
 def fit(
@@ -55,7 +61,9 @@ def fit(
     save: Path | None = None,
     path: Path | None = None,
 ) -> tuple[Log, list[int]]:
-    """Two epochs, or until so many steps, where a checkpoint is saved; ids as consumed."""
+    """Two epochs, or until so many steps, where a checkpoint is saved; ids as
+    consumed.
+    """
     seen: list[int] = []
 
     class Watch(lightning.Callback):  # type: ignore[misc, name-defined]
@@ -123,11 +131,15 @@ def test_it_is_the_run_of_packstore_train(made: dict[str, str], tmp_path: Path) 
     expected = losses(tmp_path)
     assert log.losses == pytest.approx(expected, abs=1e-5)
     assert len(expected) >= 6
-    assert log.held_out["eval/loss"] == pytest.approx(result.evaluation["eval_loss"], abs=1e-5)
+    assert log.held_out["eval/loss"] == pytest.approx(
+        result.evaluation["eval_loss"], abs=1e-5
+    )
 
 
 @pytest.mark.parametrize("stop", [2, 6])
-def test_it_goes_on_inside_an_epoch(made: dict[str, str], tmp_path: Path, stop: int) -> None:
+def test_it_goes_on_inside_an_epoch(
+    made: dict[str, str], tmp_path: Path, stop: int
+) -> None:
     whole, ids = fit(made)
     first, before = fit(made, stop, tmp_path / "some.ckpt")
     rest, after = fit(made, path=tmp_path / "some.ckpt")

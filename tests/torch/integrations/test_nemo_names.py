@@ -1,4 +1,6 @@
-"""Names of other libraries: those of NeMo-Aligner mean what it computes, others say what to use."""
+"""Names of other libraries: those of NeMo-Aligner mean what it computes, others say
+what to use.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ SIZES = [1, 3, 2]
 
 
 def made(kit: SimpleNamespace) -> tuple[PackedBatch, Tensor, Tensor]:
-    batch = collate(kit.packed(random_examples(6, seed=8), SIZES, "concat"), "preference")
+    batch = collate(
+        kit.packed(random_examples(6, seed=8), SIZES, "concat"), "preference"
+    )
     generator = torch.Generator().manual_seed(0)
-    logps, ref = -5 - torch.randn(2, batch.num_segments, generator=generator, dtype=torch.float64)
+    logps, ref = -5 - torch.randn(
+        2, batch.num_segments, generator=generator, dtype=torch.float64
+    )
     return batch, logps, ref
 
 
@@ -39,7 +45,9 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(0)
 
 
-def nemo(settings: dict[str, Any], batch: PackedBatch, logps: Tensor, ref: Tensor) -> Tensor:
+def nemo(
+    settings: dict[str, Any], batch: PackedBatch, logps: Tensor, ref: Tensor
+) -> Tensor:
     """Its loss of each pair, `[n]`, restated from what its model file computes."""
     averaged = settings.get("preference_average_log_probs", False)
     counts = token_counts(batch)
@@ -59,7 +67,10 @@ def nemo(settings: dict[str, Any], batch: PackedBatch, logps: Tensor, ref: Tenso
     }[settings.get("preference_loss", "dpo")]
     sft_averaged = settings.get("sft_average_log_probs", averaged)
     sft = -(logps / (counts if sft_averaged else 1))[0::2]
-    weights = settings.get("preference_loss_weight", 1), settings.get("sft_loss_weight", 0)
+    weights = (
+        settings.get("preference_loss_weight", 1),
+        settings.get("sft_loss_weight", 0),
+    )
     return weights[0] * loss + weights[1] * sft
 
 
@@ -70,7 +81,11 @@ def nemo(settings: dict[str, Any], batch: PackedBatch, logps: Tensor, ref: Tenso
         {},
         {"preference_average_log_probs": True},
         {"preference_average_log_probs": True, "sft_loss_weight": 0.3},
-        {"sft_average_log_probs": True, "sft_loss_weight": 0.3, "preference_loss_weight": 0.5},
+        {
+            "sft_average_log_probs": True,
+            "sft_loss_weight": 0.3,
+            "preference_loss_weight": 0.5,
+        },
         {"gt_reward_scale": 2.5, "sft_loss_weight": 1, "preference_loss_weight": 0},
         {"log_prob_forward_micro_batch_size": 4, "gt_reward_scale": 0.3},
     ],
@@ -116,16 +131,28 @@ def test_metrics(kit: SimpleNamespace) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beta": 0.1}, "no loss setting 'beta'; it takes: preference_loss, ref_policy_kl_penalty"),
-        ({"preference_loss": "simpo"}, "no preference_loss 'simpo'; choose one of: dpo, ipo,"),
+        (
+            {"beta": 0.1},
+            "no loss setting 'beta'; it takes: preference_loss, ref_policy_kl_penalty",
+        ),
+        (
+            {"preference_loss": "simpo"},
+            "no preference_loss 'simpo'; choose one of: dpo, ipo,",
+        ),
         ({}, "ref_policy_kl_penalty must be above 0; found None"),
-        ({"ref_policy_kl_penalty": 0.0}, "ref_policy_kl_penalty must be above 0; found 0.0"),
+        (
+            {"ref_policy_kl_penalty": 0.0},
+            "ref_policy_kl_penalty must be above 0; found 0.0",
+        ),
         ({"ref_policy_kl_penalty": -1}, "beta must be above 0"),
         (
             {"ref_policy_kl_penalty": 1, "preference_average_log_probs": "yes"},
             "preference_average_log_probs must be true or false; found 'yes'",
         ),
-        ({"ref_policy_kl_penalty": 1, "preference_loss_weight": 0}, "must not all be 0"),
+        (
+            {"ref_policy_kl_penalty": 1, "preference_loss_weight": 0},
+            "must not all be 0",
+        ),
     ],
 )
 def test_refusals(settings: dict[str, Any], message: str) -> None:
@@ -137,11 +164,22 @@ def test_refusals(settings: dict[str, Any], message: str) -> None:
 
 
 def test_the_page_of_losses_has_every_loss() -> None:
-    """With its defaults; losses that are omitted and names of other libraries say what to do."""
-    page = Path(__file__).parents[3].joinpath("docs", "losses.md").read_text(encoding="utf-8")
+    """With its defaults; losses that are omitted and names of other libraries say what
+    to do.
+    """
+    page = (
+        Path(__file__)
+        .parents[3]
+        .joinpath("docs", "losses.md")
+        .read_text(encoding="utf-8")
+    )
     rows = [re.split(r" *\| *", line)[1:-1] for line in page.splitlines()]
-    table = {row[0].strip("`"): row[1:] for row in rows if len(row) == 4 and "`" in row[0]}
-    with pytest.raises(UnknownNameError, match=rf"choose one of: {', '.join(table)}\.$"):
+    table = {
+        row[0].strip("`"): row[1:] for row in rows if len(row) == 4 and "`" in row[0]
+    }
+    with pytest.raises(
+        UnknownNameError, match=rf"choose one of: {', '.join(table)}\.$"
+    ):
         PreferenceLoss("?")
     for name, cells in table.items():
         (member,) = PreferenceLoss(name).terms
@@ -149,14 +187,20 @@ def test_the_page_of_losses_has_every_loss() -> None:
             usual = {"beta": 0.1, "desirable_weight": 1, "undesirable_weight": 1}
             if usual.get(parameter) != default:
                 assert f"{parameter} {default:g}" in cells[1], (name, parameter)
-        assert bool(re.search(r"\b[uvd]\b", cells[0])) == PreferenceLoss(name).reference, name
+        assert (
+            bool(re.search(r"\b[uvd]\b", cells[0])) == PreferenceLoss(name).reference
+        ), name
     omitted = re.findall(
         r"`([a-z_]+)`", page.partition("**Omitted on purpose.**")[2].split("\n\n")[0]
     )
     assert len(omitted) == 5
     for name in omitted:
-        with pytest.raises(UnknownNameError, match=f"loss '{name}' is left out on purpose: it "):
+        with pytest.raises(
+            UnknownNameError, match=f"loss '{name}' is left out on purpose: it "
+        ):
             PreferenceLoss(name)
     for name, here in (("sigmoid", "dpo"), ("nll", "sft"), ("rebel", "rpo_sq")):
-        with pytest.raises(UnknownNameError, match=f"unknown loss '{name}'; here it is '{here}'"):
+        with pytest.raises(
+            UnknownNameError, match=f"unknown loss '{name}'; here it is '{here}'"
+        ):
             PreferenceLoss(name)

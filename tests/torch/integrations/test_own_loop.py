@@ -1,4 +1,6 @@
-"""The loop of `docs/frameworks.md` on two ranks: killed and resumed, it ends the same."""
+"""The loop of `docs/frameworks.md` on two ranks: killed and resumed, it ends
+the same.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def on_rank(task: tuple[str, str, bool]) -> Any:
 
 
 @pytest.mark.slow
-def test_a_killed_run_ends_as_an_undisturbed_one(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    kit: SimpleNamespace, tmp_path: Path
+) -> None:
     run = kit.short_run(tmp_path)
     for name in ("prefs-8k", "held-out-8k"):
         (tmp_path / name).symlink_to(run["train_dataset"])

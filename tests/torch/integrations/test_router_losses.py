@@ -1,4 +1,6 @@
-"""Router losses in ``packstore train`` and in the Trainer: those of single sequences, logged."""
+"""Router losses in ``packstore train`` and in the Trainer: those of single sequences,
+logged.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
     settings = kit.short_run(tmp_path)
     moe(kit).save_pretrained(tmp_path / "model")
     plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    expected = aux_losses(plain, list(open_dataset(str(tmp_path / "data")).iter_packs()))
+    expected = aux_losses(
+        plain, list(open_dataset(str(tmp_path / "data")).iter_packs())
+    )
     settings |= {"max_steps": 2, "logging_steps": 1, "learning_rate": 1e-9}
     found_by = {}
     for coefficient in (None, 0.0):
@@ -55,13 +59,20 @@ def test_train_logs_and_adds_them(kit: SimpleNamespace, tmp_path: Path) -> None:
         train(**settings, output_dir=str(output), loss_parameters=given)
         found_by[coefficient] = records(output)
     data = PackedDataset(settings["train_dataset"], seed=42)
-    batches = list(PackedDataLoader(data, examples_per_step=settings["examples_per_step"]))
+    batches = list(
+        PackedDataLoader(data, examples_per_step=settings["examples_per_step"])
+    )
     steps = [[b for b in batches if b.step.index == step] for step in (0, 1)]
-    ids = [[i for b in step for i in b.example_ids[b.weights > 0].tolist()] for step in steps]
+    ids = [
+        [i for b in step for i in b.example_ids[b.weights > 0].tolist()]
+        for step in steps
+    ]
     for own, found, without in zip(ids, found_by[None], found_by[0.0], strict=True):
         mean = sum(expected[i] for i in own) / len(own)
         assert found["aux_loss"] == pytest.approx(mean, abs=1e-5)
-        assert found["loss"] == pytest.approx(math.log(2) + COEFFICIENT * mean, abs=1e-5)
+        assert found["loss"] == pytest.approx(
+            math.log(2) + COEFFICIENT * mean, abs=1e-5
+        )
         assert found["grad_norm"] > without["grad_norm"] + 0.01
         assert "aux_loss" not in without
         assert without["loss"] == pytest.approx(math.log(2), abs=1e-5)

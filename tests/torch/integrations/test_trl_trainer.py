@@ -43,7 +43,9 @@ def tokenizer() -> Any:
     words = {f"w{i}": i for i in range(49)} | {"</s>": 49}
     fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
     fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="</s>", pad_token="</s>"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +57,16 @@ def rows() -> Any:
 
     def words(low: int, high: int) -> str:
         n = int(torch.randint(low, high, (), generator=generator))
-        return " ".join(f"w{i}" for i in torch.randint(49, (n,), generator=generator).tolist())
+        return " ".join(
+            f"w{i}" for i in torch.randint(49, (n,), generator=generator).tolist()
+        )
 
     pairs = [
-        {"prompt": words(2, 9), "chosen": " " + words(1, 20), "rejected": " " + words(1, 9)}
+        {
+            "prompt": words(2, 9),
+            "chosen": " " + words(1, 20),
+            "rejected": " " + words(1, 9),
+        }
         for _ in range(40)
     ]
     return Dataset.from_list(pairs)
@@ -99,7 +107,9 @@ def packed_trainer(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.fixture
 def compare(trl: Any, tmp_path: Path, tokenizer: Any, rows: Any) -> Callable[..., Any]:
-    """Trains a model, or that of a call, by TRL's trainer and by ours; returns TRL's curves."""
+    """Trains a model, or that of a call, by TRL's trainer and by ours; returns TRL's
+    curves.
+    """
 
     def run(
         model: Any, peft_config: Any = None, collator: Any = None, **settings: Any
@@ -157,28 +167,41 @@ LEAST = {"truncation"}
 )
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in LEAST)) for name in CONFIGS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in LEAST))
+        for name in CONFIGS
+    ],
 )
 def test_its_config_decides(compare: Any, folder: str, name: str, layout: Any) -> None:
-    """Thirty steps: loss, gradient and rewards of every step are those of TRL's trainer."""
+    """Thirty steps: loss, gradient and rewards of every step are those of TRL's
+    trainer.
+    """
     collator = PackCollator("preference", PackConfig(layout=layout))
     losses = compare(folder, collator=collator, **CONFIGS[name])["loss"]
     assert max(losses) - min(losses) > 1e-2
 
 
-@pytest.mark.parametrize("given", ["config", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "given", ["config", pytest.param("model", marks=pytest.mark.slow)]
+)
 def test_adapters(compare: Any, folder: str, given: str) -> None:
-    """LoRA by the trainer's `peft_config`, or a model with an adapter, is its own reference."""
+    """LoRA by the trainer's `peft_config`, or a model with an adapter, is its own
+    reference.
+    """
     peft = pytest.importorskip("peft", reason="adapters")
     from transformers import AutoModelForCausalLM
 
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
 
     def adapted() -> Any:
         return peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
 
     how = (folder, lora) if given == "config" else (adapted,)
-    assert max(compare(*how, learning_rate=1e-2, max_steps=10)["rewards/margins"]) > 1e-3
+    assert (
+        max(compare(*how, learning_rate=1e-2, max_steps=10)["rewards/margins"]) > 1e-3
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -189,20 +212,32 @@ def test_a_reference_pass_leaves_the_policy_as_it_was(
     peft = pytest.importorskip("peft", reason="adapters")
     from transformers import AutoModelForCausalLM
 
-    lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    )
     model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), lora)
-    frozen = {n: p for n, p in model.named_parameters() if "lora_A" in n and "default" in n}
+    frozen = {
+        n: p for n, p in model.named_parameters() if "lora_A" in n and "default" in n
+    }
     for parameter in frozen.values():
         parameter.requires_grad_(False)
     before = {name: parameter.clone() for name, parameter in frozen.items()}
-    settings = {"max_steps": 3, "learning_rate": 1e-2, "gradient_checkpointing": checkpointing}
+    settings = {
+        "max_steps": 3,
+        "learning_rate": 1e-2,
+        "gradient_checkpointing": checkpointing,
+    }
     args = config_of(trl, tmp_path / "run", **settings)
-    trainer = packed_trainer(model, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer = packed_trainer(
+        model, args=args, train_dataset=rows, processing_class=tokenizer
+    )
     trained = {name: p.requires_grad for name, p in model.named_parameters()}
     assert not any(trained[name] for name in frozen)
     trainer.train()
     assert {name: p.requires_grad for name, p in model.named_parameters()} == trained
-    assert all(torch.equal(before[name], parameter) for name, parameter in frozen.items())
+    assert all(
+        torch.equal(before[name], parameter) for name, parameter in frozen.items()
+    )
     assert model.active_adapters == ["default"]
 
 
@@ -214,8 +249,12 @@ def test_the_last_record_has_the_metrics_since_the_one_before(
     """Nine steps: as in TRL's trainer, nothing of the last ones is dropped."""
     found = []
     for trainer_class in (trl.DPOTrainer, packed_trainer):
-        args = config_of(trl, tmp_path / "run", max_steps=9, logging_steps=logging_steps)
-        trainer = trainer_class(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+        args = config_of(
+            trl, tmp_path / "run", max_steps=9, logging_steps=logging_steps
+        )
+        trainer = trainer_class(
+            folder, args=args, train_dataset=rows, processing_class=tokenizer
+        )
         trainer.train()
         found.append([h for h in trainer.state.log_history if "rewards/margins" in h])
     expected, ours = found
@@ -228,13 +267,21 @@ def test_the_last_record_has_the_metrics_since_the_one_before(
 def test_rows_resume_from_the_next_whole_checkpoint(
     trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """Of TRL's rows, too: a killed run left half a state, and transformers would read it."""
+    """Of TRL's rows, too: a killed run left half a state, and transformers would read
+    it.
+    """
     found = []
     for resume in (None, True):
-        args = config_of(trl, tmp_path, max_steps=6, save_strategy="steps", save_steps=2)
-        trainer = packed_trainer(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+        args = config_of(
+            trl, tmp_path, max_steps=6, save_strategy="steps", save_steps=2
+        )
+        trainer = packed_trainer(
+            folder, args=args, train_dataset=rows, processing_class=tokenizer
+        )
         trainer.train(resume_from_checkpoint=resume)
-        found.append([line["loss"] for line in trainer.state.log_history if "loss" in line])
+        found.append(
+            [line["loss"] for line in trainer.state.log_history if "loss" in line]
+        )
         state = tmp_path / "checkpoint-6" / "trainer_state.json"
         state.write_text(state.read_text(encoding="utf-8")[:99], encoding="utf-8")
     assert found[0] == found[1]
@@ -243,9 +290,13 @@ def test_rows_resume_from_the_next_whole_checkpoint(
 def test_its_default_precision(
     trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
-    """bf16 by autocast: policy and reference are rounded alike, and begin exactly equal."""
+    """bf16 by autocast: policy and reference are rounded alike, and begin exactly
+    equal.
+    """
     args = config_of(trl, tmp_path, max_steps=4, bf16=True)
-    trainer = packed_trainer(folder, args=args, train_dataset=rows, processing_class=tokenizer)
+    trainer = packed_trainer(
+        folder, args=args, train_dataset=rows, processing_class=tokenizer
+    )
     found = curves(trainer, ("loss", "rewards/chosen", "rewards/margins"))
     assert trainer.accelerator.mixed_precision == "bf16"
     assert found["loss"][0] == pytest.approx(0.6931472, abs=1e-6)
@@ -255,7 +306,9 @@ def test_its_default_precision(
 
 @pytest.mark.slow
 def test_a_model_that_runs_whole_by_sequence(compare: Any, tmp_path: Path) -> None:
-    """Falcon's own forward call takes no packed attention: it runs once a sequence, as in TRL."""
+    """Falcon's own forward call takes no packed attention: it runs once a sequence, as
+    in TRL.
+    """
     from transformers import FalconConfig, FalconForCausalLM
 
     torch.manual_seed(0)
@@ -268,8 +321,12 @@ def test_a_model_that_runs_whole_by_sequence(compare: Any, tmp_path: Path) -> No
 def test_a_packed_dataset(
     trl: Any, folder: str, tmp_path: Path, tokenizer: Any, packed: str
 ) -> None:
-    """By its path, for training and evaluation: the first loss is ln 2, and it falls."""
-    args = config_of(trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=24)
+    """By its path, for training and evaluation: the first loss is ln 2, and it
+    falls.
+    """
+    args = config_of(
+        trl, tmp_path / "run", max_length=64, eval_strategy="epoch", max_steps=24
+    )
     trainer = packed_trainer(
         folder, args=args, train_dataset=packed, eval_dataset=packstore.open(packed),
         processing_class=tokenizer,
@@ -279,19 +336,32 @@ def test_a_packed_dataset(
     assert losses[-1] < 0.6
     assert any("eval_rewards/margins" in line for line in trainer.state.log_history)
     too_long = config_of(trl, tmp_path / "run", max_length=8)
-    with pytest.raises(CompatibilityError, match=r"at most max_length 8 .* Set max_length=None"):
-        packed_trainer(folder, args=too_long, train_dataset=packed, processing_class=tokenizer)
-    early = config_of(trl, tmp_path / "run", max_length=64, precompute_ref_log_probs=True)
+    with pytest.raises(
+        CompatibilityError, match=r"at most max_length 8 .* Set max_length=None"
+    ):
+        packed_trainer(
+            folder, args=too_long, train_dataset=packed, processing_class=tokenizer
+        )
+    early = config_of(
+        trl, tmp_path / "run", max_length=64, precompute_ref_log_probs=True
+    )
     with pytest.raises(ConfigError, match="packstore ref-logps"):
-        packed_trainer(folder, args=early, train_dataset=packed, processing_class=tokenizer)
+        packed_trainer(
+            folder, args=early, train_dataset=packed, processing_class=tokenizer
+        )
 
 
 def test_weights_of_a_loss_that_is_named_twice_are_added(
     trl: Any, folder: str, tmp_path: Path, tokenizer: Any, packed: str
 ) -> None:
-    mix: dict[str, Any] = {"loss_type": ["sigmoid", "ipo", "sigmoid"], "loss_weights": [1, 2, 3]}
+    mix: dict[str, Any] = {
+        "loss_type": ["sigmoid", "ipo", "sigmoid"],
+        "loss_weights": [1, 2, 3],
+    }
     args = config_of(trl, tmp_path, max_length=64, **mix)
-    trainer = packed_trainer(folder, args=args, train_dataset=packed, processing_class=tokenizer)
+    trainer = packed_trainer(
+        folder, args=args, train_dataset=packed, processing_class=tokenizer
+    )
     terms = [(term.name, term.weight) for term in trainer.loss_fn.terms]
     assert terms == [("dpo", 4), ("ipo", 2)]
 
@@ -313,7 +383,10 @@ def test_weights_of_a_loss_that_is_named_twice_are_added(
         ({"loss_type": ["sft"]}, "loss_type: it must .*'sft'"),
         ({"loss_type": ["aot"]}, "couples the pairs of a batch"),
         ({"loss_type": ["sigmod"]}, "unknown loss 'sigmod'. Did you mean 'sigmoid'"),
-        ({"loss_type": ["hinge"], "f_divergence_type": "js_divergence"}, "f_divergence_type"),
+        (
+            {"loss_type": ["hinge"], "f_divergence_type": "js_divergence"},
+            "f_divergence_type",
+        ),
     ],
 )
 def test_settings_that_packs_do_not_go_with(
@@ -329,8 +402,12 @@ def test_every_setting_of_its_config_is_in_the_table(trl: Any) -> None:
 
     own = {f.name for f in dataclasses.fields(trl.DPOConfig)}
     own -= {f.name for f in dataclasses.fields(TrainingArguments)}
-    table = DOCS.read_text(encoding="utf-8").split("## `DPOConfig`")[1].split("\n## ")[0]
-    named = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]+)\|", table, re.M))))
+    table = (
+        DOCS.read_text(encoding="utf-8").split("## `DPOConfig`")[1].split("\n## ")[0]
+    )
+    named = set(
+        re.findall(r"`(\w+)`", "".join(re.findall(r"^\|([^|]+)\|", table, re.M)))
+    )
     assert own <= named, f"say in docs/from-trl.md what becomes of {own - named}"
     assert named <= own | {"use_liger_kernel"}, f"TRL has no {named - own}"
 
@@ -344,19 +421,27 @@ def test_doors_that_do_not_lead_to_packs(
     collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
     with pytest.raises(ConfigError, match="data_collator: it must be PackCollator"):
         packed_trainer(folder, args=args, train_dataset=rows, data_collator=collator)
-    with pytest.raises(ConfigError, match="argument compute_metrics: it must be left out"):
+    with pytest.raises(
+        ConfigError, match="argument compute_metrics: it must be left out"
+    ):
         packed_trainer(folder, args=args, train_dataset=rows, compute_metrics=print)
     model = AutoModelForCausalLM.from_pretrained(folder)
     other = config_of(trl, tmp_path, model_init_kwargs={"dtype": "bfloat16"})
     with pytest.raises(
         ConfigError, match=r"dtype must be the model's own, .*; found torch.bfloat16"
     ):
-        packed_trainer(model, args=other, train_dataset=rows, processing_class=tokenizer)
+        packed_trainer(
+            model, args=other, train_dataset=rows, processing_class=tokenizer
+        )
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(CompatibilityError, match=r"reference: .*found weights that are trained"):
+    with pytest.raises(
+        CompatibilityError, match=r"reference: .*found weights that are trained"
+    ):
         PackedTrainer(model, arguments, packed, reference=model)
     dealt = PackedDataset(packed, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"):
+    with pytest.raises(
+        ConfigError, match="dealt to the 1 ranks of the run; found world_size=2"
+    ):
         PackedTrainer(folder, arguments, dealt).train()
 
 
@@ -377,7 +462,9 @@ def test_completions_are_logged_in_mid_training(
 
     expected = curves(trainer("without"), NAMES)
     logging = trainer("with")
-    generation = transformers.GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=49)
+    generation = transformers.GenerationConfig(
+        max_new_tokens=3, do_sample=False, pad_token_id=49
+    )
     callback = trl.LogCompletionsCallback(logging, generation, num_prompts=2, freq=1)
     logging.add_callback(callback)
     assert curves(logging, NAMES) == expected

@@ -1,4 +1,6 @@
-"""Heads of model families: found by their public interface, proved, and used without logits."""
+"""Heads of model families: found by their public interface, proved, and used without
+logits.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def gradients(model: nn.Module, logps: Tensor) -> dict[str, Tensor]:
 
 
 def check_head(model: Any, batch: PackedBatch) -> dict[str, Tensor]:
-    """Compares log-probs and gradients with those from logits; returns the gradients."""
+    """Compares log-probs and gradients with those from logits; returns the
+    gradients.
+    """
     expected = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
     found = packed_logps(model, batch)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
@@ -60,7 +64,9 @@ def check_head(model: Any, batch: PackedBatch) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_families(kit: SimpleNamespace, batch: PackedBatch, exact: None, name: str) -> None:
+def test_families(
+    kit: SimpleNamespace, batch: PackedBatch, exact: None, name: str
+) -> None:
     model = use_packed_attention(kit.tiny_family(name, **FAMILIES[name])).train()
     if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
         nn.init.normal_(bias)
@@ -89,8 +95,12 @@ CHANGES = {
     "a scale": lambda m: setattr(m.config, "logits_scaling", 2.0),
     "a hook": lambda m: m.lm_head.register_forward_hook(lambda *a: 2 * a[2]),
     "a hook of the model": lambda m: m.register_forward_hook(double_logits),
-    "a forward call": lambda m: setattr(m.lm_head, "forward", lambda x: 2 * x @ m.lm_head.weight.T),
-    "a module": lambda m: setattr(m, "lm_head", Doubled(32, 50, bias=False, dtype=torch.float64)),
+    "a forward call": lambda m: setattr(
+        m.lm_head, "forward", lambda x: 2 * x @ m.lm_head.weight.T
+    ),
+    "a module": lambda m: setattr(
+        m, "lm_head", Doubled(32, 50, bias=False, dtype=torch.float64)
+    ),
 }
 
 
@@ -138,7 +148,9 @@ class Curved(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [Doubled, Curved])
-def test_an_unknown_head_is_found_out(kit: SimpleNamespace, kind: type[nn.Linear]) -> None:
+def test_an_unknown_head_is_found_out(
+    kit: SimpleNamespace, kind: type[nn.Linear]
+) -> None:
     model = kit.tiny_model()
     head = kind(32, kit.VOCAB, bias=False, dtype=torch.float64)
     with torch.no_grad():
@@ -155,21 +167,30 @@ def test_an_unknown_head_is_found_out(kit: SimpleNamespace, kind: type[nn.Linear
     [
         (lambda m: m.model, "a causal LM with get_output_embeddings"),
         (lambda m: nn.Linear(2, 2), "a causal LM with get_output_embeddings"),
-        (lambda m: setattr(m, "lm_head", nn.Identity()) or m, "a matrix of its own.*Identity"),
+        (
+            lambda m: setattr(m, "lm_head", nn.Identity()) or m,
+            "a matrix of its own.*Identity",
+        ),
     ],
 )
 def test_refusals(kit: SimpleNamespace, break_it: Any, message: str) -> None:
-    with pytest.raises(CompatibilityError, match=message + r".*Use logits: segment_logps\(batch"):
+    with pytest.raises(
+        CompatibilityError, match=message + r".*Use logits: segment_logps\(batch"
+    ):
         find_head(break_it(kit.tiny_model()))
 
 
-of_peft = pytest.mark.filterwarnings("ignore::FutureWarning")  # from its calls of transformers
+of_peft = pytest.mark.filterwarnings(
+    "ignore::FutureWarning"
+)  # from its calls of transformers
 
 
 def lora(model: nn.Module, **settings: Any) -> Any:
     peft = pytest.importorskip("peft", reason="adapters")
     torch.manual_seed(1)
-    config = peft.LoraConfig(r=2, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    config = peft.LoraConfig(
+        r=2, init_lora_weights=False, task_type="CAUSAL_LM", **settings
+    )
     return peft.get_peft_model(model, config).double()
 
 
@@ -189,14 +210,20 @@ def test_adapters(kit: SimpleNamespace, batch: PackedBatch, whole_head: bool) ->
     assert all("lora" in name or "modules_to_save" in name for name in given)
     assert any("modules_to_save" in name for name in given) == whole_head
     with model.disable_adapter(), torch.no_grad():
-        torch.testing.assert_close(packed_logps(model, batch), plain, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            packed_logps(model, batch), plain, rtol=0, atol=1e-12
+        )
 
 
 @of_peft
-def test_adapters_that_it_would_miss_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
+def test_adapters_that_it_would_miss_are_refused(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
     model = use_packed_attention(kit.tiny_model())
     find_head(model)  # proved before the adapter takes the place of the head
-    with pytest.raises(CompatibilityError, match="LoRA, quantization and shards are not"):
+    with pytest.raises(
+        CompatibilityError, match="LoRA, quantization and shards are not"
+    ):
         packed_logps(lora(model, target_modules=["lm_head"]), batch)
 
 
@@ -223,7 +250,9 @@ def test_a_vocabulary_that_grew_and_half_precision(kit: SimpleNamespace) -> None
 
 @pytest.mark.filterwarnings("ignore")  # torch's own, in dynamo
 def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) -> None:
-    """The backbone is called without the head: what compiles the model's own call would not run."""
+    """The backbone is called without the head: what compiles the model's own call would
+    not run.
+    """
     in_place = use_packed_attention(kit.tiny_model())
     in_place.compile(backend="eager")
     outside = torch.compile(use_packed_attention(kit.tiny_model()), backend="eager")
@@ -246,7 +275,9 @@ def test_a_compiled_policy(kit: SimpleNamespace, batch: PackedBatch) -> None:
         return graph.forward
 
     expected = packed_logps(use_packed_attention(kit.tiny_model()), batch)
-    policy = torch.compile(PackedPolicy(use_packed_attention(kit.tiny_model())), backend=counter)
+    policy = torch.compile(
+        PackedPolicy(use_packed_attention(kit.tiny_model())), backend=counter
+    )
     base = use_packed_attention(kit.tiny_model())
     base.model.compile(backend=counter)
     for call in (policy, lambda b: packed_logps(base, b)):
@@ -256,9 +287,13 @@ def test_a_compiled_policy(kit: SimpleNamespace, batch: PackedBatch) -> None:
         assert frames
 
 
-def test_a_forward_call_that_accelerate_changed(kit: SimpleNamespace, batch: PackedBatch) -> None:
+def test_a_forward_call_that_accelerate_changed(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
     """Its mixed precision would be passed over; the head is not to blame."""
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is in the extra train")
+    accelerate = pytest.importorskip(
+        "accelerate", reason="accelerate is in the extra train"
+    )
     model = use_packed_attention(kit.tiny_model(dtype=torch.float32))
     find_head(model)  # proved before
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)

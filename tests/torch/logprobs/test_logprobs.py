@@ -20,7 +20,9 @@ HIDDEN = 16
 
 @pytest.fixture(params=["concat", "shared_prefix"])
 def batch(kit: SimpleNamespace, request: pytest.FixtureRequest) -> PackedBatch:
-    return collate(kit.packed(random_examples(4, seed=2), [1, 3], request.param), "preference")
+    return collate(
+        kit.packed(random_examples(4, seed=2), [1, 3], request.param), "preference"
+    )
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
@@ -57,7 +59,9 @@ def test_a_masked_vocabulary(kit: SimpleNamespace) -> None:
     bias = torch.zeros(kit.VOCAB, dtype=torch.float64).masked_fill(others, -torch.inf)
     expected = one_by_one(batch, hidden @ weight.T + bias)
     for head, leaves in ((weight, [hidden, weight]), (weight.detach(), [hidden])):
-        found = segment_logps(batch, hidden=hidden, weight=head, bias=bias, chunk_size=3)
+        found = segment_logps(
+            batch, hidden=hidden, weight=head, bias=bias, chunk_size=3
+        )
         assert (found - expected).abs().max() < 1e-12
         made = torch.autograd.grad(found.sum(), leaves)
         wanted = torch.autograd.grad(expected.sum(), leaves, retain_graph=True)
@@ -70,7 +74,11 @@ def test_a_masked_vocabulary(kit: SimpleNamespace) -> None:
     [(False, None, 2), (True, None, 90), (False, 1.5, 7), (True, 1.5, 100_000)],
 )
 def test_from_hidden(
-    kit: SimpleNamespace, batch: PackedBatch, biased: bool, softcap: float | None, chunk_size: int
+    kit: SimpleNamespace,
+    batch: PackedBatch,
+    biased: bool,
+    softcap: float | None,
+    chunk_size: int,
 ) -> None:
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
     bias = normal(kit.VOCAB, seed=2) if biased else None
@@ -88,18 +96,24 @@ def test_from_hidden(
     fixed = [None if x is None else x.detach() for x in (weight, bias)]
     frozen = segment_logps(batch, hidden=hidden, weight=fixed[0], bias=fixed[1], **how)
     assert (frozen - expected).abs().max() < 1e-12
-    assert (torch.autograd.grad(frozen, hidden, upstream)[0] - wanted[0]).abs().max() < 1e-11
+    assert (
+        torch.autograd.grad(frozen, hidden, upstream)[0] - wanted[0]
+    ).abs().max() < 1e-11
 
 
 @pytest.mark.parametrize(("vocab", "chunk_size"), [(50_257, None), (151_936, 1 << 16)])
-def test_a_large_vocabulary(kit: SimpleNamespace, vocab: int, chunk_size: int | None) -> None:
+def test_a_large_vocabulary(
+    kit: SimpleNamespace, vocab: int, chunk_size: int | None
+) -> None:
     batch = kit.row(1)
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(vocab, HIDDEN, seed=1)
     found = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=chunk_size)
     expected = segment_logps(batch, logits=hidden @ weight.T)
     assert (found - expected).abs().max() < 1e-11
     upstream = normal(batch.num_segments, seed=3).detach()
-    both = [torch.autograd.grad(x, (hidden, weight), upstream) for x in (found, expected)]
+    both = [
+        torch.autograd.grad(x, (hidden, weight), upstream) for x in (found, expected)
+    ]
     for a, b in zip(*both, strict=True):
         assert (a - b).abs().max() < 1e-10
 
@@ -119,11 +133,18 @@ def test_half_precision_is_summed_in_float32(
     expected.sum().backward()
     for a, b in zip(half, exact, strict=True):
         assert a.grad.dtype == torch.bfloat16
-        assert ((a.grad - b.grad).abs() <= 2**-8 * b.grad.abs() + 1e-5).all()  # one rounding
+        assert (
+            (a.grad - b.grad).abs() <= 2**-8 * b.grad.abs() + 1e-5
+        ).all()  # one rounding
 
 
-def test_autocast_does_not_lower_the_precision(kit: SimpleNamespace, batch: PackedBatch) -> None:
-    hidden, weight = normal(batch.num_tokens, HIDDEN).float(), normal(kit.VOCAB, HIDDEN).float()
+def test_autocast_does_not_lower_the_precision(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
+    hidden, weight = (
+        normal(batch.num_tokens, HIDDEN).float(),
+        normal(kit.VOCAB, HIDDEN).float(),
+    )
     plain = segment_logps(batch, hidden=hidden, weight=weight)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(segment_logps(batch, hidden=hidden, weight=weight), plain)
@@ -136,7 +157,9 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.sizes: list[int] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **kwargs or {})
         if func is torch.ops.aten.mm.default:
             self.sizes.append(out.numel())
@@ -148,22 +171,37 @@ def test_no_more_logits_than_asked_for_and_each_twice(
 ) -> None:
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)
     with Products() as products:
-        segment_logps(batch, hidden=hidden, weight=weight, chunk_size=64).sum().backward()
+        segment_logps(
+            batch, hidden=hidden, weight=weight, chunk_size=64
+        ).sum().backward()
     assert max(products.sizes) == 64
-    assert sum(products.sizes) == 2 * len(batch.target_index) * kit.VOCAB  # forward and backward
+    assert (
+        sum(products.sizes) == 2 * len(batch.target_index) * kit.VOCAB
+    )  # forward and backward
 
 
-def test_kept_logits_give_a_second_backward_pass(kit: SimpleNamespace, batch: PackedBatch) -> None:
+def test_kept_logits_give_a_second_backward_pass(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
     leaves = [normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN, seed=1)]
     found = {}
     for keep in (False, True):
         logps = segment_logps(
-            batch, hidden=leaves[0], weight=leaves[1], softcap=2.0, chunk_size=90, keep_logits=keep
+            batch,
+            hidden=leaves[0],
+            weight=leaves[1],
+            softcap=2.0,
+            chunk_size=90,
+            keep_logits=keep,
         ).sum()
-        twice = [torch.autograd.grad(logps, leaves, retain_graph=True) for _ in range(2)]
+        twice = [
+            torch.autograd.grad(logps, leaves, retain_graph=True) for _ in range(2)
+        ]
         assert all(torch.equal(a, b) for a, b in zip(*twice, strict=True))
         found[keep] = twice[0]
-    assert all(torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(found[True], found[False], strict=True)
+    )
 
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,13 +209,18 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
     monkeypatch.setattr(fused_head, "product", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(
-        fused_head, "_add_product", lambda total, a, b: total.addmm_(a.float(), b.float())
+        fused_head,
+        "_add_product",
+        lambda total, a, b: total.addmm_(a.float(), b.float()),
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_gradient_of_a_head_from_one_product_or_several(
-    kit: SimpleNamespace, batch: PackedBatch, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+    kit: SimpleNamespace,
+    batch: PackedBatch,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
 ) -> None:
     """Both are rounded once, to the dtype of the head."""
     as_on_a_gpu(monkeypatch)
@@ -185,7 +228,9 @@ def test_the_gradient_of_a_head_from_one_product_or_several(
     weight = normal(kit.VOCAB, HIDDEN, seed=1).detach().to(dtype).requires_grad_()
 
     def gradient(chunk_size: int) -> Tensor:
-        logps = segment_logps(batch, hidden=hidden, weight=weight, chunk_size=chunk_size)
+        logps = segment_logps(
+            batch, hidden=hidden, weight=weight, chunk_size=chunk_size
+        )
         return torch.autograd.grad(logps.sum(), weight)[0]
 
     one, several = gradient(2**21), gradient(100)
@@ -203,17 +248,28 @@ def test_a_frozen_head_in_half_precision_where_the_model_is_sure(
     weight = normal(kit.VOCAB, HIDDEN, seed=1).detach().to(half)
     rows, ids = batch.targets.rows, batch.targets.ids
     hidden = torch.zeros(batch.num_tokens, HIDDEN, dtype=half)
-    hidden[rows] = (10 * weight[ids] / weight[ids].norm(dim=1, keepdim=True).square()).to(half)
-    leaves = {kind: hidden.to(kind, copy=True).requires_grad_() for kind in (half, torch.float64)}
+    hidden[rows] = (
+        10 * weight[ids] / weight[ids].norm(dim=1, keepdim=True).square()
+    ).to(half)
+    leaves = {
+        kind: hidden.to(kind, copy=True).requires_grad_()
+        for kind in (half, torch.float64)
+    }
     segment_logps(batch, hidden=leaves[half], weight=weight).sum().backward()
     monkeypatch.undo()
-    segment_logps(batch, hidden=leaves[torch.float64], weight=weight.double()).sum().backward()
-    found, exact = (x.grad[rows].double() for x in leaves.values() if x.grad is not None)
+    segment_logps(
+        batch, hidden=leaves[torch.float64], weight=weight.double()
+    ).sum().backward()
+    found, exact = (
+        x.grad[rows].double() for x in leaves.values() if x.grad is not None
+    )
     assert exact.norm(dim=1).min() < 0.05
     assert ((found - exact).norm(dim=1) / exact.norm(dim=1)).max() < 2**-7
 
 
-def test_a_second_derivative_is_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
+def test_a_second_derivative_is_refused(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
     hidden, weight = normal(batch.num_tokens, HIDDEN), normal(kit.VOCAB, HIDDEN)
     logps = segment_logps(batch, hidden=hidden, weight=weight).square().sum()
     (slope,) = torch.autograd.grad(logps, hidden, create_graph=True)
@@ -247,9 +303,17 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
     [
         ({}, {}, "either logits, or hidden and weight"),
         ({"hidden": 16}, {}, "either logits, or hidden and weight"),
-        ({"logits": 50, "hidden": 16, "weight": 16}, {}, "either logits, or hidden and weight"),
+        (
+            {"logits": 50, "hidden": 16, "weight": 16},
+            {},
+            "either logits, or hidden and weight",
+        ),
         ({"logits": 50}, {"softcap": 3.0}, "go with hidden only"),
-        ({"hidden": 15, "weight": 16}, {}, r"weight must be \[V, 15\], as hidden is \[T, 15\]"),
+        (
+            {"hidden": 15, "weight": 16},
+            {},
+            r"weight must be \[V, 15\], as hidden is \[T, 15\]",
+        ),
         (
             {},
             {"logits": torch.zeros(2, 3, 50)},

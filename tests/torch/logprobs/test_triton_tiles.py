@@ -1,7 +1,8 @@
-"""The Triton kernels: equal to the eager passes under the interpreter, and compiled for GPUs.
+"""The Triton kernels: equal to the eager passes under the interpreter, and compiled for
+GPUs.
 
-Needs no GPU, and proves no speed. Triton is not among the packages of a CPU build of torch;
-``make kernels`` installs it.
+Needs no GPU, and proves no speed. Triton is not among the packages of a CPU build of
+torch; ``make kernels`` installs it.
 """
 
 from __future__ import annotations
@@ -38,10 +39,17 @@ from packstore.torch import (
 )
 from packstore.torch.logprobs import fused_head, tiles
 from packstore.torch.logprobs.fused_head import HeadLogProbs
-from packstore.torch.logprobs.tiles import EAGER, HEAD_BACKENDS, Passes, Projection, Tile
+from packstore.torch.logprobs.tiles import (
+    EAGER,
+    HEAD_BACKENDS,
+    Passes,
+    Projection,
+    Tile,
+)
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: make kernels",
 )
 TOLERANCE = 1e-6
 WIDTH = 16
@@ -70,13 +78,19 @@ CASES = [
     *(Case(n, vocab, *head) for (n, vocab), head in itertools.product(SHAPES, HEADS)),
     Case(130, 177, 0.3, None, True),
     Case(130, 177, 0.5, 1.5, False, "h"),
-    *(Case(7, 301, 0.5, *head, "h") for head in itertools.product((None, 1.5), (False, True))),
+    *(
+        Case(7, 301, 0.5, *head, "h")
+        for head in itertools.product((None, 1.5), (False, True))
+    ),
     Case(7, 301, 0.5, 1.5, True, "w"),
     Case(7, 301, 0.5, 1.5, True, "hw", keep_logits=True),
     Case(7, 301, 0.5, 1.5, True, "hwb", keep_logits=True),
     Case(7, 301, 0.5, 1.5, False, "hw", half=True),
     Case(7, 301, 0.5, 1.5, False, "h", half=True),
-    *(Case(7, 301, biased=True, trained=trained, masked=True) for trained in ("h", "hw")),
+    *(
+        Case(7, 301, biased=True, trained=trained, masked=True)
+        for trained in ("h", "hw")
+    ),
 ]
 
 
@@ -90,7 +104,12 @@ def step(case: Case, backend: str) -> list[Tensor]:
     made = torch.Generator().manual_seed(case.tokens + case.vocab)
     hidden, weight, bias, upstream = (
         torch.randn(*shape, generator=made)
-        for shape in ((case.tokens, WIDTH), (case.vocab, WIDTH), (case.vocab,), (case.tokens,))
+        for shape in (
+            (case.tokens, WIDTH),
+            (case.vocab, WIDTH),
+            (case.vocab,),
+            (case.tokens,),
+        )
     )
     lowest = case.vocab // 2 if case.masked else 0
     targets = torch.randint(lowest, case.vocab, (case.tokens,), generator=made)
@@ -99,7 +118,9 @@ def step(case: Case, backend: str) -> list[Tensor]:
     leaves = [x.requires_grad_() for name, x in named.items() if name in case.trained]
     size = max(64, case.tokens * case.vocab // 3)
     how = Projection(case.scale, case.softcap, size, backend, case.keep_logits)
-    logps = HeadLogProbs.apply(hidden, weight, bias if case.biased else None, targets, how)
+    logps = HeadLogProbs.apply(
+        hidden, weight, bias if case.biased else None, targets, how
+    )
     first, again = (
         torch.autograd.grad(logps, leaves, upstream, retain_graph=i < 1) for i in (0, 1)
     )
@@ -111,26 +132,37 @@ def passed(backend: str, stride: int, keep_logits: bool) -> list[Tensor]:
     """What each pass makes of a tile whose rows are `stride` apart."""
     made, columns, rows = torch.Generator().manual_seed(3), 150, 3
     passes = HEAD_BACKENDS.load(backend)
-    product = torch.empty(stride * (rows - 1) + columns).as_strided((rows, columns), (stride, 1))
+    product = torch.empty(stride * (rows - 1) + columns).as_strided(
+        (rows, columns), (stride, 1)
+    )
     logits = torch.randn(rows, columns, generator=made)
-    tile = Tile(product, None, torch.tensor([0, 149, 200]), Projection(keep_logits=keep_logits))
+    tile = Tile(
+        product, None, torch.tensor([0, 149, 200]), Projection(keep_logits=keep_logits)
+    )
     state, found = torch.randn(3, rows, generator=made).abs(), []
     for name, more in (
         ("update_logsumexp", ()),
         ("update_logsumexp_and_weights", (torch.float32,)),
     ):
         product.copy_(logits)
-        found += [x.clone() for x in (*(getattr(passes, name)(state, tile, *more) or ()), state)]
+        found += [
+            x.clone()
+            for x in (*(getattr(passes, name)(state, tile, *more) or ()), state)
+        ]
     for dtype in (torch.float32, torch.bfloat16):
         product.copy_(logits)
-        found.append(passes.grad_logits(tile, state[0] + 5, state[1], dtype).to(torch.float64))
+        found.append(
+            passes.grad_logits(tile, state[0] + 5, state[1], dtype).to(torch.float64)
+        )
     return found
 
 
 def error(found: list[Tensor], expected: list[Tensor]) -> float:
     """The largest difference, as a share of the largest value, at least 1."""
     pairs = zip(found, expected, strict=True)
-    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs
+    )
 
 
 def on_rank(_: Any) -> dict[str, float]:
@@ -142,16 +174,22 @@ def on_rank(_: Any) -> dict[str, float]:
     errors = {}
     for case in CASES[dist.get_rank() :: dist.get_world_size()]:
         with pytest.MonkeyPatch.context() as patch:
-            if case.half:  # as on a GPU: a CPU has no such product of operands of 16 bits
+            if (
+                case.half
+            ):  # as on a GPU: a CPU has no such product of operands of 16 bits
                 patch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
                 for module in (fused_head, tiles):
                     patch.setattr(module, "product", lambda a, b: a.float() @ b.float())
                 patch.setattr(
-                    fused_head, "_add_product", lambda t, a, b: t.addmm_(a.float(), b.float())
+                    fused_head,
+                    "_add_product",
+                    lambda t, a, b: t.addmm_(a.float(), b.float()),
                 )
             errors[str(case)] = error(step(case, "triton"), step(case, "eager"))
             if case in CASES[::6]:
-                assert all(map(torch.equal, step(case, "auto"), step(case, "triton"))), case
+                assert all(
+                    map(torch.equal, step(case, "auto"), step(case, "triton"))
+                ), case
     for stride, keep in itertools.product((150, 160, 2**30 + 16), (False, True)):
         values = (passed(backend, stride, keep) for backend in ("triton", "eager"))
         errors[f"{stride=}, {keep=}, half=True"] = error(*values)
@@ -165,7 +203,11 @@ def test_equal_to_eager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     errors: dict[str, float] = results[0] | results[1]
     assert len(errors) == len(CASES) + 6
     # A bfloat16 may be rounded the other way, to its neighbour at 2^-7.
-    wrong = {c: e for c, e in errors.items() if not e <= (2**-7 if "half=True" in c else TOLERANCE)}
+    wrong = {
+        c: e
+        for c, e in errors.items()
+        if not e <= (2**-7 if "half=True" in c else TOLERANCE)
+    }
     assert not wrong
 
 
@@ -212,14 +254,20 @@ def compile_for(capability: int) -> None:
 def test_kernels_compile(capability: int, tmp_path: Path) -> None:
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    environment["PYTHONUTF8"] = "1"  # torch's compiler reads files of its own as the locale's text
+    environment["PYTHONUTF8"] = (
+        "1"  # torch's compiler reads files of its own as the locale's text
+    )
     done = run_python(__file__, capability, env=environment)
     assert done.returncode == 0, done.stderr
 
 
-def test_float64_takes_the_eager_passes(kit: SimpleNamespace, batch: PackedBatch) -> None:
+def test_float64_takes_the_eager_passes(
+    kit: SimpleNamespace, batch: PackedBatch
+) -> None:
     hidden, weight = torch.zeros(batch.num_tokens, 8), torch.zeros(kit.VOCAB, 8)
-    logps = segment_logps(batch, hidden=hidden.double(), weight=weight.double(), backend="triton")
+    logps = segment_logps(
+        batch, hidden=hidden.double(), weight=weight.double(), backend="triton"
+    )
     expected = -math.log(kit.VOCAB) * len(batch.targets.ids)
     assert float(logps.sum()) == pytest.approx(expected, rel=1e-12)
 
@@ -227,7 +275,9 @@ def test_float64_takes_the_eager_passes(kit: SimpleNamespace, batch: PackedBatch
 @needs_triton
 def test_other_devices_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
     hidden, weight = torch.zeros(batch.num_tokens, 8), torch.zeros(kit.VOCAB, 8)
-    with pytest.raises(BackendError, match=r"on a CUDA device; found cpu\. Use backend='eager'"):
+    with pytest.raises(
+        BackendError, match=r"on a CUDA device; found cpu\. Use backend='eager'"
+    ):
         segment_logps(batch, hidden=hidden, weight=weight, backend="triton")
 
 
@@ -244,10 +294,14 @@ def test_refused_names_and_absent_packages(
         lambda b: packed_logps(model, batch, backend=b),
         lambda b: PackedPolicy(model, backend=b),
     ):
-        with pytest.raises(UnknownNameError, match=r"head backend 'tritn'.* Did you mean 'triton'"):
+        with pytest.raises(
+            UnknownNameError, match=r"head backend 'tritn'.* Did you mean 'triton'"
+        ):
             call("tritn")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False
+    )
     missing = r"'triton', which is not .*: pip install triton"
     with pytest.raises(MissingExtraError, match=missing):
         PackedPolicy(model, backend="triton")
@@ -281,7 +335,10 @@ def failing(*_: Any) -> Any:
     ("passes", "said"),
     [
         (EAGER, "head 'auto' is 'triton'"),
-        (times(EAGER, "grad_logits", 1.001), "head 'auto' is 'eager': its passes differ by 0.001"),
+        (
+            times(EAGER, "grad_logits", 1.001),
+            "head 'auto' is 'eager': its passes differ by 0.001",
+        ),
         (
             times(EAGER, "update_logsumexp_and_weights", math.nan),
             "head 'auto' is 'eager': its passes differ by nan",
@@ -290,7 +347,11 @@ def failing(*_: Any) -> Any:
             EAGER._replace(update_logsumexp=failing),
             "head 'auto' is 'eager': 'RuntimeError: no C compiler'",
         ),
-        (None, "head 'auto' is 'eager': head backend 'triton' needs .*: pip install triton"),
+        (
+            None,
+            "head 'auto' is 'eager': head backend 'triton' needs .*: pip install "
+            "triton",
+        ),
     ],
 )
 def test_auto_takes_what_agrees_and_says_so(
@@ -301,11 +362,15 @@ def test_auto_takes_what_agrees_and_says_so(
     passes: Passes | None,
     said: str,
 ) -> None:
-    """With other passes in the place of Triton's, as where a GPU or its compiler is at fault."""
+    """With other passes in the place of Triton's, as where a GPU or its compiler is at
+    fault.
+    """
     taken: list[str] = []
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False)
+    monkeypatch.delitem(
+        sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False
+    )
     if passes is not None:
         module: Any = ModuleType("in_its_place")
         right = passes.update_logsumexp

@@ -45,7 +45,10 @@ B = 0.3
 FORMULAS: dict[str, tuple[dict[str, float], Callable[[Any], Any]]] = {
     "dpo": ({}, lambda p: -ls(B * p.d)),
     "dpo_norm": ({}, lambda p: -ls(B * (p.u / p.n - p.v / p.m))),
-    "cdpo": ({"label_smoothing": 0.2}, lambda p: -0.8 * ls(B * p.d) - 0.2 * ls(-B * p.d)),
+    "cdpo": (
+        {"label_smoothing": 0.2},
+        lambda p: -0.8 * ls(B * p.d) - 0.2 * ls(-B * p.d),
+    ),
     "robust": (
         {"label_smoothing": 0.2},
         lambda p: (-0.8 * ls(B * p.d) + 0.2 * ls(-B * p.d)) / 0.6,
@@ -57,7 +60,10 @@ FORMULAS: dict[str, tuple[dict[str, float], Callable[[Any], Any]]] = {
     "rpo_fwd_kl": ({"eta": 1.7}, lambda p: kl(s(B * p.d), s(1.7 * p.dr))),
     "hinge": ({}, lambda p: max(0.0, 1 - B * p.d)),
     "simpo": ({"gamma": 0.4}, lambda p: -ls(B * (p.w / p.n - p.l / p.m) - 0.4)),
-    "orpo": ({}, lambda p: -p.w / p.n - B * ls(log_odds(p.w / p.n) - log_odds(p.l / p.m))),
+    "orpo": (
+        {},
+        lambda p: -p.w / p.n - B * ls(log_odds(p.w / p.n) - log_odds(p.l / p.m)),
+    ),
     "cpo": ({}, lambda p: -ls(B * (p.w - p.l))),
     "apo_zero": ({}, lambda p: s(-B * p.u) + s(B * p.v)),
     "apo_down": ({}, lambda p: s(B * p.u) + s(-B * p.d)),
@@ -127,11 +133,23 @@ def test_formula_and_its_derivatives(name: str) -> None:
     for i in range(len(found)):
         rw, rl = float(pairs.ref_chosen[i]), float(pairs.ref_rejected[i])
         tokens = {"n": int(pairs.chosen_tokens[i]), "m": int(pairs.rejected_tokens[i])}
-        rest = {**tokens, "dr": float(pairs.dr[i]), "good": bool(pairs.chosen_reward[i] > 0)}
+        rest = {
+            **tokens,
+            "dr": float(pairs.dr[i]),
+            "good": bool(pairs.chosen_reward[i] > 0),
+        }
 
-        def formula(w: Any, l: Any, rw: Any = rw, rl: Any = rl, rest: Any = rest) -> Any:  # noqa: E741
+        def formula(
+            w: Any,
+            l: Any,  # noqa: E741
+            rw: Any = rw,
+            rl: Any = rl,
+            rest: Any = rest,
+        ) -> Any:
             u, v = w - rw, l - rl
-            return FORMULAS[name][1](SimpleNamespace(w=w, l=l, u=u, v=v, d=u - v, **rest))
+            return FORMULAS[name][1](
+                SimpleNamespace(w=w, l=l, u=u, v=v, d=u - v, **rest)
+            )
 
         at = tuple(mp.mpf(float(x[i].detach())) for x in leaves)
         assert abs(float(found[i].detach()) - formula(*at)) < 1e-10
@@ -151,7 +169,9 @@ def test_finite_at_any_margin(name: str) -> None:
     values = [chosen.requires_grad_(), rejected.requires_grad_()]
     count = torch.full_like(ref_chosen, 3)
     reward = torch.tensor([1.0, 0.0, 1.0, 0.0]).repeat_interleave(4)
-    pairs = Pairs(*values, ref_chosen, ref_rejected, count, count, reward, reward.flip(0))
+    pairs = Pairs(
+        *values, ref_chosen, ref_rejected, count, count, reward, reward.flip(0)
+    )
     beta = {} if name in WITHOUT_BETA else {"beta": 1.0}
     losses = LOSSES.load(name)(pairs, **{**parameters(name), **beta})
     losses.sum().backward()
@@ -167,7 +187,9 @@ def test_any_loss_on_sums_can_look_at_means() -> None:
     for name in sums:
         (member,) = PreferenceLoss(name, average_logps=True, **parameters(name)).terms
         found = member(pairs)
-        assert torch.equal(found, LOSSES.load(name)(pairs.per_token(), **parameters(name)))
+        assert torch.equal(
+            found, LOSSES.load(name)(pairs.per_token(), **parameters(name))
+        )
         assert not torch.equal(found, LOSSES.load(name)(pairs, **parameters(name)))
 
 
@@ -179,7 +201,9 @@ def test_parameters_of_a_mix() -> None:
         ("cdpo", 0.2, {"beta": 0.5, "label_smoothing": 0.05}),
         ("hinge", 1.0, {"beta": 0.9}),
     ]
-    assert repr(PreferenceLoss(mix)).startswith("PreferenceLoss(0.7 dpo, beta=0.1 + 0.2 cdpo,")
+    assert repr(PreferenceLoss(mix)).startswith(
+        "PreferenceLoss(0.7 dpo, beta=0.1 + 0.2 cdpo,"
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,38 +215,94 @@ def test_parameters_of_a_mix() -> None:
         ("dpo", {"beta": 0}, "beta must be above 0; found 0"),
         ("dpo", {"beta": "x"}, "beta must be a number; found 'x'"),
         ("dpo", {"beta": math.nan}, "beta must be a number; found nan"),
-        ("cdpo", {"label_smoothing": 0.6}, r"label_smoothing must lie in 0..0.5; found 0.6"),
+        (
+            "cdpo",
+            {"label_smoothing": 0.6},
+            r"label_smoothing must lie in 0..0.5; found 0.6",
+        ),
         ("robust", {"label_smoothing": 0.5}, r"label_smoothing must lie in 0..0.49"),
         ("exo_pair", {"label_smoothing": 0}, "label_smoothing must lie in"),
         ("discopop", {"tau": 2}, r"tau must lie in 0.001..1; found 2"),
         ("dpo", {"sft_weight": -1}, "sft_weight must be at least 0; found -1"),
         ("dpo", {"sft_weight": "x"}, "sft_weight must be at least 0; found 'x'"),
         ("dpo", {"pairs": "some"}, "pairs must be one of: best_vs_rest, all, adjacent"),
-        ("dpo", {"reduction": "mean"}, "reduction must be one of: sum, pack_mean; found 'mean'"),
+        (
+            "dpo",
+            {"reduction": "mean"},
+            "reduction must be one of: sum, pack_mean; found 'mean'",
+        ),
         ("dpo", {"average_logps": "yes"}, "average_logps must be one of: True, False"),
-        ("dpo", {"sft_average": "pack"}, "sft_average must be one of: token, sequence_sum"),
-        ("sft", {"sft_weight": 1}, "'sft': it is the likelihood.*; found sft_weight or"),
-        ("dpo_norm", {"average_logps": True}, "loss 'dpo_norm': average_logps goes with losses on"),
+        (
+            "dpo",
+            {"sft_average": "pack"},
+            "sft_average must be one of: token, sequence_sum",
+        ),
+        (
+            "sft",
+            {"sft_weight": 1},
+            "'sft': it is the likelihood.*; found sft_weight or",
+        ),
+        (
+            "dpo_norm",
+            {"average_logps": True},
+            "loss 'dpo_norm': average_logps goes with losses on",
+        ),
         ("sft", {"average_logps": True}, "Use sft_average for it"),
-        ("bradley_terry", {"average_logps": True}, "average_logps goes with losses on sums"),
+        (
+            "bradley_terry",
+            {"average_logps": True},
+            "average_logps goes with losses on sums",
+        ),
         ("bradley_terry", {"center": -1}, "center must lie in 0..1000000.0; found -1"),
         ("bradley_terry", {"sft_weight": 1}, "scores have no likelihood"),
-        ("plackett_luce", {"pairs": "all"}, "it ranks all responses of an example; found pairs="),
+        (
+            "plackett_luce",
+            {"pairs": "all"},
+            "it ranks all responses of an example; found pairs=",
+        ),
         ("kto", {"sft_weight": 0.1}, "bad answers must not be learned"),
         ("bco", {"reduction": "pack_mean"}, "each example must weigh the same"),
-        ({"kto": 1, "dpo": 1}, {}, "a mix must be of losses of pairs, of single answers, or"),
-        ({"dpo": 1, "bradley_terry": 1}, {}, "a mix must be of losses of pairs, of single answers"),
-        ({"dpo": 1, "simpo": 1}, {"average_logps": True}, "loss 'simpo': average_logps goes with"),
-        ({"dpo": 1, "dop": 1}, {}, r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'"),
-        ({"dpo": 1, "hinge": 1}, {"gamma": 1}, r"loss 'dpo \+ hinge' has no parameter 'gamma'"),
+        (
+            {"kto": 1, "dpo": 1},
+            {},
+            "a mix must be of losses of pairs, of single answers, or",
+        ),
+        (
+            {"dpo": 1, "bradley_terry": 1},
+            {},
+            "a mix must be of losses of pairs, of single answers",
+        ),
+        (
+            {"dpo": 1, "simpo": 1},
+            {"average_logps": True},
+            "loss 'simpo': average_logps goes with",
+        ),
+        (
+            {"dpo": 1, "dop": 1},
+            {},
+            r"unknown loss 'dop'; choose one of: dpo, .*Did you mean 'dpo'",
+        ),
+        (
+            {"dpo": 1, "hinge": 1},
+            {"gamma": 1},
+            r"loss 'dpo \+ hinge' has no parameter 'gamma'",
+        ),
         ({"dpo": {"tau": 1}}, {}, "loss 'dpo' has no parameter 'tau'; it takes: beta"),
         ({"dpo": -1}, {}, "its weight in a mix must be at least 0; found -1"),
-        ({"dpo": {"weight": "x"}}, {}, "its weight in a mix must be at least 0; found 'x'"),
+        (
+            {"dpo": {"weight": "x"}},
+            {},
+            "its weight in a mix must be at least 0; found 'x'",
+        ),
         ({"dpo": True}, {}, "its weight in a mix must be at least 0; found True"),
         ({"dpo": 0.0}, {}, "weights of a loss must not all be 0"),
         ({}, {}, r"must be a name, a function, or a mix \{name: weight\}; found \{\}"),
         ({"dpo": 1, "sft": 1}, {}, "'sft' has a count of its own in a mix"),
-        ("dpo", {"sft_weight": 1, "reduction": "pack_mean"}, "'pack_mean' has no token mean"),
+        (
+            "dpo",
+            {"sft_weight": 1, "reduction": "pack_mean"},
+            "'pack_mean' has no token mean",
+        ),
     ],
 )
 def test_refusals(name: Any, given: dict[str, Any], message: str) -> None:

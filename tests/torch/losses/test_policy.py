@@ -1,4 +1,6 @@
-"""Losses of tokens, and functions of one's own: as of sequences run one by one, in any packs."""
+"""Losses of tokens, and functions of one's own: as of sequences run one by one, in any
+packs.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,15 @@ class Given:
 
     def of(self, batch: PackedBatch, values: Any) -> Tensor:
         """The values of a batch's tokens, in the order of ``batch.target_index``."""
-        rows = [s for e in batch.example_ids.tolist() for s in range(*self.sequences[e])]
+        rows = [
+            s for e in batch.example_ids.tolist() for s in range(*self.sequences[e])
+        ]
         return torch.cat([torch.atleast_1d(values[s]) for s in rows])
 
 
-def expected(model: Any, kind: str, given: Given, settings: dict[str, Any], by_token: bool) -> Any:
+def expected(
+    model: Any, kind: str, given: Given, settings: dict[str, Any], by_token: bool
+) -> Any:
     """Loss and gradients of the step with each sequence alone, written out."""
     losses = []
     for s, logps in enumerate(tokens_alone(model, EXAMPLES[kind])):
@@ -122,7 +128,9 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
     numbers = set()
     for layout, size, ranks in product(LAYOUTS, SIZES, (1, 2)):
         shares = [
-            pack_in_memory(EXAMPLES[kind], size, layout, kind=kind, rank=r, world_size=ranks)
+            pack_in_memory(
+                EXAMPLES[kind], size, layout, kind=kind, rank=r, world_size=ranks
+            )
             for r in range(ranks)
         ]
         batches = [batch for share in shares for batch in share]
@@ -146,7 +154,11 @@ def test_loss_and_gradients_are_those_of_sequences_alone(
             assert abs(total - loss) < 1e-9
             found = take_gradients(model)
             for parameter, gradient in gradients.items():
-                assert (found[parameter] - gradient).abs().max() < 1e-9, (layout, size, parameter)
+                assert (found[parameter] - gradient).abs().max() < 1e-9, (
+                    layout,
+                    size,
+                    parameter,
+                )
                 assert gradient.abs().max() > 1e-6
     assert min(numbers) == 1 < 3 <= max(numbers)
 
@@ -162,7 +174,9 @@ def test_tokens_are_in_the_order_of_the_targets(kit: SimpleNamespace) -> None:
             found = packed_logps(model, batch, per_token=True, **how)
             assert (found - Given("scored").of(batch, alone)).abs().max() < 1e-10
         logits = model(**batch.model_inputs()).logits
-        assert (segment_logps(batch, logits=logits, per_token=True) - found).abs().max() < 1e-10
+        assert (
+            segment_logps(batch, logits=logits, per_token=True) - found
+        ).abs().max() < 1e-10
 
 
 def test_counting_agrees_with_the_plan_and_padding_changes_nothing() -> None:
@@ -179,7 +193,12 @@ def test_counting_agrees_with_the_plan_and_padding_changes_nothing() -> None:
         logps = -torch.rand(200, dtype=torch.float64)
         for old in (None, logps + 0.3):
             outs = [
-                loss_fn(x[: len(b.target_index)], b, None, old if old is None else old[: len(x)])
+                loss_fn(
+                    x[: len(b.target_index)],
+                    b,
+                    None,
+                    old if old is None else old[: len(x)],
+                )
                 for b, x in ((batch, logps[:n]), (padded, logps))
             ]
             assert abs(outs[0].loss - outs[1].loss) < 1e-12
@@ -197,7 +216,9 @@ def test_metrics() -> None:
     advantages[2:5] = -1
     out = PolicyLoss(**CLIP)(logps, batch, advantages, old, logps - 0.5)
     means = {name: float(total / count) for name, (total, count) in out.metrics.items()}
-    assert means["clipped"] == pytest.approx(3 / n)  # the first, which gains, and the last two
+    assert means["clipped"] == pytest.approx(
+        3 / n
+    )  # the first, which gains, and the last two
     assert means["ratio"] == pytest.approx((2 * np.e + 3 / np.e + n - 5) / n)
     assert means["kl"] == pytest.approx(np.exp(-0.5) - 0.5)
     terms = [-1.3, -1 / np.e, np.e, 0.9, 0.9]
@@ -212,11 +233,16 @@ def test_each_bound_has_its_own_share_of_clipped_tokens() -> None:
     ratios = torch.ones(len(batch.target_index))
     ratios[:2] = torch.tensor([0.8, 1.2])
     advantages = torch.where(ratios < 1, -1.0, 1.0)
-    for bounds, clipped in (((0.1, 0.5), 1), ((0.5, 0.1), 1), ((0.1, 0.1), 2), ((0.5, 0.5), 0)):
+    for bounds, clipped in (
+        ((0.1, 0.5), 1),
+        ((0.5, 0.1), 1),
+        ((0.1, 0.1), 2),
+        ((0.5, 0.5), 0),
+    ):
         loss_fn = PolicyLoss(clip_low=bounds[0], clip_high=bounds[1])
-        total, _ = loss_fn(torch.zeros_like(ratios), batch, advantages, -ratios.log()).metrics[
-            "clipped"
-        ]
+        total, _ = loss_fn(
+            torch.zeros_like(ratios), batch, advantages, -ratios.log()
+        ).metrics["clipped"]
         assert total == clipped, bounds
 
 
@@ -230,10 +256,15 @@ def reinforce(tokens: Tokens, *, scale: float = 1.0) -> Tensor:
 
 def test_functions_of_ones_own() -> None:
     (batch,) = pack_in_memory(EXAMPLES["preference"], 10_000, kind="preference")
-    draws = torch.randn(2, batch.num_segments, generator=torch.Generator().manual_seed(0))
+    draws = torch.randn(
+        2, batch.num_segments, generator=torch.Generator().manual_seed(0)
+    )
     for own, named in (
         (PreferenceLoss(my_dpo, beta=0.3), PreferenceLoss("dpo", beta=0.3)),
-        (PreferenceLoss({my_dpo: 0.4, "ipo": 0.6}), PreferenceLoss({"dpo": 0.4, "ipo": 0.6})),
+        (
+            PreferenceLoss({my_dpo: 0.4, "ipo": 0.6}),
+            PreferenceLoss({"dpo": 0.4, "ipo": 0.6}),
+        ),
     ):
         assert own.reference
         assert torch.equal(
@@ -241,12 +272,16 @@ def test_functions_of_ones_own() -> None:
         )
     plain = PreferenceLoss(lambda pairs: pairs.rejected - pairs.chosen, reference=False)
     d = draws[0].view(-1, 2)
-    assert plain(draws[0], batch).loss == pytest.approx(float((d[:, 1] - d[:, 0]).mean()))
+    assert plain(draws[0], batch).loss == pytest.approx(
+        float((d[:, 1] - d[:, 0]).mean())
+    )
     logps = -torch.rand(len(batch.target_index))
     loss = PolicyLoss(reinforce, scale=2.0)(logps, batch).loss
     rewards = batch.rewards[batch.targets.segments]
     leaf, advantages = logps.clone().requires_grad_(), rewards.clone().requires_grad_()
-    PolicyLoss()(leaf, batch, advantages).loss.backward()  # fresh samples: plain policy gradient
+    PolicyLoss()(
+        leaf, batch, advantages
+    ).loss.backward()  # fresh samples: plain policy gradient
     assert leaf.grad is not None
     assert advantages.grad is None  # they may come of a network with a loss of its own
     assert (leaf.grad + rewards / len(rewards)).abs().max() < 1e-6
@@ -258,14 +293,21 @@ def middle(pairs: Pairs) -> Tensor:
 
 
 def of_sequence(tokens: Tokens) -> Tensor:
-    sums = torch.zeros(len(tokens.logps)).double().index_add(0, tokens.sequences, tokens.logps)
+    sums = (
+        torch.zeros(len(tokens.logps))
+        .double()
+        .index_add(0, tokens.sequences, tokens.logps)
+    )
     return sums[tokens.sequences]
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: PreferenceLoss(lambda p: p.d.mean()), "one value for each row .* Return the loss"),
+        (
+            lambda: PreferenceLoss(lambda p: p.d.mean()),
+            "one value for each row .* Return the loss",
+        ),
         (
             lambda: PreferenceLoss(lambda p: -p.u, reference=False),
             "must not read log-probs of a ref",
@@ -274,52 +316,111 @@ def of_sequence(tokens: Tokens) -> Tensor:
             lambda: PreferenceLoss(lambda p: -p.d, reference=False),
             "must not read log-probs of a ref",
         ),
-        (lambda: PreferenceLoss("dpo", reference=False), "for a function of your own.*'dpo'"),
-        (lambda: PreferenceLoss("ipo", reference="no"), "reference must be one of: True, False"),
+        (
+            lambda: PreferenceLoss("dpo", reference=False),
+            "for a function of your own.*'dpo'",
+        ),
+        (
+            lambda: PreferenceLoss("ipo", reference="no"),
+            "reference must be one of: True, False",
+        ),
         (lambda: PreferenceLoss("DPO"), "unknown loss 'DPO'.* Did you mean 'dpo'"),
         (lambda: PreferenceLoss(["dpo"]), "a loss must be a name, .* found .'dpo'"),
         (lambda: PolicyLoss([my_dpo]), "PolicyLoss: it must be Callable; found list"),
-        (lambda: PreferenceLoss(middle), "'middle': a value must not depend on what else is in"),
-        (lambda: PreferenceLoss(my_dpo, gamma=1), "'my_dpo' has no parameter 'gamma'; it takes: b"),
+        (
+            lambda: PreferenceLoss(middle),
+            "'middle': a value must not depend on what else is in",
+        ),
+        (
+            lambda: PreferenceLoss(my_dpo, gamma=1),
+            "'my_dpo' has no parameter 'gamma'; it takes: b",
+        ),
         (lambda: PreferenceLoss(3), "a loss must be a name, a function, or a mix"),  # type: ignore[arg-type]
-        (lambda: PreferenceLoss({lambda p: p.d: 1, lambda p: p.u: 1}), "differ in __name__"),
-        (lambda: PolicyLoss(lambda t: t.logps - t.logps.mean()), "must not depend on what else"),
+        (
+            lambda: PreferenceLoss({lambda p: p.d: 1, lambda p: p.u: 1}),
+            "differ in __name__",
+        ),
+        (
+            lambda: PolicyLoss(lambda t: t.logps - t.logps.mean()),
+            "must not depend on what else",
+        ),
         (lambda: PolicyLoss(clip_low=2), "clip_low must lie in 0..1; found 2"),
-        (lambda: PolicyLoss(clip=0.2), "'clipped' has no parameter 'clip'; it takes: clip_low, c"),
+        (
+            lambda: PolicyLoss(clip=0.2),
+            "'clipped' has no parameter 'clip'; it takes: clip_low, c",
+        ),
         (lambda: PolicyLoss(averag="token"), "clip_high. Did you mean 'average'"),
-        (lambda: PreferenceLoss(sft_wieght=1), "it takes: beta. Did you mean 'sft_weight'"),
+        (
+            lambda: PreferenceLoss(sft_wieght=1),
+            "it takes: beta. Did you mean 'sft_weight'",
+        ),
         (lambda: PolicyLoss(kl_weight=-1), "kl_weight must be at least 0"),
-        (lambda: PolicyLoss(average="pack"), "average must be one of: token, sequence, group"),  # type: ignore[arg-type]
+        (
+            lambda: PolicyLoss(average="pack"),
+            "average must be one of: token, sequence, group",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_refused_losses(make: Any, message: str) -> None:
-    assert PolicyLoss(of_sequence).name == "of_sequence"  # tokens of one sequence may meet
+    assert (
+        PolicyLoss(of_sequence).name == "of_sequence"
+    )  # tokens of one sequence may meet
     with pytest.raises(ConfigError, match=message):
         make()
 
 
 def test_swapped_arguments_are_named(kit: Any) -> None:
     (batch,) = pack_in_memory(EXAMPLES["preference"], 10_000, kind="preference")
-    model, dpo, zeros = kit.tiny_model(), PreferenceLoss("dpo"), torch.zeros(batch.num_segments)
+    model, dpo, zeros = (
+        kit.tiny_model(),
+        PreferenceLoss("dpo"),
+        torch.zeros(batch.num_segments),
+    )
     for call, found in (
-        (lambda: packed_logps(batch, model), "model: it must be Module; found PackedBatch"),
-        (lambda: packed_logps(model, [batch]), "batch: it must be PackedBatch; found list"),
+        (
+            lambda: packed_logps(batch, model),
+            "model: it must be Module; found PackedBatch",
+        ),
+        (
+            lambda: packed_logps(model, [batch]),
+            "batch: it must be PackedBatch; found list",
+        ),
         (lambda: PackedPolicy("model"), "model: it must be Module; found 'model'"),
         (lambda: use_packed_attention(None), "it must be a Hugging Face model"),
-        (lambda: dpo(batch, zeros, zeros), "batch: it must be PackedBatch; found Tensor"),
-        (lambda: dpo([0.0], batch, zeros), "logps: it must be Tensor; found list. The order is lo"),
+        (
+            lambda: dpo(batch, zeros, zeros),
+            "batch: it must be PackedBatch; found Tensor",
+        ),
+        (
+            lambda: dpo([0.0], batch, zeros),
+            "logps: it must be Tensor; found list. The order is lo",
+        ),
         (lambda: dpo(zeros, batch, model), "ref_logps: it must be Tensor; found Llama"),
-        (lambda: PolicyLoss()(zeros, batch, [1.0]), "logps: must be one number|must be Tensor"),
+        (
+            lambda: PolicyLoss()(zeros, batch, [1.0]),
+            "logps: must be one number|must be Tensor",
+        ),
         (lambda: count_step(dpo, [batch]), "loss_fn: it must be StepLoss; found list"),
-        (lambda: count_step(batch, dpo), "batches: it must be Sequence; found PackedBatch"),
+        (
+            lambda: count_step(batch, dpo),
+            "batches: it must be Sequence; found PackedBatch",
+        ),
         (lambda: evaluate(model, "data"), "dataset: it must be Dataset; found 'data'"),
-        (lambda: PackedDataset(["data"]), "PackedDataset: it must be PackStream; found list"),
-        (lambda: PackedDataLoader("data"), "PackedDataLoader: it must be PackedDataset; found 'da"),
+        (
+            lambda: PackedDataset(["data"]),
+            "PackedDataset: it must be PackStream; found list",
+        ),
+        (
+            lambda: PackedDataLoader("data"),
+            "PackedDataLoader: it must be PackedDataset; found 'da",
+        ),
     ):
         with pytest.raises((ConfigError, BackendError), match=found):
             call()
     for divisor in (0, -1, float("nan"), "1", torch.ones(2)):
-        with pytest.raises(ConfigError, match="divisor: it must be a number above 0, or a tensor"):
+        with pytest.raises(
+            ConfigError, match="divisor: it must be a number above 0, or a tensor"
+        ):
             dpo(zeros, batch, zeros, divisor=divisor)
 
 
@@ -327,9 +428,13 @@ def test_refused_inputs() -> None:
     (batch,) = pack_in_memory(EXAMPLES["sft"], 10_000, kind="sft")
     n, S, loss_fn = len(batch.target_index), batch.num_segments, PolicyLoss()
     logps = torch.zeros(n)
-    with pytest.raises(ConfigError, match=r"logps: .* each of .* tokens; found shape .*per_token"):
+    with pytest.raises(
+        ConfigError, match=r"logps: .* each of .* tokens; found shape .*per_token"
+    ):
         loss_fn(torch.zeros(S), batch)
-    with pytest.raises(ConfigError, match=f"advantages: .* {n} supervised tokens or {S} sequences"):
+    with pytest.raises(
+        ConfigError, match=f"advantages: .* {n} supervised tokens or {S} sequences"
+    ):
         loss_fn(logps, batch, torch.zeros(3))
     with pytest.raises(ConfigError, match="old_logps: "):
         loss_fn(logps, batch, None, torch.zeros(S))
@@ -339,7 +444,9 @@ def test_refused_inputs() -> None:
         PolicyLoss(kl_weight=0.1)(logps, batch)
     assert batch.step is not None
     uncounted = batch.replace(step=replace(batch.step, batches=2, counts=None))
-    with pytest.raises(ConfigError, match="must be divided by the count of its whole optimizer st"):
+    with pytest.raises(
+        ConfigError, match="must be divided by the count of its whole optimizer st"
+    ):
         loss_fn(logps, uncounted)
 
 
@@ -347,7 +454,9 @@ def test_refused_inputs() -> None:
 def test_log_probs_in_16_bits_are_refused(kit: SimpleNamespace, name: str) -> None:
     """Of policy and reference, of sequences and tokens; and scores."""
     batch = kit.row()
-    loss_fn: Any = PolicyLoss(kl_weight=0.1) if name == "tokens" else PreferenceLoss(name)
+    loss_fn: Any = (
+        PolicyLoss(kl_weight=0.1) if name == "tokens" else PreferenceLoss(name)
+    )
     given = {"logps": torch.zeros(batch.num_segments)}
     if name == "tokens":
         given = dict.fromkeys(

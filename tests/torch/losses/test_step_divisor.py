@@ -25,14 +25,29 @@ from packstore.torch import (
     count_step,
 )
 
-SIZES = (3, 1, 2, 1, 1, 2, 1, 2, 1)  # examples of each pack: uneven over batches and ranks
-REFERENCES = {e: [-20.0 + e % 7, -18.5, -21.0 - e % 3, -19.0, -17.0, -23.0] for e in range(99)}
+SIZES = (
+    3,
+    1,
+    2,
+    1,
+    1,
+    2,
+    1,
+    2,
+    1,
+)  # examples of each pack: uneven over batches and ranks
+REFERENCES = {
+    e: [-20.0 + e % 7, -18.5, -21.0 - e % 3, -19.0, -17.0, -23.0] for e in range(99)
+}
 """Of each example, the log-probs of a reference model on its sequences."""
 MEANS = {"sft_average": "sequence_mean"}
 LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "dpo": ("preference", {}),
     "sft term by token": ("preference", {"sft_weight": 0.4}),
-    "sft term by sequence": ("preference", {"sft_weight": 0.4, "sft_average": "sequence_sum"}),
+    "sft term by sequence": (
+        "preference",
+        {"sft_weight": 0.4, "sft_average": "sequence_sum"},
+    ),
     "sft term of means": ("preference", {"sft_weight": 0.4, **MEANS}),
     "sft": ("sft", {"name": "sft"}),
     "sft of means": ("sft", {"name": "sft", **MEANS}),
@@ -42,7 +57,10 @@ LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "single answers": ("scored", {"name": "kto"}),
     "answers of pairs": ("preference", {"name": "kto"}),
     "mean of packs": ("preference", {"reduction": "pack_mean", **MEANS}),
-    "means and sft term": ("preference", {"reduction": "pack_mean", "sft_weight": 0.4, **MEANS}),
+    "means and sft term": (
+        "preference",
+        {"reduction": "pack_mean", "sft_weight": 0.4, **MEANS},
+    ),
     "scores": ("scored", {"name": "bradley_terry", "pairs": "all"}),
     "rankings": ("scored", {"name": "plackett_luce"}),
 }
@@ -52,10 +70,14 @@ def loss_of(name: str) -> PreferenceLoss:
     return PreferenceLoss(**LOSSES[name][1])
 
 
-def stored(kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_prefix") -> Dataset:
+def stored(
+    kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_prefix"
+) -> Dataset:
     examples = random_examples(sum(SIZES), seed=11, kind=kind)
     if kind == "scored":  # some of equal reward, which are never compared
-        examples.reward[:] = np.random.default_rng(0).integers(0, 3, len(examples.reward))
+        examples.reward[:] = np.random.default_rng(0).integers(
+            0, 3, len(examples.reward)
+        )
     packs = kit.packed(examples, list(SIZES), layout)
     data: Dataset = kit.write(str(folder / kind), packs, kind, layout)
     return data
@@ -64,7 +86,9 @@ def stored(kit: SimpleNamespace, folder: Path, kind: str, layout: str = "shared_
 def with_reference(batch: PackedBatch) -> Tensor:
     counts = batch.num_responses.tolist()
     pairs = zip(batch.example_ids.tolist(), counts, strict=True)
-    return torch.tensor([v for e, n in pairs for v in REFERENCES[e][:n]], dtype=torch.float64)
+    return torch.tensor(
+        [v for e, n in pairs for v in REFERENCES[e][:n]], dtype=torch.float64
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -89,20 +113,32 @@ def test_every_stream_counts(kit: SimpleNamespace, tmp_path: Path, name: str) ->
 
 def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
     loss_fn = loss_of("dpo")
-    first, second, *_ = PackedDataLoader(PackedDataset(stored(kit, tmp_path, "preference")))
+    first, second, *_ = PackedDataLoader(
+        PackedDataset(stored(kit, tmp_path, "preference"))
+    )
     n, ref_logps = first.num_examples, with_reference(first)
     assert count_step([first], loss_fn).averaged(4) == StepDivisor(n / 4, None, n / 4)
-    with pytest.raises(ConfigError, match=r"of one optimizer step; found steps \[0, 1\]"):
+    with pytest.raises(
+        ConfigError, match=r"of one optimizer step; found steps \[0, 1\]"
+    ):
         count_step([first, second], loss_fn)
     for divisor in (10, StepDivisor(10)):
-        with pytest.raises(ConfigError, match="the SFT term needs a count of its own; found none"):
+        with pytest.raises(
+            ConfigError, match="the SFT term needs a count of its own; found none"
+        ):
             loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
 
 
-def test_a_rank_without_batches(kit: SimpleNamespace, request: pytest.FixtureRequest) -> None:
-    """It joins the sum over ranks with zeros, from the device that the group talks from."""
+def test_a_rank_without_batches(
+    kit: SimpleNamespace, request: pytest.FixtureRequest
+) -> None:
+    """It joins the sum over ranks with zeros, from the device that the group talks
+    from.
+    """
     loss_fn, nothing = loss_of("sft term by token"), StepDivisor(1, 1, 1)
-    assert count_step([], loss_fn, device=torch.device("meta")) == nothing  # there is no group
+    assert (
+        count_step([], loss_fn, device=torch.device("meta")) == nothing
+    )  # there is no group
     request.getfixturevalue("one_rank")
     assert count_step([], loss_fn) == nothing
     for batches in ([], [kit.row()]):
@@ -111,7 +147,9 @@ def test_a_rank_without_batches(kit: SimpleNamespace, request: pytest.FixtureReq
 
 
 def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> None:
-    """The losses of all ranks add up to that of the step; or, averaged, to as many times it."""
+    """The losses of all ranks add up to that of the step; or, averaged, to as many
+    times it.
+    """
     data = stored(kit, tmp_path, "preference")
     sums = {}
     for gradients in ("sum", "mean"):
@@ -121,7 +159,9 @@ def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> Non
             for rank in range(world):
                 shared = PackedDataset(data, rank=rank, world_size=world)
                 for batch in PackedDataLoader(shared, examples_per_step=sum(SIZES)):
-                    out = loss_fn(with_reference(batch) - 1, batch, with_reference(batch))
+                    out = loss_fn(
+                        with_reference(batch) - 1, batch, with_reference(batch)
+                    )
                     total += float(out.loss)
             sums[gradients, world] = total
     assert sums["sum", 1] == sums["mean", 1] == pytest.approx(sums["sum", 2], abs=1e-12)
@@ -136,16 +176,22 @@ def test_a_step_that_nobody_counted(kit: SimpleNamespace, tmp_path: Path) -> Non
     data = Dataset(data.location, replace(data.manifest, pack_index=None), data.version)
     loss_fn = loss_of("sft term by token")
     step = list(
-        itertools.islice(PackedDataLoader(PackedDataset(data), gradient_accumulation_steps=4), 4)
+        itertools.islice(
+            PackedDataLoader(PackedDataset(data), gradient_accumulation_steps=4), 4
+        )
     )
     logps = with_reference(step[0])
-    with pytest.raises(ConfigError, match=r"a step of 4 batches on 1 ranks that nobody counted"):
+    with pytest.raises(
+        ConfigError, match=r"a step of 4 batches on 1 ranks that nobody counted"
+    ):
         loss_fn(logps, step[0], logps)
     for some in (step[:1], step[:3], [step[0]] * 4):
         with pytest.raises(ConfigError, match="must get all 4 batches of the step"):
             count_step(some, loss_fn)
     divisor = count_step(step, loss_fn)
-    assert divisor.sft_count == sum(float(loss_fn.count(b).sft_count or 0) for b in step)
+    assert divisor.sft_count == sum(
+        float(loss_fn.count(b).sft_count or 0) for b in step
+    )
     loss_fn(logps, step[0], logps, divisor=divisor)
     assert loss_of("dpo")(logps, step[0], logps).loss  # pairs are always known
     alone = next(iter(PackedDataLoader(PackedDataset(data))))

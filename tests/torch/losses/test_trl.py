@@ -23,14 +23,24 @@ SAME: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {
     "sigmoid_norm": ("dpo_norm", {}, {}, 1e-10),
     "hinge": ("hinge", {}, {}, 1e-10),
     "ipo": ("ipo", {}, {}, 1e-10),
-    "exo_pair": ("exo_pair", {"label_smoothing": 0.01}, {"label_smoothing": 0.01}, 1e-7),
+    "exo_pair": (
+        "exo_pair",
+        {"label_smoothing": 0.01},
+        {"label_smoothing": 0.01},
+        1e-7,
+    ),
     "nca_pair": ("nca_pair", {}, {}, 1e-10),
     "robust": ("robust", {"label_smoothing": 0.2}, {"label_smoothing": 0.2}, 1e-10),
     "bco_pair": ("bco_pair", {}, {}, 1e-10),
     "sppo_hard": ("sppo_hard", {}, {}, 1e-10),
     "apo_zero": ("apo_zero", {}, {}, 1e-10),
     "apo_down": ("apo_down", {}, {}, 1e-10),
-    "discopop": ("discopop", {"tau": 0.2}, {"args": SimpleNamespace(discopop_tau=0.2)}, 1e-10),
+    "discopop": (
+        "discopop",
+        {"tau": 0.2},
+        {"args": SimpleNamespace(discopop_tau=0.2)},
+        1e-10,
+    ),
     "forward_kl": ("fdpo_forward_kl", {}, {"f_divergence_type": "forward_kl"}, 1e-10),
     "js_divergence": ("fdpo_js", {}, {"f_divergence_type": "js_divergence"}, 1e-10),
     "alpha_divergence": (
@@ -51,7 +61,9 @@ SAME: dict[str, tuple[Any, dict[str, Any], dict[str, Any], float]] = {
 
 @pytest.fixture(scope="module")
 def batch(kit: SimpleNamespace) -> PackedBatch:
-    return collate(kit.packed(random_examples(6, seed=2), [4, 2], "concat"), "preference")
+    return collate(
+        kit.packed(random_examples(6, seed=2), [4, 2], "concat"), "preference"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -64,13 +76,18 @@ def rows(batch: PackedBatch, seed: int) -> Tensor:
     """Log-probs of each token `[S, longest]`, 0 behind the end."""
     generator = torch.Generator().manual_seed(seed)
     counts = token_counts(batch)
-    values = -torch.rand(len(counts), int(counts.max()), generator=generator, dtype=torch.float64)
+    values = -torch.rand(
+        len(counts), int(counts.max()), generator=generator, dtype=torch.float64
+    )
     return values * (torch.arange(values.shape[1]) < counts[:, None])
 
 
 def trainer_with(**settings: Any) -> Any:
     """What TRL's losses read of their trainer."""
-    accelerator = {"device": "cpu", **dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x)}
+    accelerator = {
+        "device": "cpu",
+        **dict.fromkeys(("gather", "gather_for_metrics"), lambda x: x),
+    }
     common: dict[str, Any] = {
         "model": SimpleNamespace(training=True),
         "accelerator": SimpleNamespace(**accelerator),
@@ -84,7 +101,9 @@ def trainer_with(**settings: Any) -> Any:
     return SimpleNamespace(**common | settings)
 
 
-def computed(trl: Any, trainer: Any, policy: Tensor, counts: Tensor, **inputs: Tensor) -> Tensor:
+def computed(
+    trl: Any, trainer: Any, policy: Tensor, counts: Tensor, **inputs: Tensor
+) -> Tensor:
     """The loss of a trainer on a model that answers with given log-probs."""
     zeros, at = torch.zeros_like(policy), torch.arange(policy.shape[1] + 1)
     mask = (at >= 1) & (at <= counts[:, None])
@@ -98,10 +117,17 @@ def computed(trl: Any, trainer: Any, policy: Tensor, counts: Tensor, **inputs: T
 
 
 def theirs(
-    trl: Any, batch: PackedBatch, policy: Tensor, ref: Tensor, kind: str, settings: dict[str, Any]
+    trl: Any,
+    batch: PackedBatch,
+    policy: Tensor,
+    ref: Tensor,
+    kind: str,
+    settings: dict[str, Any],
 ) -> Tensor:
     """The loss as TRL's trainer computes it."""
-    apart = torch.cat([torch.arange(0, len(policy), 2), torch.arange(1, len(policy), 2)])
+    apart = torch.cat(
+        [torch.arange(0, len(policy), 2), torch.arange(1, len(policy), 2)]
+    )
     common = {
         "ld_alpha": None,
         "f_divergence_type": "reverse_kl",
@@ -119,7 +145,9 @@ def theirs(
 LOSS_TYPES = set(SAME) - {"forward_kl", "js_divergence", "alpha_divergence", "mpo"}
 
 
-def ours(batch: PackedBatch, policy: Tensor, ref: Tensor, name: Any, **parameters: Any) -> Tensor:
+def ours(
+    batch: PackedBatch, policy: Tensor, ref: Tensor, name: Any, **parameters: Any
+) -> Tensor:
     beta = {} if name == "sft" else {"beta": BETA}
     loss_fn = PreferenceLoss(name, **beta, **parameters)
     return loss_fn(policy.sum(1), batch, ref.sum(1)).loss
@@ -139,7 +167,9 @@ def test_trl(trl: Any, batch: PackedBatch, kind: str) -> None:
     assert b.abs().max() > 1e-4
 
 
-def test_trl_ignores_label_smoothing_for_the_sigmoid_loss(trl: Any, batch: PackedBatch) -> None:
+def test_trl_ignores_label_smoothing_for_the_sigmoid_loss(
+    trl: Any, batch: PackedBatch
+) -> None:
     policy, ref = rows(batch, 0), rows(batch, 1)
     expected = theirs(trl, batch, policy, ref, "sigmoid", {"label_smoothing": 0.2})
     assert abs(ours(batch, policy, ref, "dpo") - expected) < 1e-10
@@ -164,8 +194,12 @@ def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
     )
     if kind == "orpo":
         ratio = ORPOTrainer.odds_ratio_loss(trainer, means[0::2], means[1::2])[0]
-        expected = (-means[0::2] - ratio).mean()  # it adds the likelihood itself, a token mean
-        assert abs(ours(batch, policy, policy, "orpo") - expected) < FP32  # it goes to float32
+        expected = (
+            -means[0::2] - ratio
+        ).mean()  # it adds the likelihood itself, a token mean
+        assert (
+            abs(ours(batch, policy, policy, "orpo") - expected) < FP32
+        )  # it goes to float32
         return
     seen = means if kind == "simpo" else sums
     expected = CPOTrainer.cpo_loss(trainer, seen[0::2], seen[1::2])[0].mean()
@@ -173,7 +207,9 @@ def test_trl_without_a_reference(batch: PackedBatch, kind: str) -> None:
     assert abs(ours(batch, policy, policy, kind, **gamma) - expected) < 1e-10
 
 
-@pytest.mark.parametrize(("name", "kl"), [("kto", 0.0), ("kto", 0.7), ("apo_zero_unpaired", 0.0)])
+@pytest.mark.parametrize(
+    ("name", "kl"), [("kto", 0.0), ("kto", 0.7), ("apo_zero_unpaired", 0.0)]
+)
 def test_trl_of_single_answers(kit: SimpleNamespace, name: str, kl: float) -> None:
     """TRL's loss of a batch is ours with its KL as the baseline."""
     module = pytest.importorskip("trl.trainer.kto_trainer", reason="TRL's own losses")
@@ -188,7 +224,11 @@ def test_trl_of_single_answers(kit: SimpleNamespace, name: str, kl: float) -> No
         desirable_weight=1.0,
         undesirable_weight=1.4,
     )
-    inputs = {"label": batch.rewards > 0, "ref_logps": ref.sum(1), "ref_KL_logps": torch.zeros(7)}
+    inputs = {
+        "label": batch.rewards > 0,
+        "ref_logps": ref.sum(1),
+        "ref_KL_logps": torch.zeros(7),
+    }
     counts = token_counts(batch)
     expected = computed(module.KTOTrainer, trainer, policy, counts, **inputs)
     parameters = {"baseline": kl} if name == "kto" else {}

@@ -1,4 +1,6 @@
-"""PreferenceLoss on batches: sums, counts, divisors, the SFT term, scored pairs, metrics."""
+"""PreferenceLoss on batches: sums, counts, divisors, the SFT term, scored pairs,
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def make(
     examples = random_examples(sum(sizes), seed=8, kind=kind)
     batch = collate(kit.packed(examples, sizes, "concat"), kind, fillers=fillers)
     generator = torch.Generator().manual_seed(0)
-    logps, ref = -5 - torch.randn(2, batch.num_segments, generator=generator, dtype=torch.float64)
+    logps, ref = -5 - torch.randn(
+        2, batch.num_segments, generator=generator, dtype=torch.float64
+    )
     return batch, logps.requires_grad_(), ref
 
 
@@ -64,7 +68,9 @@ def test_fillers_count_nowhere(kit: SimpleNamespace, reduction: Any) -> None:
 
 @pytest.mark.parametrize("name", ["dpo", "dpo_norm", "simpo"])
 def test_metrics(kit: SimpleNamespace, name: str) -> None:
-    """Rewards are sums, as under TRL's names; what a loss on means sees has names of its own."""
+    """Rewards are sums, as under TRL's names; what a loss on means sees has names of
+    its own.
+    """
     batch, logps, ref = make(kit, [2, 3])
     ref[:2] = logps.detach()[:2]  # a pair that the policy does not tell apart
     loss_fn = PreferenceLoss(name, beta=0.3)
@@ -73,7 +79,11 @@ def test_metrics(kit: SimpleNamespace, name: str) -> None:
     seen = {"rewards": gains}
     if name != "dpo":
         seen["rewards_per_token"] = gains / segment_token_counts(batch)
-    expected = {"logps/chosen": logps[0::2], "logps/rejected": logps[1::2], "loss": out.loss * 5}
+    expected = {
+        "logps/chosen": logps[0::2],
+        "logps/rejected": logps[1::2],
+        "loss": out.loss * 5,
+    }
     for prefix, values in seen.items():
         u, v = 0.3 * values[0::2], 0.3 * values[1::2]
         expected[f"{prefix}/chosen"] = u
@@ -95,24 +105,37 @@ def test_a_mix(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [1, 3])
     mix = PreferenceLoss({"dpo": 0.8, "bco_pair": 0.2}, beta=0.3, sft_weight=1.0)
     found = mix(logps, batch, ref)
-    parts = [PreferenceLoss(name, beta=0.3)(logps, batch, ref) for name in ("dpo", "bco_pair")]
+    parts = [
+        PreferenceLoss(name, beta=0.3)(logps, batch, ref)
+        for name in ("dpo", "bco_pair")
+    ]
     sft = PreferenceLoss("sft")(logps, batch)
-    torch.testing.assert_close(found.loss, 0.8 * parts[0].loss + 0.2 * parts[1].loss + sft.loss)
+    torch.testing.assert_close(
+        found.loss, 0.8 * parts[0].loss + 0.2 * parts[1].loss + sft.loss
+    )
     assert found.count == 4
     for name, part in zip(("dpo", "bco_pair"), parts, strict=True):
-        torch.testing.assert_close(found.metrics[f"loss/{name}"], (part.loss_sum, part.count))
+        torch.testing.assert_close(
+            found.metrics[f"loss/{name}"], (part.loss_sum, part.count)
+        )
     torch.testing.assert_close(found.metrics["sft_loss"], (sft.loss_sum, sft.count))
     torch.testing.assert_close(found.metrics["preference_loss"][0], found.loss_sum)
     torch.testing.assert_close(found.metrics["loss"][0] / 4, found.loss)
     half = PreferenceLoss({"sft": 0.5})(logps, batch)
-    torch.testing.assert_close((half.loss, half.loss_sum), (sft.loss / 2, sft.loss_sum / 2))
+    torch.testing.assert_close(
+        (half.loss, half.loss_sum), (sft.loss / 2, sft.loss_sum / 2)
+    )
 
 
 @pytest.mark.parametrize("name", ["dpo", "bradley_terry", "plackett_luce"])
-def test_losses_of_examples_are_means_over_their_pairs(kit: SimpleNamespace, name: str) -> None:
+def test_losses_of_examples_are_means_over_their_pairs(
+    kit: SimpleNamespace, name: str
+) -> None:
     """But for the likelihood of a ranking, which is one of the example."""
     batch, logps, ref = make(kit, [2, 4], "scored")
-    batch.rewards[: int(batch.num_responses[0])] = 0  # no two responses of it differ in reward
+    batch.rewards[: int(batch.num_responses[0])] = (
+        0  # no two responses of it differ in reward
+    )
     ranking = name == "plackett_luce"
     loss_fn = PreferenceLoss(name, **({} if ranking else {"pairs": "all"}))
     losses, rewards = loss_fn.per_example(logps, batch, ref)
@@ -137,19 +160,25 @@ def test_single_answers(kit: SimpleNamespace, name: str) -> None:
     batch, logps, ref = make(kit, [2, 4, 1], "scored", fillers=1)
     batch.rewards.copy_(torch.arange(len(batch.rewards)) % 3 - 1.0)
     z = 0.0 if name == "apo_zero_unpaired" else float((logps - ref).detach().max()) / 2
-    loss_fn = PreferenceLoss(name, desirable_weight=2.0, **({"baseline": z} if z else {}))
+    loss_fn = PreferenceLoss(
+        name, desirable_weight=2.0, **({"baseline": z} if z else {})
+    )
     out = loss_fn(logps, batch, ref)
     assert out.count == 6
     losses, rewards = loss_fn.per_example(logps, batch, ref)
     torch.testing.assert_close(out.loss, losses[:6].mean())
     ends = batch.num_responses.cumsum(0)[:6].tolist()
     gains, good = 0.1 * (logps - ref)[: ends[-1]], batch.rewards[: ends[-1]] > 0
-    shares = (1 / batch.num_responses.double()).repeat_interleave(batch.num_responses)[: ends[-1]]
+    shares = (1 / batch.num_responses.double()).repeat_interleave(batch.num_responses)[
+        : ends[-1]
+    ]
     for side, here in (("chosen", good), ("rejected", ~good)):
         expected = (gains * shares)[here].sum(), shares[here].sum()
         torch.testing.assert_close(out.metrics[f"rewards/{side}"], expected)
     right = ((gains > 0.1 * z) == good).double()
-    torch.testing.assert_close(out.metrics["rewards/accuracies"][0], (right * shares).sum())
+    torch.testing.assert_close(
+        out.metrics["rewards/accuracies"][0], (right * shares).sum()
+    )
     first = slice(0, ends[0])
     if good[first].any():
         torch.testing.assert_close(rewards[0, 0], gains[first][good[first]].mean())
@@ -165,19 +194,26 @@ def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) 
     before = loss_fn(logps, batch, ref).loss
     baseline.fill_(0.5)
     torch.testing.assert_close(
-        loss_fn(logps, batch, ref).loss, PreferenceLoss("kto", baseline=0.5)(logps, batch, ref).loss
+        loss_fn(logps, batch, ref).loss,
+        PreferenceLoss("kto", baseline=0.5)(logps, batch, ref).loss,
     )
     assert loss_fn(logps, batch, ref).loss != before
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft", *SINGLE])
-def test_data_of_single_answers_is_for_losses_of_single_answers(name: str, tmp_path: Path) -> None:
-    records = [{"prompt": [1], "response": [2, i], "label": i % 2 == 0} for i in range(1, 9)]
+def test_data_of_single_answers_is_for_losses_of_single_answers(
+    name: str, tmp_path: Path
+) -> None:
+    records = [
+        {"prompt": [1], "response": [2, i], "label": i % 2 == 0} for i in range(1, 9)
+    ]
     dataset = packstore.pack(records, tmp_path / "out", pack_size=64)
     if name in SINGLE:
         PreferenceLoss(name).check_data(dataset)
         return
-    with pytest.raises(CompatibilityError, match="must have several responses; found single"):
+    with pytest.raises(
+        CompatibilityError, match="must have several responses; found single"
+    ):
         PreferenceLoss(name).check_data(dataset)
 
 
@@ -212,17 +248,23 @@ def test_reference(kit: SimpleNamespace) -> None:
 
 def test_refusals(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [2, 3])
-    with pytest.raises(ConfigError, match=r"logps: must be one number .* 10 segments; .*\(9,\)"):
+    with pytest.raises(
+        ConfigError, match=r"logps: must be one number .* 10 segments; .*\(9,\)"
+    ):
         PreferenceLoss("dpo")(logps[:9], batch, ref)
     with pytest.raises(ConfigError, match="ref_logps: must be one number"):
         PreferenceLoss("dpo")(logps, batch, ref[:, None])
     single, logps, ref = make(kit, [2, 3], "sft")
-    with pytest.raises(CompatibilityError, match=r"kind 'sft'. Use PreferenceLoss\('sft'\)"):
+    with pytest.raises(
+        CompatibilityError, match=r"kind 'sft'. Use PreferenceLoss\('sft'\)"
+    ):
         PreferenceLoss("dpo")(logps, single, ref)
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo", "exo_pair", "odpo"])
-def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str) -> None:
+def test_the_first_step(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
     batch, logps, ref = make(kit, [2, 3])
     loss_fn = PreferenceLoss(name)
     assert FirstStepCheck(PreferenceLoss("simpo"))(logps, batch, ref) is None
@@ -230,10 +272,18 @@ def test_the_first_step(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, 
     assert not caplog.records
     guard = FirstStepCheck(loss_fn)
     assert guard(logps, batch) is None  # nothing to compare with yet
-    assert guard(logps, batch, ref) == pytest.approx(float((logps - ref).abs().mean().detach()))
+    assert guard(logps, batch, ref) == pytest.approx(
+        float((logps - ref).abs().mean().detach())
+    )
     assert guard(logps, batch, ref) is None
     (record,) = caplog.records
-    for words in ("dtype of the output head", "dropout", "template", "attention", "LoRA"):
+    for words in (
+        "dtype of the output head",
+        "dropout",
+        "template",
+        "attention",
+        "LoRA",
+    ):
         assert words in record.getMessage()
     number = float(re.findall(r"the loss be ([-\d.e]+);", record.getMessage())[0])
     assert number == pytest.approx(float(loss_fn(ref, batch, ref).loss), rel=1e-3)
@@ -267,12 +317,18 @@ def test_a_column_of_weights(kit: SimpleNamespace, name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "name", "error"),
     [
-        ([1, -0.5, 1, 1], "w", r"column 'w', example \d+: a weight must be finite and at least 0"),
+        (
+            [1, -0.5, 1, 1],
+            "w",
+            r"column 'w', example \d+: a weight must be finite and at least 0",
+        ),
         ([1, math.nan, 1, 1], "w", "found nan"),
         ([1, 1, 1, 1], "v", "loss setting weight_field: .*'v', where columns are: w"),
     ],
 )
-def test_weights_that_may_not_be(kit: SimpleNamespace, values: Any, name: str, error: str) -> None:
+def test_weights_that_may_not_be(
+    kit: SimpleNamespace, values: Any, name: str, error: str
+) -> None:
     batch, logps, ref = make(kit, [1, 3])
     with pytest.raises(ConfigError, match=error):
         PreferenceLoss("dpo", weight_field=name)(logps, weighted(batch, values), ref)

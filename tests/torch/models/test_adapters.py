@@ -1,4 +1,6 @@
-"""PEFT adapters on packed rows: each of its types does to a sequence what it does to it alone."""
+"""PEFT adapters on packed rows: each of its types does to a sequence what it does to it
+alone.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ COMMON = {"LORA", "IA3", "LN_TUNING", "TRAINABLE_TOKENS", "OFT"}
 MIXED = {"ADAMSS", "LILY", "POLY", "SHADOW", "XLORA"}
 MIXED |= {"CARTRIDGE", "CPT", "PREFIX_TUNING", "P_TUNING"}
 MIXED |= {"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING"}
-"""Types that read the row or add tokens to it; or (AdaMSS) need a package that is not here."""
+"""Types that read the row or add tokens to it; or (AdaMSS) need a package that is not
+here.
+"""
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ADALORA": {"total_step": 10},
@@ -44,20 +48,34 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def adapted(model: Any, kind: str, **settings: Any) -> Any:
-    """The model with a trained adapter: of random weights, so that it does something."""
+    """The model with a trained adapter: of random weights, so that it does
+    something.
+    """
     config = peft.PEFT_TYPE_TO_CONFIG_MAPPING[peft.PeftType(kind)]
-    given = {"target_modules": ["q_proj", "o_proj"], **SETTINGS.get(kind, {}), **settings}
-    wrapped = peft.get_peft_model(model, config(task_type="CAUSAL_LM", **given)).double().eval()
+    given = {
+        "target_modules": ["q_proj", "o_proj"],
+        **SETTINGS.get(kind, {}),
+        **settings,
+    }
+    wrapped = (
+        peft.get_peft_model(model, config(task_type="CAUSAL_LM", **given))
+        .double()
+        .eval()
+    )
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
-                parameter += 0.3 * torch.randn(parameter.shape, generator=generator).double()
+                parameter += (
+                    0.3 * torch.randn(parameter.shape, generator=generator).double()
+                )
     return wrapped
 
 
 def logps_alone(model: Any, batch: PackedBatch) -> torch.Tensor:
-    """The log-probs of each sequence by a call of its own, before the model is prepared."""
+    """The log-probs of each sequence by a call of its own, before the model is
+    prepared.
+    """
     return segment_logps(batch, logits=in_row(alone(model, batch), batch))
 
 
@@ -79,7 +97,9 @@ def test_packed_as_alone(kit: SimpleNamespace, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(MIXED))
-def test_types_that_are_not_known_to_do_so_are_refused(kit: SimpleNamespace, kind: str) -> None:
+def test_types_that_are_not_known_to_do_so_are_refused(
+    kit: SimpleNamespace, kind: str
+) -> None:
     model = kit.tiny_model()
     model.peft_config = {"default": SimpleNamespace(peft_type=peft.PeftType(kind))}
     with pytest.raises(CompatibilityError, match=f"by that token alone; found {kind}"):
@@ -104,5 +124,7 @@ def test_an_adapter_that_reads_the_row_is_refused(
         lambda m: packed_logps(m, batch),
         lambda m: m(**batch.model_inputs()).logits,
     ):
-        with pytest.raises(CompatibilityError, match=f"by that token alone; found {kind}"):
+        with pytest.raises(
+            CompatibilityError, match=f"by that token alone; found {kind}"
+        ):
             call(wrapped)

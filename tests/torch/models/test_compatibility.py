@@ -1,4 +1,6 @@
-"""Dataset, tokenizer and model that do not belong together are refused, and no others."""
+"""Dataset, tokenizer and model that do not belong together are refused, and no
+others.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def make(tmp_path: Path, real: Path) -> Make:
 
     def pack(tokenizer: str | Path = "small_bpe", **settings: Any) -> Dataset:
         out = tmp_path / f"ds-{len(list(tmp_path.iterdir()))}"
-        return packstore.pack(str(lines), str(out), real / tokenizer, pack_size=64, **settings)
+        return packstore.pack(
+            str(lines), str(out), real / tokenizer, pack_size=64, **settings
+        )
 
     return pack
 
@@ -53,7 +57,9 @@ def told(ds: Dataset, **changes: Any) -> Any:
     """The manifest with other facts about the tokenizer; None removes one."""
     tokenizer = {**ds.manifest.provenance["tokenizer"], **changes}
     tokenizer = {name: value for name, value in tokenizer.items() if value is not None}
-    return replace(ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": tokenizer})
+    return replace(
+        ds.manifest, provenance={**ds.manifest.provenance, "tokenizer": tokenizer}
+    )
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -64,10 +70,17 @@ def test_the_same_tokenizer_in_every_form(
     loaded = AutoTokenizer.from_pretrained(real / name)
     loaded.save_pretrained(tmp_path / "saved")
     file = real / name / "tokenizer.json"
-    for form in (real / name, str(file), tmp_path / "saved", Tokenizer.from_file(str(file))):
+    for form in (
+        real / name,
+        str(file),
+        tmp_path / "saved",
+        Tokenizer.from_file(str(file)),
+    ):
         check_tokenizer(ds, form)
     with pytest.raises(CompatibilityError, match="dataset and tokenizer: "):
-        check_tokenizer(ds, real / ("t5_unigram" if name != "t5_unigram" else "small_bpe"))
+        check_tokenizer(
+            ds, real / ("t5_unigram" if name != "t5_unigram" else "small_bpe")
+        )
     loaded.add_special_tokens({"pad_token": "<|a new one|>"})
     check_tokenizer(ds.manifest, SimpleNamespace(tokenizer=loaded))
 
@@ -80,7 +93,9 @@ def swap(value: Any) -> None:
 def fewer(value: Any) -> None:
     last = max(value["model"]["vocab"], key=value["model"]["vocab"].get)
     del value["model"]["vocab"][last]
-    value["model"]["merges"] = [m for m in value["model"]["merges"] if "".join(m) != last]
+    value["model"]["merges"] = [
+        m for m in value["model"]["merges"] if "".join(m) != last
+    ]
 
 
 def merge_less(value: Any) -> None:
@@ -90,7 +105,9 @@ def merge_less(value: Any) -> None:
 def more(value: Any) -> None:
     size = max(value["model"]["vocab"].values()) + 1
     token = {"id": size, "content": "<new>", "special": True, "normalized": False}
-    value["added_tokens"].append({**token, "single_word": False, "lstrip": False, "rstrip": False})
+    value["added_tokens"].append(
+        {**token, "single_word": False, "lstrip": False, "rstrip": False}
+    )
 
 
 @pytest.mark.parametrize(
@@ -99,21 +116,30 @@ def more(value: Any) -> None:
         (swap, "each id must be the same token; found another vocabulary"),
         (fewer, "it must have at least"),
         (merge_less, "a text must become the same ids"),
-        (lambda value: value.update(normalizer={"type": "Lowercase"}), "become the same ids"),
+        (
+            lambda value: value.update(normalizer={"type": "Lowercase"}),
+            "become the same ids",
+        ),
         (more, ""),
     ],
 )
 def test_a_tokenizer_that_was_changed(
     make: Make, real: Path, tmp_path: Path, change: Callable[[Any], None], message: str
 ) -> None:
-    value = json.loads((real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8"))
+    value = json.loads(
+        (real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8")
+    )
     change(value)
     file = tmp_path / "edited" / "tokenizer.json"
     file.parent.mkdir()
     file.write_text(json.dumps(value), encoding="utf-8")
     ds = make()
     for form in (file.parent, file, Tokenizer.from_file(str(file))):
-        with pytest.raises(CompatibilityError, match=message) if message else nullcontext():
+        with (
+            pytest.raises(CompatibilityError, match=message)
+            if message
+            else nullcontext()
+        ):
             check_tokenizer(ds, form)
 
 
@@ -122,7 +148,9 @@ def test_special_ids(make: Make, real: Path, role: str) -> None:
     loaded, ds = AutoTokenizer.from_pretrained(real / "small_bpe"), make()
     setattr(loaded, f"{role}_token", loaded.convert_ids_to_tokens(0))
     check_tokenizer(told(ds, **{f"{role}_id": 0}), loaded)
-    with pytest.raises(CompatibilityError, match=f"its {role.upper()} must be id 3; found 0"):
+    with pytest.raises(
+        CompatibilityError, match=f"its {role.upper()} must be id 3; found 0"
+    ):
         check_tokenizer(told(ds, **{f"{role}_id": 3}), loaded)
 
 
@@ -150,7 +178,9 @@ def test_chat_templates(make: Make, real: Path, tmp_path: Path, where: str) -> N
         check_tokenizer(ds, folder)
         check_tokenizer(ds, AutoTokenizer.from_pretrained(folder))
     for form in (other, other / "tokenizer.json", AutoTokenizer.from_pretrained(other)):
-        with pytest.raises(CompatibilityError, match=r"chat template must.*chat_template=False"):
+        with pytest.raises(
+            CompatibilityError, match=r"chat template must.*chat_template=False"
+        ):
             check_tokenizer(ds, form)
         check_tokenizer(ds, form, chat_template=False)
 
@@ -171,11 +201,17 @@ def test_datasets_of_a_mix(
     none = packstore.pack([ids], str(tmp_path / "ids"), pack_size=64)
     check_tokenizer(none, real / "small_bpe")
     assert "records no tokenizer" in caplog.text
-    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(tmp_path / "saved")
-    own, other = (with_template(real, tmp_path / x, TEMPLATE + x) for x in ("own", "other"))
+    AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(
+        tmp_path / "saved"
+    )
+    own, other = (
+        with_template(real, tmp_path / x, TEMPLATE + x) for x in ("own", "other")
+    )
     mix = {none: 1, make(): 1, make(tmp_path / "saved"): 1, make(own): 1}
     PackedDataset.mix(mix)
-    with pytest.raises(CompatibilityError, match=r"datasets 1 and 4: .*one tokenizer; found "):
+    with pytest.raises(
+        CompatibilityError, match=r"datasets 1 and 4: .*one tokenizer; found "
+    ):
         PackedDataset.mix({**mix, make("t5_unigram"): 1})
     with pytest.raises(CompatibilityError, match="rendered with one chat template"):
         PackedDataset.mix({**mix, make(other): 1})
@@ -186,7 +222,9 @@ def test_vocabulary_of_a_model(make: Make) -> None:
     for size in (50, 64):
         check_model(manifest, LlamaConfig(vocab_size=size))
     for model in (LlamaConfig(vocab_size=49), SimpleNamespace(vocab_size=49)):
-        with pytest.raises(CompatibilityError, match="of 49; found a tokenizer of 50 ids"):
+        with pytest.raises(
+            CompatibilityError, match="of 49; found a tokenizer of 50 ids"
+        ):
             check_model(manifest, model)
     check_model(told(make(), vocab_size=None), LlamaConfig(vocab_size=1))
     with pytest.raises(ConfigError, match="or its config; found Linear"):
@@ -196,10 +234,14 @@ def test_vocabulary_of_a_model(make: Make) -> None:
 def test_the_tokenizer_beside_a_model(
     make: Make, real: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another tokenizer's ids would be other words to it, though its vocabulary holds them."""
+    """Another tokenizer's ids would be other words to it, though its vocabulary holds
+    them.
+    """
 
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
-    config = LlamaConfig(vocab_size=40_000, num_attention_heads=1, eos_token_id=None, **sizes)
+    config = LlamaConfig(
+        vocab_size=40_000, num_attention_heads=1, eos_token_id=None, **sizes
+    )
 
     def model(name: str, tokenizer: Path | None) -> LlamaForCausalLM:
         LlamaForCausalLM(config).save_pretrained(tmp_path / name)
@@ -210,7 +252,11 @@ def test_the_tokenizer_beside_a_model(
     ds, saved = make(), tmp_path / "saved"
     caplog.clear()
     AutoTokenizer.from_pretrained(real / "small_bpe").save_pretrained(saved)
-    for name, tokenizer in (("own", real / "small_bpe"), ("again", saved), ("none", None)):
+    for name, tokenizer in (
+        ("own", real / "small_bpe"),
+        ("again", saved),
+        ("none", None),
+    ):
         check_model(ds, model(name, tokenizer))
     assert not caplog.text
     with pytest.raises(CompatibilityError, match="each id must be the same token"):
@@ -223,7 +269,9 @@ def test_the_tokenizer_beside_a_model(
 def test_the_tokenizer_of_a_model_of_the_hub(
     make: Make, real: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the hub's cache, where the model was loaded from: a folder of that name does not exist."""
+    """In the hub's cache, where the model was loaded from: a folder of that name does
+    not exist.
+    """
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
 
@@ -248,7 +296,9 @@ def test_special_ids_of_a_model(make: Make, caplog: pytest.LogCaptureFixture) ->
         *((7, 7, False), ([5, 7], 7, False), (None, 7, False)),
         *((5, None, False), (5, 7, True)),
     ):
-        config = LlamaConfig(vocab_size=50_000, eos_token_id=own, bos_token_id=None, pad_token_id=9)
+        config = LlamaConfig(
+            vocab_size=50_000, eos_token_id=own, bos_token_id=None, pad_token_id=9
+        )
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             check_model(told(ds, eos_id=eos, bos_id=3, pad_id=4), config)
@@ -272,20 +322,33 @@ def test_sequences_beyond_the_positions_of_a_model(
     kit: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     """Beyond a table they are refused, and beyond those of RoPE named."""
-    dataset = kit.write(str(tmp_path / "d"), kit.packed(random_examples(9, seed=1), [9], "concat"))
+    dataset = kit.write(
+        str(tmp_path / "d"), kit.packed(random_examples(9, seed=1), [9], "concat")
+    )
     longest = dataset.manifest.statistics.longest_sequence
-    check_model(dataset, kit.tiny_family(name, torch.float32, max_position_embeddings=longest))
+    check_model(
+        dataset, kit.tiny_family(name, torch.float32, max_position_embeddings=longest)
+    )
     assert not caplog.text
     model = kit.tiny_family(name, torch.float32, max_position_embeddings=longest - 1)
     if name == "llama":
         check_model(dataset, model)
-        assert f"of {longest} tokens, and the model was made for {longest - 1}" in caplog.text
+        assert (
+            f"of {longest} tokens, and the model was made for {longest - 1}"
+            in caplog.text
+        )
         caplog.clear()
-        model.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        model.config.rope_parameters = {
+            "rope_type": "dynamic",
+            "factor": 2.0,
+            "rope_theta": 1e4,
+        }
         check_model(dataset, model)
         assert not caplog.text
         return
     found = rf"at most the model's {longest - 1} positions; found a sequence of {longest} tokens"
     for each, config in ((dataset, model), (dataset.manifest, model.config)):
-        with pytest.raises(CompatibilityError, match=f"{found}.*max_length={longest - 1}"):
+        with pytest.raises(
+            CompatibilityError, match=f"{found}.*max_length={longest - 1}"
+        ):
             check_model(each, config)

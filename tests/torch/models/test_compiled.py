@@ -20,13 +20,21 @@ from torch._dynamo.utils import counters
 
 from packstore.errors import BackendError
 from packstore.testing import random_examples
-from packstore.torch import PackedBatch, collate, compile_layers, train, use_packed_attention
+from packstore.torch import (
+    PackedBatch,
+    collate,
+    compile_layers,
+    train,
+    use_packed_attention,
+)
 from packstore.torch.attention import flash
 from packstore.torch.models import compiled
 from packstore.torch.models.compiled import compile_as_asked, tell_uncompiled
 from packstore.torch.models.unwrap import has_compiled_layers
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the compiler's
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # the compiler's
 
 SHAPES = (1, 2, 5, 3, 1)
 """Pairs of each batch."""
@@ -59,7 +67,10 @@ def graphs() -> tuple[list[Any], Callable[..., Any]]:
 def gradients(model: nn.Module, batch: PackedBatch) -> list[Tensor]:
     logits = model(**batch.model_inputs()).logits
     upstream = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    return [logits, *torch.autograd.grad((logits * upstream).sum(), list(model.parameters()))]
+    return [
+        logits,
+        *torch.autograd.grad((logits * upstream).sum(), list(model.parameters())),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -92,7 +103,9 @@ def test_one_graph_for_all_layers_and_shapes(
             packs = kit.packed(random_examples(pairs, seed=seed), [pairs], layout)
             batch = collate(packs, "preference")
             shapes.add((batch.num_tokens, batch.num_segments))
-            for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
+            for a, b in zip(
+                gradients(model, batch), gradients(plain, batch), strict=True
+            ):
                 assert (a - b).abs().max() <= 1e-9 * b.abs().max()
         assert len(shapes) == len(SHAPES)
         assert len(found) <= limit
@@ -102,9 +115,13 @@ def test_one_graph_for_all_layers_and_shapes(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
-@pytest.mark.filterwarnings("ignore:.*not a leaf Tensor.*:UserWarning")  # torch's own, in dynamo
+@pytest.mark.filterwarnings(
+    "ignore:.*not a leaf Tensor.*:UserWarning"
+)  # torch's own, in dynamo
 def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
-    """And compiles no more after the first few: no graph holds the segments of one batch."""
+    """And compiles no more after the first few: no graph holds the segments of one
+    batch.
+    """
     torch._dynamo.reset()
     model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1)).train()
     compiled = torch.compile(model, backend="aot_eager")
@@ -131,7 +148,10 @@ OTHER = r"outputs and gradients of a compiled one differ by \d\.\d+ of their nor
 COMPILERS: dict[str, tuple[Any, str]] = {
     "right": (aot_autograd(fw_compiler=nop), ""),
     "no graph": (failing, "no C compiler"),
-    "no backward graph": (aot_autograd(fw_compiler=nop, bw_compiler=failing), "no C compiler"),
+    "no backward graph": (
+        aot_autograd(fw_compiler=nop, bw_compiler=failing),
+        "no C compiler",
+    ),
     "wrong": (aot_autograd(fw_compiler=wrong, bw_compiler=nop), OTHER),
     "wrong backward": (aot_autograd(fw_compiler=nop, bw_compiler=wrong), OTHER),
 }
@@ -141,7 +161,8 @@ FAST = {"no graph"}
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in COMPILERS]
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] * (n not in FAST)) for n in COMPILERS],
 )
 def test_auto_compiles_what_is_proved(
     kit: SimpleNamespace,
@@ -150,11 +171,15 @@ def test_auto_compiles_what_is_proved(
     caplog: pytest.LogCaptureFixture,
     name: str,
 ) -> None:
-    """A compiler that fails in either direction, or computes something else, costs speed alone."""
+    """A compiler that fails in either direction, or computes something else, costs
+    speed alone.
+    """
     backend, reason = COMPILERS[name]
     own = nn.Module.compile
     monkeypatch.setattr(compiled, "find_spec", lambda name: name)
-    monkeypatch.setattr(nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend)
+    )
     caplog.set_level(logging.INFO, logger="packstore")
     model, cpu = use_packed_attention(kit.tiny_model()).train(), torch.device("cpu")
     expected = gradients(model, kit.row())
@@ -170,9 +195,14 @@ def test_auto_compiles_what_is_proved(
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["fw_compiler", "bw_compiler"])
 def test_a_graph_that_fails_later_runs_uncompiled(
-    kit: SimpleNamespace, as_on_a_gpu: None, monkeypatch: pytest.MonkeyPatch, direction: str
+    kit: SimpleNamespace,
+    as_on_a_gpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: str,
 ) -> None:
-    """Of other sizes than those of the proof; in the backward pass too, which was too late once."""
+    """Of other sizes than those of the proof; in the backward pass too, which was too
+    late once.
+    """
     own, proved = nn.Module.compile, []
     given = {"fw_compiler": nop, "bw_compiler": nop}
 
@@ -181,7 +211,9 @@ def test_a_graph_that_fails_later_runs_uncompiled(
 
     backend = aot_autograd(**{**given, direction: later})
     monkeypatch.setattr(compiled, "find_spec", lambda name: name)
-    monkeypatch.setattr(nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend))
+    monkeypatch.setattr(
+        nn.Module, "compile", lambda m, **how: own(m, **how, backend=backend)
+    )
     model = use_packed_attention(kit.tiny_model()).train()
     expected = gradients(model, kit.row())
     with torch._dynamo.config.patch(suppress_errors=False):
@@ -191,8 +223,15 @@ def test_a_graph_that_fails_later_runs_uncompiled(
         assert all(map(torch.equal, gradients(model, kit.row()), expected))
 
 
-TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 20}
-FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "gemma3_text": TWO_KINDS, "olmo3": TWO_KINDS}
+TWO_KINDS = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 20,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gemma3_text": TWO_KINDS,
+    "olmo3": TWO_KINDS,
+}
 
 RUNS = product(FAMILIES, (True, False))
 
@@ -233,7 +272,10 @@ def test_training_compiles_policy_reference_and_validation(
 
     monkeypatch.setattr(nn.Module, "compile", compile_it)
     monkeypatch.setattr(flash, "check", counted)
-    settings = kit.short_run(tmp_path, "shared_prefix") | {"dtype": "float64", "max_steps": 2}
+    settings = kit.short_run(tmp_path, "shared_prefix") | {
+        "dtype": "float64",
+        "max_steps": 2,
+    }
     other = kit.packed(random_examples(9, seed=5), [2, 3, 4], "concat")
     settings["eval_dataset"] = kit.write(str(tmp_path / "held-out"), other).url
     for number, (name, recomputes, models) in enumerate(runs):
@@ -241,7 +283,12 @@ def test_training_compiles_policy_reference_and_validation(
         uncompiled.clear()
         before, output = len(found), str(tmp_path / f"run-{number}")
         how = {"compile": "layers", "gradient_checkpointing": recomputes}
-        train(**settings, **how, output_dir=output, peft_config={"r": 2} if models == 1 else {})
+        train(
+            **settings,
+            **how,
+            output_dir=output,
+            peft_config={"r": 2} if models == 1 else {},
+        )
         assert len(found) - before <= 12  # none, where those of another model do
         # Two layers: the probe in both layouts, and the proof of each head.
         assert len(uncompiled) == 2 * (2 + models)
@@ -262,7 +309,11 @@ def test_what_is_not_compiled_is_told(
             model(**kit.row().model_inputs())
     for _ in range(2):
         tell_uncompiled()
-    told = [record.getMessage() for record in caplog.records if record.name.startswith("packstore")]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if record.name.startswith("packstore")
+    ]
     assert len(told) == 2
     assert any("recompile limit" in text for text in told)
     assert any("sdpa" in text for text in told)
@@ -272,7 +323,9 @@ def test_what_is_not_compiled_is_told(
 def test_layers_that_pass_no_layout_on(
     kit: SimpleNamespace, as_on_a_gpu: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They find it in the thread, which breaks the graph: the same numbers, and a line on it."""
+    """They find it in the thread, which breaks the graph: the same numbers, and a line
+    on it.
+    """
     plain = use_packed_attention(kit.tiny_family("stablelm"))
     model = use_packed_attention(kit.tiny_family("stablelm"))
     compile_layers(model, backend="eager")

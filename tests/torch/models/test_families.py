@@ -1,9 +1,9 @@
 """Every causal LM of the installed transformers: as with its own attention, or refused.
 
-Each family is made tiny: in its base form, with windows in half of its layers, in chunks, as a
-decoder, and with RoPE tables that depend on the longest position. Rows reach beyond windows,
-chunks and the limit of such tables. docs/models.md says how each family runs. Log-probs without
-logits are those of the logits, or the head is refused.
+Each family is made tiny: in its base form, with windows in half of its layers, in
+chunks, as a decoder, and with RoPE tables that depend on the longest position. Rows
+reach beyond windows, chunks and the limit of such tables. docs/models.md says how each
+family runs. Log-probs without logits are those of the logits, or the head is refused.
 """
 
 from __future__ import annotations
@@ -36,8 +36,27 @@ from packstore.torch import (
 )
 
 NAMES = [n for n in CONFIG_MAPPING if CONFIG_MAPPING[n] in MODEL_FOR_CAUSAL_LM_MAPPING]
-FEW = ("bloom", "doge", "gemma3_text", "gpt_oss", "lfm2", "llama", "llama4_text", "mamba", "phimoe")
-EXACT = ("deepseek_v3", "gemma2", "gpt2", "llama", "minimax", "mixtral", "qwen3", "qwen3_next")
+FEW = (
+    "bloom",
+    "doge",
+    "gemma3_text",
+    "gpt_oss",
+    "lfm2",
+    "llama",
+    "llama4_text",
+    "mamba",
+    "phimoe",
+)
+EXACT = (
+    "deepseek_v3",
+    "gemma2",
+    "gpt2",
+    "llama",
+    "minimax",
+    "mixtral",
+    "qwen3",
+    "qwen3_next",
+)
 LARGEST = 6_000_000
 """Weights of a model that is made for the test."""
 
@@ -45,26 +64,51 @@ LIMIT = 24
 """Tokens beyond which `dynamic` has other tables; `longrope` is in test_mixers.py."""
 
 PAIRS = ((4, 6, 9), (30, 8, 8), (20, 3, 2), (40, 12, 12), (2, 1, 1), (20, 9, 3))
-"""Tokens of prompt, chosen and rejected; the last pair is on both sides of the limit."""
+"""Tokens of prompt, chosen and rejected; the last pair is on both sides of the limit.
+"""
 
 SHORT = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
 """The same, for gradients."""
 
 COMPOSITE = "several models in one, whose language model is a family of its own"
 NOT_MADE = {
-    **dict.fromkeys(("dots3_note", "emu3", "fuyu", "gemma3n", "gemma4", "git"), COMPOSITE),
-    **dict.fromkeys(("gemma4_assistant", "gemma4_unified", "got_ocr2", "llama4"), COMPOSITE),
-    **dict.fromkeys(("gemma4_unified_assistant", "mllama", "moss_transcribe_diarize"), COMPOSITE),
-    **dict.fromkeys(("musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5"), COMPOSITE),
+    **dict.fromkeys(
+        ("dots3_note", "emu3", "fuyu", "gemma3n", "gemma4", "git"), COMPOSITE
+    ),
+    **dict.fromkeys(
+        ("gemma4_assistant", "gemma4_unified", "got_ocr2", "llama4"), COMPOSITE
+    ),
+    **dict.fromkeys(
+        ("gemma4_unified_assistant", "mllama", "moss_transcribe_diarize"), COMPOSITE
+    ),
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5"), COMPOSITE
+    ),
     **dict.fromkeys(("qwen3_5_moe", "qwen4_exp"), COMPOSITE),
     **dict.fromkeys(("blt", "dbrx", "zamba", "zamba2"), "has no tiny config"),
-    **dict.fromkeys(("dots3_note_text", "reformer"), "has no tiny config that runs by itself"),
+    **dict.fromkeys(
+        ("dots3_note_text", "reformer"), "has no tiny config that runs by itself"
+    ),
     "gemma3": "tested as a vision-language model",
 }
-OTHER_HEADS = ("camembert", "data2vec-text", "modernbert-decoder", "prophetnet", "roberta")
-OTHER_HEADS += ("roberta-prelayernorm", "roc_bert", "xlm-roberta", "xlm-roberta-xl", "xmod")
+OTHER_HEADS = (
+    "camembert",
+    "data2vec-text",
+    "modernbert-decoder",
+    "prophetnet",
+    "roberta",
+)
+OTHER_HEADS += (
+    "roberta-prelayernorm",
+    "roc_bert",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
 OTHER_HEADS += ("inkling_text",)
-"""Most have further layers before the last product; `inkling_text` leaves out columns of it."""
+"""Most have further layers before the last product; `inkling_text` leaves out columns
+of it.
+"""
 
 FIXED_VOCABULARY = ("xlstm",)
 """Families whose vocabulary transformers cannot resize."""
@@ -133,7 +177,10 @@ def compare(
             expected = in_row(own, batch)
             found = model(**batch.model_inputs()).logits[0]
             largest = expected.abs().max()
-            assert (found - expected).abs().max() < tolerance[0] * largest, (backend, layout)
+            assert (found - expected).abs().max() < tolerance[0] * largest, (
+                backend,
+                layout,
+            )
             if not torch.is_grad_enabled():
                 continue
             gradients = []
@@ -145,10 +192,15 @@ def compare(
             scale = max(float(g.abs().max()) for g in gradients[1] if g is not None)
             for a, b in zip(*gradients, strict=True):
                 difference = (0 if a is None else a) - (0 if b is None else b)
-                assert a is b or difference.abs().max() < tolerance[1] * scale, (backend, layout)
+                assert a is b or difference.abs().max() < tolerance[1] * scale, (
+                    backend,
+                    layout,
+                )
 
 
-def check(kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any]) -> str | None:
+def check(
+    kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any]
+) -> str | None:
     """How the variant runs; None: it does not run by itself either."""
     with torch.device("meta"):
         size = sum(map(torch.numel, made(kit, name, settings).parameters()))
@@ -178,7 +230,10 @@ def check(kit: SimpleNamespace, name: str, variant: str, settings: dict[str, Any
 def check_head(name: str, model: Any, batch: PackedBatch) -> None:
     """Compares log-probs with and without logits, also of a vocabulary that grew."""
     if name in OTHER_HEADS:
-        message = "its logits must be its hidden states times its head.*Use logits: segment_logps"
+        message = (
+            "its logits must be its hidden states times its head.*Use logits: "
+            "segment_logps"
+        )
         with pytest.raises(CompatibilityError, match=message):
             packed_logps(model, batch)
         return
@@ -195,7 +250,9 @@ def check_head(name: str, model: Any, batch: PackedBatch) -> None:
 
 @torch.no_grad()
 def way_of(model: Any, rows: list[PackedBatch]) -> str:
-    """From the modules that are called three times as often for three times the sequences."""
+    """From the modules that are called three times as often for three times the
+    sequences.
+    """
     counts: list[Counter[Any]] = []
     for module in model.modules():
         module.register_forward_pre_hook(lambda module, _: counts[-1].update([module]))
@@ -209,7 +266,11 @@ def way_of(model: Any, rows: list[PackedBatch]) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+    "name",
+    [
+        name if name in FEW else pytest.param(name, marks=pytest.mark.slow)
+        for name in NAMES
+    ],
 )
 def test_as_with_its_own_attention_or_refused(kit: SimpleNamespace, name: str) -> None:
     if name in NOT_MADE:
@@ -228,12 +289,16 @@ def test_as_with_its_own_attention_or_refused(kit: SimpleNamespace, name: str) -
     way = ways.get("decoder") or ways["base"]
     assert way is not None
     if OLD and listed().get(name) != way:
-        pytest.skip(f"exact; in transformers {transformers.__version__} it runs as: {way}")
+        pytest.skip(
+            f"exact; in transformers {transformers.__version__} it runs as: {way}"
+        )
     assert listed().get(name) == way, "docs/models.md must say so"
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_in_float64_and_by_the_probe(kit: SimpleNamespace, exact: None, name: str) -> None:
+def test_in_float64_and_by_the_probe(
+    kit: SimpleNamespace, exact: None, name: str
+) -> None:
     """In training mode, by every backend of a CPU; flex has no gradients there."""
     torch._dynamo.reset()
     settings = {"layer_types": ["linear_attention", "full_attention"]}
@@ -259,7 +324,11 @@ TEXT = {
 }
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 SECTIONS = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "mrope_section": [2, 1, 1],
+    }
 }
 SIGHT = {"hidden_size": 16, "intermediate_size": 16, "patch_size": 4}
 SEEN = {**SIGHT, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8}
@@ -292,9 +361,14 @@ VISION: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma3", *(pytest.param(n, marks=pytest.mark.slow) for n in VISION if n != "gemma3")],
+    [
+        "gemma3",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in VISION if n != "gemma3"),
+    ],
 )
-def test_vision_language_models_take_text(kit: SimpleNamespace, exact: None, name: str) -> None:
+def test_vision_language_models_take_text(
+    kit: SimpleNamespace, exact: None, name: str
+) -> None:
     """As by their own attention, from logits and from the head; images are refused."""
     torch.manual_seed(0)
     config = CONFIG_MAPPING[name](**VISION[name])
@@ -304,7 +378,9 @@ def test_vision_language_models_take_text(kit: SimpleNamespace, exact: None, nam
     assert check_isolation(model) < 1e-3
     batch = row_of(SHORT)
     logps = segment_logps(batch, logits=model(**batch.model_inputs()).logits)
-    torch.testing.assert_close(packed_logps(model, batch), logps, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(
+        packed_logps(model, batch), logps, rtol=1e-11, atol=1e-11
+    )
     message = r"packed row: inputs must be text; found pixel_values\. Call the model with \*\*batch"
     for each in (model, use_packed_attention(model, "per_sequence")):
         with pytest.raises(BackendError, match=message):

@@ -1,4 +1,5 @@
-"""Compiled layers of published models: one graph, and the bytes that benchmarks count with.
+"""Compiled layers of published models: one graph, and the bytes that benchmarks count
+with.
 
 Needs no GPU, and proves no speed.
 """
@@ -29,21 +30,32 @@ CASES = [
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="triton is not installed: make kernels"
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: make kernels",
 )
 @pytest.mark.parametrize(("name", "layout", "capability"), CASES)
-def test_compiled_layers(name: str, layout: str, capability: int, tmp_path: Path) -> None:
-    """One graph, whose kernels compile for GPUs; what they move is what is expected of them."""
+def test_compiled_layers(
+    name: str, layout: str, capability: int, tmp_path: Path
+) -> None:
+    """One graph, whose kernels compile for GPUs; what they move is what is expected of
+    them.
+    """
     script = ROOT / "tests" / "support" / "layer_kernels.py"
-    caches = dict.fromkeys(("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(tmp_path))
+    caches = dict.fromkeys(
+        ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"), str(tmp_path)
+    )
     paths = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUTF8": "1"}
-    done = run_python(script, name, layout, capability, env=caches | paths, cwd=tmp_path)
+    done = run_python(
+        script, name, layout, capability, env=caches | paths, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     print(done.stdout)  # shown by `make kernels`
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["frames"] == {"total": 1, "ok": 1}
     assert found["graph_breaks"] == 0
-    assert found["stack"] <= 256  # one that torch tries, and measures beside others, spills
+    assert (
+        found["stack"] <= 256
+    )  # one that torch tries, and measures beside others, spills
     _, compiled = predictions.LAYERS[MODELS[name]["hidden_size"]]
     if layout == "shared_prefix":
         assert found["bytes"] == pytest.approx(compiled, rel=0.01)

@@ -23,18 +23,28 @@ pytestmark = [  # PEFT's, with transformers 5.23
 
 
 @pytest.fixture(scope="module")
-def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def made(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Settings of a short run."""
     return kit.short_run(tmp_path_factory.mktemp("run"))
 
 
-def changed_copy(made: dict[str, Any], folder: Path, config: dict[str, Any], drop: str) -> str:
-    """The model with other values in its config, and without the weights named `drop`."""
+def changed_copy(
+    made: dict[str, Any], folder: Path, config: dict[str, Any], drop: str
+) -> str:
+    """The model with other values in its config, and without the weights named
+    `drop`.
+    """
     shutil.copytree(made["model"], folder)
     told = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**told, **config}), encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({**told, **config}), encoding="utf-8"
+    )
     weights = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in weights.items() if not drop or drop not in name}
+    kept = {
+        name: tensor for name, tensor in weights.items() if not drop or drop not in name
+    }
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     return str(folder)
 
@@ -45,7 +55,11 @@ def changed_copy(made: dict[str, Any], folder: Path, config: dict[str, Any], dro
         ({}, "layers.1.mlp.up_proj", "layers.1.mlp.up_proj.weight"),
         ({"num_hidden_layers": 3}, "", "layers.2."),
         ({"tie_word_embeddings": False}, "lm_head", "lm_head.weight"),
-        ({"intermediate_size": 56}, "", "found 6 missing or of another shape, 'model.layers.0"),
+        (
+            {"intermediate_size": 56},
+            "",
+            "found 6 missing or of another shape, 'model.layers.0",
+        ),
     ],
     ids=["a weight is gone", "more layers than weights", "no head", "another shape"],
 )
@@ -60,7 +74,11 @@ def test_weights_that_are_missing_are_not_drawn_at_random(
 def test_weights_that_the_model_does_not_have_are_named(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    changes = ({}, ""), ({"tie_word_embeddings": True}, "lm_head"), ({"num_hidden_layers": 1}, "")
+    changes = (
+        ({}, ""),
+        ({"tie_word_embeddings": True}, "lm_head"),
+        ({"num_hidden_layers": 1}, ""),
+    )
     for number, (config, drop) in enumerate(changes):
         assert "has no place for" not in caplog.text
         folder = changed_copy(made, tmp_path / f"model{number}", config, drop)
@@ -68,14 +86,20 @@ def test_weights_that_the_model_does_not_have_are_named(
     assert "has no place for 9 of the weights in its files" in caplog.text
 
 
-def test_an_adapter_without_all_of_its_weights(made: dict[str, Any], tmp_path: Path) -> None:
-    """PEFT begins those that are missing anew, so that a part of the adapter does nothing."""
+def test_an_adapter_without_all_of_its_weights(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    """PEFT begins those that are missing anew, so that a part of the adapter does
+    nothing.
+    """
     how = {"peft_config": {"r": 2}, "max_steps": 1, "output_dir": str(tmp_path / "out")}
     folder = train(**made, **how).model
     file = folder / "adapter_model.safetensors"
     weights = load_file(file)
     save_file({n: w for n, w in weights.items() if "layers.1.mlp" not in n}, file)
-    with pytest.raises(ConfigError, match=r"it must be an adapter of .*missing adapter keys"):
+    with pytest.raises(
+        ConfigError, match=r"it must be an adapter of .*missing adapter keys"
+    ):
         load_model(folder)
 
 
@@ -95,8 +119,12 @@ PackedDPOTrainer("me/modle", args=DPOConfig("dpo", use_cpu=True, bf16=False))
 
 
 @pytest.mark.slow
-def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Path) -> None:
-    """What was loaded before is loaded again; of anything else the error says what to do."""
+def test_a_hub_out_of_reach_is_not_waited_for(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    """What was loaded before is loaded again; of anything else the error says what to
+    do.
+    """
     cache = {"HF_HOME": str(tmp_path)}
     with served({"models/me/model": folder_files(Path(made["model"]))}) as (env, _):
         done = run_python("-c", LOAD, "me/model", env=env | cache)
@@ -105,7 +133,9 @@ def test_a_hub_out_of_reach_is_not_waited_for(made: dict[str, Any], tmp_path: Pa
     assert "Retrying" not in done.stderr
     *_, line = done.stderr.splitlines()
     assert "model me/modle: it must be a folder or hub name of a causal LM" in line
-    assert f"found no such folder: \"We couldn't connect to '{env['HF_ENDPOINT']}'" in line
+    assert (
+        f"found no such folder: \"We couldn't connect to '{env['HF_ENDPOINT']}'" in line
+    )
     assert "Check the name; `hf download me/modle --local-dir FOLDER`" in line
     done = run_python("-c", LOAD_BY_TRL, env=env | cache)
     assert "Retrying" not in done.stderr

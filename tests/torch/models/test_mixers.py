@@ -1,4 +1,6 @@
-"""Layers and models that run once per sequence: wrappers, copies, recomputation, refusals."""
+"""Layers and models that run once per sequence: wrappers, copies, recomputation,
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def gradients(model: Any, logits: Tensor) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     upstream = torch.randn(logits.shape, generator=generator, dtype=torch.float32)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    return list(torch.autograd.grad((logits * upstream.to(logits.dtype)).sum(), parameters))
+    return list(
+        torch.autograd.grad((logits * upstream.to(logits.dtype)).sum(), parameters)
+    )
 
 
 @pytest.mark.parametrize(
@@ -47,9 +51,13 @@ def test_recomputed_layers_know_their_own_row(
     kit: SimpleNamespace, name: str, reentrant: bool
 ) -> None:
     """Two rows of one length before the first backward pass."""
-    model = use_packed_attention(kit.tiny_family(name, torch.float32, **HYBRIDS[name])).train()
+    model = use_packed_attention(
+        kit.tiny_family(name, torch.float32, **HYBRIDS[name])
+    ).train()
     batches = [row_of([(4, a, b)], "concat") for a, b in ((6, 9), (9, 6))]
-    expected = [gradients(model, model(**batch.model_inputs()).logits[0]) for batch in batches]
+    expected = [
+        gradients(model, model(**batch.model_inputs()).logits[0]) for batch in batches
+    ]
     recompute_layers(model, reentrant)
     model.enable_input_require_grads()
     logits = [model(**batch.model_inputs()).logits[0] for batch in batches]
@@ -58,7 +66,9 @@ def test_recomputed_layers_know_their_own_row(
         model.zero_grad()
         (found * torch.randn(found.shape, generator=generator)).sum().backward()
         for parameter, gradient in zip(model.parameters(), before, strict=True):
-            assert (parameter.grad - gradient).abs().max() < 1e-3 * gradient.abs().max() + 1e-6
+            assert (
+                parameter.grad - gradient
+            ).abs().max() < 1e-3 * gradient.abs().max() + 1e-6
 
 
 def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
@@ -85,12 +95,18 @@ def test_under_autocast_and_peft(kit: SimpleNamespace) -> None:
     peft = pytest.importorskip("peft")
     model = kit.tiny_family("qwen3_next", torch.float32, **HYBRIDS["qwen3_next"])
     config = peft.LoraConfig(
-        r=2, target_modules=["in_proj_qkvz", "q_proj"], lora_dropout=0.0, init_lora_weights=False
+        r=2,
+        target_modules=["in_proj_qkvz", "q_proj"],
+        lora_dropout=0.0,
+        init_lora_weights=False,
     )
     adapted, batch = peft.get_peft_model(model, config), row_of(PAIRS)
     for enabled, tolerance in ((True, 3e-2), (False, 1e-4)):
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            own, packed = copy.deepcopy(adapted), use_packed_attention(copy.deepcopy(adapted))
+            own, packed = (
+                copy.deepcopy(adapted),
+                use_packed_attention(copy.deepcopy(adapted)),
+            )
             expected = in_row(alone(own, batch), batch)
             found = packed(**batch.model_inputs()).logits[0]
         assert (found - expected).abs().max() < tolerance * expected.abs().max()
@@ -128,7 +144,9 @@ def test_the_model_generates_with_its_own_attention(kit: SimpleNamespace) -> Non
     logits = model(**inputs).logits
     assert torch.equal(model.generate(prompt, **settings), expected)
     assert torch.equal(model(**inputs).logits, logits)
-    with pytest.raises(BackendError, match=r"without packs, .*set_attn_implementation\('sdpa'\)"):
+    with pytest.raises(
+        BackendError, match=r"without packs, .*set_attn_implementation\('sdpa'\)"
+    ):
         model(input_ids=prompt)
     model.set_attn_implementation("sdpa")
     assert torch.equal(model.generate(prompt, **settings), expected)
@@ -160,7 +178,10 @@ def test_rope_tables_are_those_of_the_sequence_alone(
     kit: SimpleNamespace, name: str, rope: dict[str, Any], layout: str
 ) -> None:
     """Whatever was computed before; padding is no part of a length."""
-    settings: dict[str, Any] = {"rope_parameters": dict(rope), "max_position_embeddings": LIMIT}
+    settings: dict[str, Any] = {
+        "rope_parameters": dict(rope),
+        "max_position_embeddings": LIMIT,
+    }
     if name != "llama":
         settings |= {"original_max_position_embeddings": LIMIT}
     model = kit.tiny_family(name, torch.float32, **settings).eval()

@@ -32,10 +32,16 @@ from packstore.torch.attention import ATTENTION
 SMALL = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2}
 
 
-@pytest.mark.parametrize("call", [packed_logps, lambda model, batch: PackedPolicy(model)(batch)])
+@pytest.mark.parametrize(
+    "call", [packed_logps, lambda model, batch: PackedPolicy(model)(batch)]
+)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_that_is_not_prepared(kit: SimpleNamespace, name: str, call: Any) -> None:
-    """With its own attention, the answers of a shared prefix saw each other without a word."""
+def test_a_model_that_is_not_prepared(
+    kit: SimpleNamespace, name: str, call: Any
+) -> None:
+    """With its own attention, the answers of a shared prefix saw each other without a
+    word.
+    """
     model, batch = kit.tiny_model(name, torch.float32), kit.row()
     message = r"must have packed attention; found .*use_packed_attention\(model\)"
     with pytest.raises(BackendError, match=message):
@@ -50,14 +56,28 @@ def test_a_model_that_is_not_prepared(kit: SimpleNamespace, name: str, call: Any
     ("change", "message"),
     [
         ({"packed_layout": None}, "the call must name the segments; found no layout"),
-        ({"attention_mask": "ones"}, "the layout alone says .*; found attention_mask of shape"),
-        ({"attention_mask": "4d"}, "the layout alone says .*; found attention_mask of shape"),
-        ({"input_ids": "short"}, "the layout is of one row of .* tokens; found 1 rows of"),
-        ({"input_ids": "rows"}, "the layout is of one row of .* tokens; found 2 rows of"),
+        (
+            {"attention_mask": "ones"},
+            "the layout alone says .*; found attention_mask of shape",
+        ),
+        (
+            {"attention_mask": "4d"},
+            "the layout alone says .*; found attention_mask of shape",
+        ),
+        (
+            {"input_ids": "short"},
+            "the layout is of one row of .* tokens; found 1 rows of",
+        ),
+        (
+            {"input_ids": "rows"},
+            "the layout is of one row of .* tokens; found 2 rows of",
+        ),
         ({"past_key_values": "past", "use_cache": True}, "without a past; found"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated")  # since transformers 5.24
+@pytest.mark.filterwarnings(
+    "ignore:`past_key_values` is deprecated"
+)  # since transformers 5.24
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_refused_calls(
     kit: SimpleNamespace, name: str, change: dict[str, Any], message: str
@@ -75,7 +95,9 @@ def test_refused_calls(
         "rows": ids.repeat(2, 1),
         "past": past,
     }
-    change = {k: values.get(v, v) if isinstance(v, str) else v for k, v in change.items()}
+    change = {
+        k: values.get(v, v) if isinstance(v, str) else v for k, v in change.items()
+    }
     change["position_ids"] = positions[:, -change.get("input_ids", ids).shape[1] :]
     with pytest.raises(BackendError, match=f"packed attention: .*{message}"):
         model(**{**inputs, **change})
@@ -83,7 +105,11 @@ def test_refused_calls(
 
 DROPPING: dict[str, dict[str, float]] = {
     "gpt2": {"resid_pdrop": 0.4, "embd_pdrop": 0.4, "attn_pdrop": 0.4},
-    "opt": {"dropout": 0.4, "attention_dropout": 0.4, "layerdrop": 0.5},  # numbers, no modules
+    "opt": {
+        "dropout": 0.4,
+        "attention_dropout": 0.4,
+        "layerdrop": 0.5,
+    },  # numbers, no modules
 }
 
 
@@ -116,10 +142,15 @@ def test_dropout_that_was_asked_for_stays(kit: SimpleNamespace) -> None:
     assert not torch.equal(model(**inputs).logits, model(**inputs).logits)
     peft = pytest.importorskip("peft", reason="dropout of an adapter is PEFT's")
     adapted = peft.get_peft_model(
-        model, peft.LoraConfig(target_modules=["c_attn"], lora_dropout=0.3, fan_in_fan_out=True)
+        model,
+        peft.LoraConfig(
+            target_modules=["c_attn"], lora_dropout=0.3, fan_in_fan_out=True
+        ),
     )
     use_packed_attention(adapted)
-    dropouts = {n: m.p for n, m in adapted.named_modules() if isinstance(m, torch.nn.Dropout)}
+    dropouts = {
+        n: m.p for n, m in adapted.named_modules() if isinstance(m, torch.nn.Dropout)
+    }
     assert {p for n, p in dropouts.items() if "lora_" in n} == {0.3}
     assert {p for n, p in dropouts.items() if "lora_" not in n} == {0.0}
 
@@ -129,28 +160,44 @@ def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
     use_packed_attention(model, disable_dropout=False)
     inputs = kit.row().model_inputs()
     model.eval()(**inputs)
-    with pytest.raises(BackendError, match=r"without dropout; found dropout 0.1. .*leaves it on"):
+    with pytest.raises(
+        BackendError, match=r"without dropout; found dropout 0.1. .*leaves it on"
+    ):
         model.train()(**inputs)
 
 
 def test_refused_models(kit: SimpleNamespace) -> None:
-    with pytest.raises(UnknownNameError, match=r"unknown attention backend 'spda'.*mean 'sdpa'"):
+    with pytest.raises(
+        UnknownNameError, match=r"unknown attention backend 'spda'.*mean 'sdpa'"
+    ):
         use_packed_attention(kit.tiny_model(), "spda")
     seq2seq = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_ff=32))
     for model, message in (
         (nn.Linear(2, 2), "must be a Hugging Face model.*docs/own-model.md"),
-        (seq2seq, "must be a decoder alone; found an encoder and a decoder. Train it unpacked"),
+        (
+            seq2seq,
+            "must be a decoder alone; found an encoder and a decoder. Train it "
+            "unpacked",
+        ),
     ):
         with pytest.raises(BackendError, match=message):
             use_packed_attention(model)
-    with pytest.raises(BackendError, match=r"must be a Hugging Face model.*docs/own-model\.md"):
+    with pytest.raises(
+        BackendError, match=r"must be a Hugging Face model.*docs/own-model\.md"
+    ):
         check_isolation(nn.Linear(2, 2))
     assert Path(__file__).parents[3].joinpath("docs", "own-model.md").exists()
     looks_ahead = use_packed_attention(kit.tiny_family("bert", torch.float32))
-    with pytest.raises(BackendError, match="must be causal; found a model that looks ahead"):
+    with pytest.raises(
+        BackendError, match="must be causal; found a model that looks ahead"
+    ):
         looks_ahead(**kit.row().model_inputs())
-    by_sequence = use_packed_attention(kit.tiny_family("roberta", torch.float32, is_decoder=False))
-    with pytest.raises(BackendError, match="must not see those after it; found a model that looks"):
+    by_sequence = use_packed_attention(
+        kit.tiny_family("roberta", torch.float32, is_decoder=False)
+    )
+    with pytest.raises(
+        BackendError, match="must not see those after it; found a model that looks"
+    ):
         check_isolation(by_sequence)
 
 
@@ -174,7 +221,9 @@ def test_models_that_run_whole_say_so(
 def test_the_backend_per_sequence_takes_any_model(
     kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = use_packed_attention(kit.tiny_family("llama", torch.float32), "per_sequence")
+    model = use_packed_attention(
+        kit.tiny_family("llama", torch.float32), "per_sequence"
+    )
     check_isolation(model)
     assert "you asked for it" in caplog.text
     batch = kit.row(2, "shared_prefix")
@@ -195,7 +244,9 @@ def test_autocast_reaches_the_backend(
         taken.update((q.dtype, k.dtype, v.dtype))
         return ATTENTION.load("reference")(q, k, v, layout, settings)
 
-    model = use_packed_attention(kit.tiny_model("qwen3", torch.float32), new_backend(attend))
+    model = use_packed_attention(
+        kit.tiny_model("qwen3", torch.float32), new_backend(attend)
+    )
     inputs = kit.row(3, "shared_prefix").model_inputs()
     exact = model(**inputs).logits
     assert taken == {torch.float32}
@@ -212,11 +263,15 @@ def test_two_windows_for_one_layer_are_refused(kit: SimpleNamespace) -> None:
     model(**batch.model_inputs())
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     model.model.layers[1].self_attn.config.sliding_window = 9
-    with pytest.raises(BackendError, match=r"must be that of its mask; found a window of 9, and 4"):
+    with pytest.raises(
+        BackendError, match=r"must be that of its mask; found a window of 9, and 4"
+    ):
         model(**batch.model_inputs())
 
 
-def test_a_model_that_names_no_scale_has_that_of_its_head_size(kit: SimpleNamespace) -> None:
+def test_a_model_that_names_no_scale_has_that_of_its_head_size(
+    kit: SimpleNamespace,
+) -> None:
     """As transformers' own attention functions."""
     model = use_packed_attention(kit.tiny_model("llama", torch.float32))
     attend = AttentionInterface()[model.config._attn_implementation]

@@ -1,4 +1,6 @@
-"""The probe for one's own model: it passes what is sound, and refuses every leak that we know."""
+"""The probe for one's own model: it passes what is sound, and refuses every leak that
+we know.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +39,13 @@ class Wrapper(nn.Module):
 class Deaf(Wrapper):
     """Positions that run on over the row."""
 
-    def changed(self, position_ids: Tensor | None = None, **inputs: Any) -> dict[str, Any]:
-        return {**inputs, "position_ids": torch.arange(inputs["input_ids"].shape[1])[None]}
+    def changed(
+        self, position_ids: Tensor | None = None, **inputs: Any
+    ) -> dict[str, Any]:
+        return {
+            **inputs,
+            "position_ids": torch.arange(inputs["input_ids"].shape[1])[None],
+        }
 
 
 class Shifting(Wrapper):
@@ -46,7 +53,10 @@ class Shifting(Wrapper):
 
     def changed(self, input_ids: Tensor, **inputs: Any) -> dict[str, Any]:
         rows = self.inner.get_input_embeddings()(input_ids)
-        return {**inputs, "inputs_embeds": rows + 0.3 * nn.functional.pad(rows, (0, 0, 1, -1))}
+        return {
+            **inputs,
+            "inputs_embeds": rows + 0.3 * nn.functional.pad(rows, (0, 0, 1, -1)),
+        }
 
 
 class Jumping(Wrapper):
@@ -78,7 +88,9 @@ def top_left(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Ten
     return torch.cat(outputs)
 
 
-def with_the_token_before(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+def with_the_token_before(
+    q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any
+) -> Tensor:
     """A leak of one token over each border."""
     output = ATTENTION.load("reference")(q, k, v, layout, settings)
     return output + 0.2 * nn.functional.pad(output, (0, 0, 0, 0, 1, -1))
@@ -93,7 +105,9 @@ def rounded(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tens
 def without(name: str) -> Callable[..., Tensor]:
     """Attention that forgets a setting of the layer."""
 
-    def forgetful(q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any) -> Tensor:
+    def forgetful(
+        q: Tensor, k: Tensor, v: Tensor, layout: Any, settings: Any
+    ) -> Tensor:
         settings = settings._replace(**{name: None})
         return ATTENTION.load("reference")(q, k, v, layout, settings)
 
@@ -101,7 +115,9 @@ def without(name: str) -> Callable[..., Tensor]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "sdpa", "flex"])
-def test_it_passes_and_leaves_the_model_as_it_was(kit: SimpleNamespace, backend: str) -> None:
+def test_it_passes_and_leaves_the_model_as_it_was(
+    kit: SimpleNamespace, backend: str
+) -> None:
     torch._dynamo.reset()
     model = kit.tiny_model("mistral", torch.float32).train()
     before = model.config._attn_implementation
@@ -123,18 +139,24 @@ def test_it_passes_and_leaves_the_model_as_it_was(kit: SimpleNamespace, backend:
 def test_it_passes_through_rounding_and_noise(
     kit: SimpleNamespace, name: str, dtype: torch.dtype, settings: dict[str, Any]
 ) -> None:
-    """Experts, between which rounding moves tokens, tied heads, and noise in routers."""
+    """Experts, between which rounding moves tokens, tied heads, and noise in
+    routers.
+    """
     model = kit.tiny_family(name, torch.float32, **settings).to(dtype)
     assert check_isolation(model.train(), "auto") < 1
 
 
-def test_single_tokens_may_jump_only_where_rounding_chooses_experts(kit: SimpleNamespace) -> None:
+def test_single_tokens_may_jump_only_where_rounding_chooses_experts(
+    kit: SimpleNamespace,
+) -> None:
     for name, dtype, sound in (
         ("mixtral", torch.bfloat16, True),
         ("mixtral", torch.float32, False),
         ("llama", torch.bfloat16, False),
     ):
-        model = Jumping(use_packed_attention(kit.tiny_family(name, torch.float32).to(dtype)))
+        model = Jumping(
+            use_packed_attention(kit.tiny_family(name, torch.float32).to(dtype))
+        )
         if sound:
             check_isolation(model)
         else:
@@ -143,7 +165,9 @@ def test_single_tokens_may_jump_only_where_rounding_chooses_experts(kit: SimpleN
 
 
 def test_it_fails_on_an_unprepared_model(kit: SimpleNamespace) -> None:
-    """transformers cuts rows where positions restart, which tears off a shared prefix."""
+    """transformers cuts rows where positions restart, which tears off a shared
+    prefix.
+    """
     with pytest.raises(BackendError, match=f"{OWN}.* Prepare the model .*'sdpa'"):
         check_isolation(kit.tiny_model(dtype=torch.float32))
 
@@ -173,7 +197,11 @@ def test_it_fails_on_leaks_and_wrong_positions(
         model = wrong(use_packed_attention(model))
     else:
         backend = new_backend(wrong)
-    message = f"layout {layout}: {OWN}.*a difference of .*, where rounding gives .*the model mixes"
+    message = (
+        f"layout {layout}: {OWN}.*a difference of .*, where rounding gives "
+        ".*the "
+        "model mixes"
+    )
     with pytest.raises(BackendError, match=message):
         check_isolation(model, backend)
 
@@ -201,17 +229,25 @@ def test_it_fails_where_attention_forgets_something(
         check_isolation(model, new_backend(without(dropped)))
 
 
-@pytest.mark.parametrize(("name", "mixer"), [("qwen3_next", "linear_attn"), ("mamba", "mixer")])
+@pytest.mark.parametrize(
+    ("name", "mixer"), [("qwen3_next", "linear_attn"), ("mamba", "mixer")]
+)
 def test_it_fails_where_a_state_is_carried_over(
     kit: SimpleNamespace, name: str, mixer: str
 ) -> None:
-    kinds = {"layer_types": ["linear_attention", "full_attention"]} if name != "mamba" else {}
+    kinds = (
+        {"layer_types": ["linear_attention", "full_attention"]}
+        if name != "mamba"
+        else {}
+    )
     model = use_packed_attention(kit.tiny_family(name, torch.float32, **kinds))
     assert check_isolation(model) < 1e-3
     for path, module in model.named_modules():
         if path.endswith(mixer):
             del module.forward  # that of its class again
-    with pytest.raises(BackendError, match=rf"{OWN}.*outside of attention \(a convolution"):
+    with pytest.raises(
+        BackendError, match=rf"{OWN}.*outside of attention \(a convolution"
+    ):
         check_isolation(model)
 
 
@@ -219,7 +255,9 @@ def test_weights_that_are_not_finite_are_named(kit: SimpleNamespace) -> None:
     model = kit.tiny_model(dtype=torch.float32)
     with torch.no_grad():
         model.lm_head.weight[0] = float("nan")
-    with pytest.raises(CompatibilityError, match="its logits must be finite; found nan"):
+    with pytest.raises(
+        CompatibilityError, match="its logits must be finite; found nan"
+    ):
         check_isolation(model, "sdpa")
 
 
@@ -232,7 +270,9 @@ def test_it_says_when_it_cannot_tell(
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight *= 0.01
     torch.manual_seed(0)
-    with pytest.raises(BackendError, match=r"a token moves the logits of .*the probe in float32"):
+    with pytest.raises(
+        BackendError, match=r"a token moves the logits of .*the probe in float32"
+    ):
         check_isolation(model, new_backend(rounded))
 
 
@@ -260,7 +300,9 @@ def test_commands_stop_where_packing_would_show(
     settings = kit.short_run(tmp_path)
     leaking, out = new_backend(with_the_token_before), str(tmp_path / "out")
     with pytest.raises(BackendError, match=OWN):
-        packstore.torch.train(**settings, attention=leaking, loss="simpo", output_dir=out)
+        packstore.torch.train(
+            **settings, attention=leaking, loss="simpo", output_dir=out
+        )
     model = ["--model", settings["model"], "--attention", leaking, "--use-cpu"]
     for command, *where in (("ref-logps", out), ("evaluate", "--loss", "simpo")):
         call = [command, settings["train_dataset"], *where, *model]

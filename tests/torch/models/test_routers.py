@@ -1,4 +1,6 @@
-"""The load-balancing loss of experts: that of each sequence alone, in any pack and layout."""
+"""The load-balancing loss of experts: that of each sequence alone, in any pack and
+layout.
+"""
 
 from __future__ import annotations
 
@@ -47,12 +49,14 @@ def moe(kit: SimpleNamespace, name: str = "mixtral", **settings: Any) -> Any:
 
 
 def written_out(model: Any, logits: tuple[Tensor, ...]) -> Tensor:
-    """Equations 4 to 6 of Switch Transformers over all layers; transformers counts in float32."""
+    """Equations 4 to 6 of Switch Transformers over all layers; transformers counts in
+    float32.
+    """
     chances = torch.cat(logits).double().softmax(-1)
     chosen = chances.topk(model.num_experts_per_tok).indices
-    frequency = torch.bincount(chosen.flatten(), minlength=model.num_experts).double() / float(
-        len(chances)
-    )
+    frequency = torch.bincount(
+        chosen.flatten(), minlength=model.num_experts
+    ).double() / float(len(chances))
     return model.num_experts * (frequency @ chances.mean(0))
 
 
@@ -62,14 +66,21 @@ def alone(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     labels = batch.labels if batch.kv_index is None else batch.labels[batch.kv_index]
     logps, losses = [], []
     sizes = batch.cu_seqlens_k.diff().tolist()
-    for row, on, length in zip(ids.split(sizes), labels.split(sizes), batch.lengths, strict=True):
+    for row, on, length in zip(
+        ids.split(sizes), labels.split(sizes), batch.lengths, strict=True
+    ):
         row, on = row[:length], on[1:length] >= 0
         outputs = model(row[None], output_router_logits=True)
         logps.append(
-            outputs.logits[0, :-1].log_softmax(-1).gather(1, row[1:, None])[:, 0][on].sum()
+            outputs.logits[0, :-1]
+            .log_softmax(-1)
+            .gather(1, row[1:, None])[:, 0][on]
+            .sum()
         )
         losses.append(written_out(model, outputs.router_logits))
-        torch.testing.assert_close(losses[-1], outputs.aux_loss.double(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            losses[-1], outputs.aux_loss.double(), rtol=1e-6, atol=1e-6
+        )
     return torch.stack(logps), torch.stack(losses)
 
 
@@ -78,21 +89,35 @@ def batches_of(
 ) -> list[PackedBatch]:
     """The pairs, so many in each batch."""
     examples, ends = random_examples(sum(sizes), seed=5, kind=kind), np.cumsum(sizes)
-    parts = [(examples.take(np.arange(e - n, e)), n) for n, e in zip(sizes, ends, strict=True)]
+    parts = [
+        (examples.take(np.arange(e - n, e)), n)
+        for n, e in zip(sizes, ends, strict=True)
+    ]
     return [collate(kit.packed(part, [n], layout), kind) for part, n in parts]
 
 
-def plain_step(model: Any, batches: list[PackedBatch], coefficient: float) -> tuple[float, Any]:
+def plain_step(
+    model: Any, batches: list[PackedBatch], coefficient: float
+) -> tuple[float, Any]:
     """DPO without a reference over the pairs of all batches, a sequence at a time."""
-    logps, losses = map(torch.cat, zip(*(alone(model, batch) for batch in batches), strict=True))
-    loss = -logsigmoid(BETA * (logps[::2] - logps[1::2])).mean() + coefficient * losses.mean()
+    logps, losses = map(
+        torch.cat, zip(*(alone(model, batch) for batch in batches), strict=True)
+    )
+    loss = (
+        -logsigmoid(BETA * (logps[::2] - logps[1::2])).mean()
+        + coefficient * losses.mean()
+    )
     model.zero_grad()
     loss.backward()
     return float(loss.detach()), take_gradients(model)
 
 
-def one_step(policy: Any, model: Any, batches: list[PackedBatch], loss_fn: PreferenceLoss) -> Any:
-    """Loss, router loss and gradient of one step of these batches, as a loop computes them."""
+def one_step(
+    policy: Any, model: Any, batches: list[PackedBatch], loss_fn: PreferenceLoss
+) -> Any:
+    """Loss, router loss and gradient of one step of these batches, as a loop computes
+    them.
+    """
     divisor, metrics = count_step(batches, loss_fn), Metrics()
     for batch in batches:
         out = loss_fn(policy(batch), batch, divisor=divisor)
@@ -101,10 +126,14 @@ def one_step(policy: Any, model: Any, batches: list[PackedBatch], loss_fn: Prefe
     return metrics.means(), take_gradients(model)
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+def assert_equal(
+    found: dict[str, Tensor], expected: dict[str, Tensor], limit: float
+) -> None:
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).abs().max() < limit * (1 + gradient.abs().max()), name
+        assert (found[name] - gradient).abs().max() < limit * (
+            1 + gradient.abs().max()
+        ), name
 
 
 @pytest.mark.parametrize(
@@ -113,7 +142,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], limit: f
         ("mixtral", "concat", "per_sequence"),
         *((name, "shared_prefix", "reference") for name in FAMILIES),
         pytest.param("mixtral", "concat", "reference", marks=pytest.mark.slow),
-        *(pytest.param(n, "shared_prefix", "reference", marks=pytest.mark.slow) for n in OTHERS),
+        *(
+            pytest.param(n, "shared_prefix", "reference", marks=pytest.mark.slow)
+            for n in OTHERS
+        ),
     ],
 )
 def test_values_and_gradients_are_those_of_single_sequences(
@@ -133,14 +165,18 @@ def test_values_and_gradients_are_those_of_single_sequences(
         batches = batches_of(kit, layout, *sizes)
         metrics, found = one_step(PackedPolicy(model), model, batches, loss_fn)
         assert metrics["loss"] == pytest.approx(expected, abs=1e-9)
-        assert metrics["aux_loss"] == pytest.approx((expected - without) / COEFFICIENT, abs=1e-9)
+        assert metrics["aux_loss"] == pytest.approx(
+            (expected - without) / COEFFICIENT, abs=1e-9
+        )
         assert_equal(found, gradients, 1e-9)
 
 
 def test_padding_does_not_count(kit: SimpleNamespace) -> None:
     model = use_packed_attention(moe(kit, dtype=torch.float32), "reference")
     batch, loss_fn = kit.row(3, "shared_prefix"), PreferenceLoss("cpo")
-    padded = pad_batch(pad_segments(batch, 8), num_tokens=2 * batch.num_tokens, num_segments=20)
+    padded = pad_batch(
+        pad_segments(batch, 8), num_tokens=2 * batch.num_tokens, num_segments=20
+    )
     a, b = (loss_fn(packed_logps(model, each), each) for each in (batch, padded))
     assert a.router_count == b.router_count == 3
     torch.testing.assert_close(a.router_sum, b.router_sum, rtol=1e-5, atol=0)
@@ -159,14 +195,21 @@ def test_padding_does_not_count(kit: SimpleNamespace) -> None:
 def test_each_example_weighs_the_same_whatever_the_loss_counts(
     kit: SimpleNamespace, exact: None, kind: str, loss_fn: PreferenceLoss
 ) -> None:
-    """Of an example it is the mean over its sequences; not over pairs, tokens or packs."""
+    """Of an example it is the mean over its sequences; not over pairs, tokens
+    or packs.
+    """
     model = use_packed_attention(moe(kit), "reference")
     plain = copy.deepcopy(model)
     plain.set_attn_implementation("eager")
     batches = batches_of(kit, "concat", 1, 3, kind=kind)
     with torch.no_grad():
-        values = [alone(plain, batch)[1].split(batch.num_responses.tolist()) for batch in batches]
-    expected = float(torch.stack([each.mean() for own in values for each in own]).mean())
+        values = [
+            alone(plain, batch)[1].split(batch.num_responses.tolist())
+            for batch in batches
+        ]
+    expected = float(
+        torch.stack([each.mean() for own in values for each in own]).mean()
+    )
     losses = {}
     for coefficient in (None, 0.0):
         loss_fn.router_aux_loss_coef = coefficient
@@ -177,7 +220,9 @@ def test_each_example_weighs_the_same_whatever_the_loss_counts(
     assert added == pytest.approx(COEFFICIENT * expected, abs=1e-9)
     if kind != "preference" or loss_fn.reduction == "pack_mean":
         loss_fn.router_aux_loss_coef, loss_fn.sft_weight = None, 0.0
-        with pytest.raises(ConfigError, match="router losses are divided by the number of exam"):
+        with pytest.raises(
+            ConfigError, match="router losses are divided by the number of exam"
+        ):
             loss_fn(packed_logps(model, batches[0]), batches[0], divisor=StepDivisor(3))
 
 
@@ -199,14 +244,21 @@ def test_checkpointing_and_adapters_keep_its_gradient(kit: SimpleNamespace) -> N
     config = peft.LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"])
     adapted = peft.get_peft_model(model, config)
     (with_it, moved), (plain, unmoved) = (
-        one_step(PackedPolicy(adapted), adapted, batches, PreferenceLoss("cpo", **settings))
+        one_step(
+            PackedPolicy(adapted), adapted, batches, PreferenceLoss("cpo", **settings)
+        )
         for settings in ({}, {"router_aux_loss_coef": 0.0})
     )
     added = COEFFICIENT * with_it["aux_loss"]
     assert with_it["loss"] - plain["loss"] == pytest.approx(added, abs=1e-5)
-    assert all("lora" in n and (moved[n] - unmoved[n]).abs().max() > 1e-6 for n in unmoved)
+    assert all(
+        "lora" in n and (moved[n] - unmoved[n]).abs().max() > 1e-6 for n in unmoved
+    )
     with adapted.disable_adapter(), torch.no_grad():
-        assert "aux_loss" not in loss_fn(packed_logps(adapted, batches[0]), batches[0]).metrics
+        assert (
+            "aux_loss"
+            not in loss_fn(packed_logps(adapted, batches[0]), batches[0]).metrics
+        )
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own
@@ -218,7 +270,9 @@ def test_wrappers_pass_it_on(kit: SimpleNamespace, one_rank: None) -> None:
     expected = loss_fn(policy(batch), batch).loss
     assert not policy(batch)._is_view()  # of which FSDP2 warns
     for settings in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
-        wrapped = DistributedDataParallel(policy, **settings)  # may output another tensor
+        wrapped = DistributedDataParallel(
+            policy, **settings
+        )  # may output another tensor
         torch.testing.assert_close(loss_fn(wrapped(batch), batch).loss, expected)
     mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -227,7 +281,9 @@ def test_wrappers_pass_it_on(kit: SimpleNamespace, one_rank: None) -> None:
     torch.testing.assert_close(loss_fn(sharded(batch), batch).loss, expected)
 
 
-def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+def test_when_it_is_added(
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in TRL: by the config's coefficient, for a model that is trained."""
     caplog.set_level(logging.INFO)
     (batch,) = batches_of(kit, "concat", 2)
@@ -240,7 +296,9 @@ def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
     for _ in range(2):
         assert "aux_loss" in metrics(model)
     assert caplog.text.count("with coefficient 0.5") == 1
-    assert "aux_loss" not in metrics(model, PreferenceLoss("cpo", router_aux_loss_coef=0.0))
+    assert "aux_loss" not in metrics(
+        model, PreferenceLoss("cpo", router_aux_loss_coef=0.0)
+    )
     with torch.no_grad():
         assert "aux_loss" not in metrics(model)
     assert "aux_loss" not in metrics(model.requires_grad_(False))
@@ -248,12 +306,18 @@ def test_when_it_is_added(kit: SimpleNamespace, caplog: pytest.LogCaptureFixture
     model.config.router_aux_loss_coef = 0.0
     model.config.output_router_logits = True
     assert "aux_loss" not in metrics(model)
-    with pytest.raises(ConfigError, match=r"router_aux_loss_coef 0\.1: .* a model whose config"):
+    with pytest.raises(
+        ConfigError, match=r"router_aux_loss_coef 0\.1: .* a model whose config"
+    ):
         metrics(model, PreferenceLoss("cpo", router_aux_loss_coef=0.1))
-    with pytest.raises(ConfigError, match="router_aux_loss_coef must be at least 0; found -1"):
+    with pytest.raises(
+        ConfigError, match="router_aux_loss_coef must be at least 0; found -1"
+    ):
         PreferenceLoss(router_aux_loss_coef=-1.0)
     for name in ("llama", "deepseek_v3", "jetmoe"):  # without that loss, without a word
-        assert "aux_loss" not in metrics(use_packed_attention(kit.tiny_family(name, torch.float32)))
+        assert "aux_loss" not in metrics(
+            use_packed_attention(kit.tiny_family(name, torch.float32))
+        )
     assert not [r for r in caplog.records if r.levelno > logging.INFO]
 
 
@@ -290,12 +354,15 @@ def test_other_routers_are_refused(
 
     model.forward = unchanged
     vars(model).update(changes)
-    with pytest.raises(CompatibilityError, match=message + r".*router_aux_loss_coef to 0"):
+    with pytest.raises(
+        CompatibilityError, match=message + r".*router_aux_loss_coef to 0"
+    ):
         PackedPolicy(model)
 
 
 NO_LOSS = (
-    "must return the load-balancing loss as aux_loss, as its config has router_aux_loss_coef "
+    "must return the load-balancing loss as aux_loss, as its config has "
+    "router_aux_loss_coef "
     r"0\.001; found a model that computes none\. Set router_aux_loss_coef to 0 in the model's"
 )
 
@@ -306,7 +373,11 @@ NO_LOSS = (
         ("deepseek_v3", {"router_aux_loss_coef": 0.001}, NO_LOSS),
         ("llama4_text", {}, NO_LOSS),  # by default
         ("flint", {}, "a layer must return router_logits; found none"),
-        ("jetmoe", {"output_router_logits": True}, "must name router_aux_loss_coef; found none"),
+        (
+            "jetmoe",
+            {"output_router_logits": True},
+            "must name router_aux_loss_coef; found none",
+        ),
     ],
 )
 def test_a_loss_that_cannot_be_computed_is_refused(
@@ -321,7 +392,10 @@ def test_a_loss_that_cannot_be_computed_is_refused(
         with pytest.raises(CompatibilityError, match=message):
             use(model)
     model.config.router_aux_loss_coef = 0.0
-    assert "aux_loss" not in PreferenceLoss("cpo")(packed_logps(model, batch), batch).metrics
+    assert (
+        "aux_loss"
+        not in PreferenceLoss("cpo")(packed_logps(model, batch), batch).metrics
+    )
     if message == NO_LOSS:
         model.config.router_aux_loss_coef = 0.001
         PackedPolicy(model.requires_grad_(False))

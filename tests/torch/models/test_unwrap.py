@@ -1,4 +1,6 @@
-"""Each caller finds the same model inside DDP, FSDP, torch.compile and PEFT, in any order."""
+"""Each caller finds the same model inside DDP, FSDP, torch.compile and PEFT, in any
+order.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,12 @@ def test_every_caller_finds_the_model(kit: SimpleNamespace, order: str) -> None:
 def test_fsdp(kit: SimpleNamespace) -> None:
     """The first wraps; the second changes the class of the model in place."""
     sharded = lora(kit.tiny_model())
-    fully_shard(sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
-    outer = FullyShardedDataParallel.__new__(FullyShardedDataParallel)  # its own needs a GPU
+    fully_shard(
+        sharded, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
+    )
+    outer = FullyShardedDataParallel.__new__(
+        FullyShardedDataParallel
+    )  # its own needs a GPU
     nn.Module.__init__(outer)
     outer._fsdp_wrapped_module = kit.tiny_model()
     for wrapped, model in (
@@ -74,5 +80,7 @@ def test_fsdp(kit: SimpleNamespace) -> None:
 def test_mixed_precision_around_an_adapted_model(kit: SimpleNamespace) -> None:
     model = lora(kit.tiny_model())
     model._original_forward = model.forward  # as Accelerate leaves it
-    with pytest.raises(CompatibilityError, match=r"log-probs of PeftModel: .*mixed precision"):
+    with pytest.raises(
+        CompatibilityError, match=r"log-probs of PeftModel: .*mixed precision"
+    ):
         find_head(model)

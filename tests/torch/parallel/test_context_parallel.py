@@ -1,4 +1,6 @@
-"""A row shared by ranks gives the log-probs, the loss and the gradients of one process."""
+"""A row shared by ranks gives the log-probs, the loss and the gradients of one
+process.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ CASES = (
     Case(layout="shared_prefix", loss="simpo", fused=True),
     Case(layout="shared_prefix", backend="sdpa", how="contiguous"),
     Case(model="mistral", layout="shared_prefix", checkpointing=True),
-    Case(model="mistral", backend="sdpa", how="contiguous", loss="dpo_norm", static=True),
+    Case(
+        model="mistral", backend="sdpa", how="contiguous", loss="dpo_norm", static=True
+    ),
 )
 
 
@@ -59,7 +63,9 @@ Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]
 """Log-probs, loss and gradients."""
 
 
-def outcome(model: Any, case: Case, batch: PackedBatch, row: Any, shared: bool) -> Outcome:
+def outcome(
+    model: Any, case: Case, batch: PackedBatch, row: Any, shared: bool
+) -> Outcome:
     """One step on `row`: the batch, or a share of it."""
     prepare(model, case.backend)
     model.train()
@@ -95,7 +101,9 @@ def one_group(models: dict[str, Any], batches: list[PackedBatch]) -> list[Outcom
 
 
 def two_by_two(model: Any, batches: list[PackedBatch]) -> list[dict[str, Tensor]]:
-    """Ranks 0 and 1 share a batch, and 2 and 3 another; gradients with both ways to count."""
+    """Ranks 0 and 1 share a batch, and 2 and 3 another; gradients with both ways to
+    count.
+    """
     rank = dist.get_rank()
     context = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
     data = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
@@ -109,7 +117,9 @@ def two_by_two(model: Any, batches: list[PackedBatch]) -> list[dict[str, Tensor]
         model.zero_grad()
         shard = context_shard(batch, context)
         logps = segment_logps(shard, logits=model(**shard.model_inputs()).logits)
-        loss_fn(reduce_segment_sums(logps, context), batch, divisor=divisor).loss.backward()
+        loss_fn(
+            reduce_segment_sums(logps, context), batch, divisor=divisor
+        ).loss.backward()
         average(model)
         found.append({name: p.grad.clone() for name, p in model.named_parameters()})
     return found
@@ -126,13 +136,17 @@ def padded(batch: PackedBatch, case: Case, ranks: int) -> PackedBatch:
     if case.how == "zigzag":
         batch = pad_segments(batch, padding_multiple(context_parallel=ranks))
     if case.how == "contiguous" or case.static:
-        batch = pad_batch(batch, num_tokens=60 * ranks * (-(-batch.num_tokens // (60 * ranks))))
+        batch = pad_batch(
+            batch, num_tokens=60 * ranks * (-(-batch.num_tokens // (60 * ranks)))
+        )
     return batch
 
 
 def one_group_task(kit: SimpleNamespace, ranks: int) -> dict[str, Any]:
     models = {name: kit.tiny_model(name) for name in ("llama", "mistral")}
-    batches = [padded(b, case, ranks) for b, case in zip(plain(kit), CASES, strict=True)]
+    batches = [
+        padded(b, case, ranks) for b, case in zip(plain(kit), CASES, strict=True)
+    ]
     return {"models": models, "batches": batches}
 
 
@@ -144,7 +158,9 @@ def plain(kit: SimpleNamespace) -> list[PackedBatch]:
 def compare(kit: SimpleNamespace, results: list[dict[str, Any]]) -> None:
     """Compares the results of each rank of one group with those of one process."""
     for i, (case, batch) in enumerate(zip(CASES, plain(kit), strict=True)):
-        logps, loss, gradients = outcome(kit.tiny_model(case.model), case, batch, batch, False)
+        logps, loss, gradients = outcome(
+            kit.tiny_model(case.model), case, batch, batch, False
+        )
         for result in results:
             found_logps, found_loss, found_gradients = result["one_group"][i]
             real = found_logps[: batch.num_segments]
@@ -152,7 +168,10 @@ def compare(kit: SimpleNamespace, results: list[dict[str, Any]]) -> None:
             assert not found_logps[batch.num_segments :].any(), case
             assert abs(found_loss - loss) < 1e-9, case
             for name, gradient in gradients.items():
-                assert (found_gradients[name] - gradient).abs().max() < 1e-9, (case, name)
+                assert (found_gradients[name] - gradient).abs().max() < 1e-9, (
+                    case,
+                    name,
+                )
 
 
 def test_two_ranks(kit: SimpleNamespace, tmp_path: Path) -> None:
@@ -161,11 +180,16 @@ def test_two_ranks(kit: SimpleNamespace, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_four_ranks(kit: SimpleNamespace, tmp_path: Path) -> None:
-    """One group; then two data ranks of two context ranks each, with unequal batches."""
+    """One group; then two data ranks of two context ranks each, with unequal
+    batches.
+    """
     packs = kit.packed(EXAMPLES, [1, 4], "concat")
     rows = [collate(packs.row(0), "preference", ref_logps=REFERENCE[:2])]
     rows += [collate(packs.row(1), "preference", ref_logps=REFERENCE[2:])]
-    both = {"model": kit.tiny_model(), "batches": [pad_segments(row, 4) for row in rows]}
+    both = {
+        "model": kit.tiny_model(),
+        "batches": [pad_segments(row, 4) for row in rows],
+    }
     tasks = {"one_group": one_group_task(kit, 4), "two_by_two": both}
     results = launch(__file__, tasks, 4, tmp_path)
     compare(kit, results)

@@ -1,4 +1,6 @@
-"""Padding, splits and fixed shapes against counts by hand: nothing that is real may move."""
+"""Padding, splits and fixed shapes against counts by hand: nothing that is real may
+move.
+"""
 
 from __future__ import annotations
 
@@ -42,22 +44,32 @@ SEEDS = st.integers(0, 1000)
 def make(
     kit: SimpleNamespace, seed: int, kind: str = "preference", layout: str = "concat"
 ) -> PackedBatch:
-    batch = collate(kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind)
+    batch = collate(
+        kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind
+    )
     reference = torch.linspace(-20, -10, batch.num_segments)
     strings = batch.example_ids.numpy().astype("U5")
     columns = {"w": batch.weights.clone(), "s": strings}
-    return batch.replace(ref_logps=reference, columns=columns, sequence_columns={"a": -reference})
+    return batch.replace(
+        ref_logps=reference, columns=columns, sequence_columns={"a": -reference}
+    )
 
 
 def real_tokens(batch: PackedBatch, padded: PackedBatch) -> list[int]:
     """Positions of the batch's tokens in the padded one."""
     starts, sizes = padded.cu_seqlens.tolist(), batch.cu_seqlens.diff().tolist()
-    return [t for start, n in zip(starts, sizes, strict=False) for t in range(start, start + n)]
+    return [
+        t
+        for start, n in zip(starts, sizes, strict=False)
+        for t in range(start, start + n)
+    ]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.booleans())
 def test_the_multiple_suits_all(context: int, sequence: int, fp8: bool) -> None:
-    multiple = padding_multiple(context_parallel=context, sequence_parallel=sequence, fp8=fp8)
+    multiple = padding_multiple(
+        context_parallel=context, sequence_parallel=sequence, fp8=fp8
+    )
     suits = [
         m
         for m in range(1, multiple + 1)
@@ -104,24 +116,37 @@ def test_padded_segments(
 
 
 @settings(max_examples=20, deadline=None)
-@given(SEEDS, LAYOUTS, st.integers(2, 4), st.sampled_from(["zigzag", "contiguous"]), st.booleans())
+@given(
+    SEEDS,
+    LAYOUTS,
+    st.integers(2, 4),
+    st.sampled_from(["zigzag", "contiguous"]),
+    st.booleans(),
+)
 def test_shares_of_a_row(
     kit: SimpleNamespace, seed: int, layout: str, size: int, how: str, static: bool
 ) -> None:
     """Tokens, targets and attention of all ranks together are those of the row."""
     batch = pad_segments(make(kit, seed, "preference", layout), 2 * size)
     if static:
-        batch = pad_batch(batch, num_tokens=(batch.num_tokens // 120 + 2) * 120, num_segments=60)
+        batch = pad_batch(
+            batch, num_tokens=(batch.num_tokens // 120 + 2) * 120, num_segments=60
+        )
     split = getattr(ContextSplit, how)(batch.cu_seqlens, size)
     shards = [ContextShard.of(batch, split, rank) for rank in range(size)]
     if how == "zigzag":
         for rank in range(size):
             chunks = [
-                range(a + c * ((b - a) // (2 * size)), a + (c + 1) * ((b - a) // (2 * size)))
+                range(
+                    a + c * ((b - a) // (2 * size)),
+                    a + (c + 1) * ((b - a) // (2 * size)),
+                )
                 for a, b in pairwise(batch.cu_seqlens)
                 for c in (rank, 2 * size - 1 - rank)
             ]
-            assert split.index[rank].tolist() == [int(t) for chunk in chunks for t in chunk]
+            assert split.index[rank].tolist() == [
+                int(t) for chunk in chunks for t in chunk
+            ]
     moved = shards[0].to("meta")
     for part in (moved, moved.layout, moved.targets):
         tensors = [x for x in vars(part).values() if isinstance(x, Tensor)]
@@ -148,7 +173,10 @@ def test_shares_of_a_row(
         kind = type(batch.layout)  # whose keys are all here
         names = [field.name for field in fields(kind)]
         gathered = kind(**{name: getattr(shard.layout, name) for name in names})
-        rows = (q[shard.index], *(torch.cat([x[s.index] for s in shards]) for x in (k, v)))
+        rows = (
+            q[shard.index],
+            *(torch.cat([x[s.index] for s in shards]) for x in (k, v)),
+        )
         outputs.append(attend(*rows, gathered, Settings(0.5, None if static else 4)))
         sizes = shard.layout.sizes
         assert max(sizes[0]) <= shard.layout.max_seqlen_q
@@ -167,7 +195,10 @@ def test_splits_refuse_what_does_not_divide(kit: SimpleNamespace) -> None:
         ContextSplit.contiguous(odd.cu_seqlens, 2)
     with pytest.raises(ConfigError, match="one of: zigzag, contiguous; found 'ring'"):
         context_shard(batch, how="ring")  # type: ignore[arg-type]
-    for call in (lambda: pad_segments(batch, 0), lambda: padding_multiple(context_parallel=0)):
+    for call in (
+        lambda: pad_segments(batch, 0),
+        lambda: padding_multiple(context_parallel=0),
+    ):
         with pytest.raises(ConfigError, match="at least 1; found"):
             call()
 
@@ -176,8 +207,16 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
     shapes = set()
     for seed in range(3):
         batch = make(kit, seed)
-        padded = pad_batch(batch, num_tokens=300, num_segments=30, max_seqlen=40, num_targets=150)
-        for name in ("input_ids", "labels", "position_ids", "segment_ids", "target_index"):
+        padded = pad_batch(
+            batch, num_tokens=300, num_segments=30, max_seqlen=40, num_targets=150
+        )
+        for name in (
+            "input_ids",
+            "labels",
+            "position_ids",
+            "segment_ids",
+            "target_index",
+        ):
             n = len(getattr(batch, name))
             assert torch.equal(getattr(padded, name)[:n], getattr(batch, name)), name
         assert torch.equal(padded.cu_seqlens[:11], batch.cu_seqlens)
@@ -191,10 +230,15 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
         assert padded.sequence_columns["a"].tolist() == (-padded.ref_logps).tolist()
         assert padded.columns["s"].tolist() == ["0", "1", "2", "3", "4"] + [""] * 10
         tensors = {n: getattr(padded, n) for n in vars(padded)}
-        shapes.add(tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor)))
+        shapes.add(
+            tuple((n, x.shape) for n, x in tensors.items() if isinstance(x, Tensor))
+        )
     assert len(shapes) == 1
     for sizes, found in (
-        ({"num_tokens": 50}, r"pad_batch\(num_tokens=50\): the batch must fit; found \d+"),
+        (
+            {"num_tokens": 50},
+            r"pad_batch\(num_tokens=50\): the batch must fit; found \d+",
+        ),
         ({"num_segments": 31}, r"multiple of 2, as examples.*found 31"),
         *(
             ({name: 3}, rf"{name}=3\): the batch must fit")
@@ -210,7 +254,9 @@ SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets":
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
-def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout: str) -> None:
+def test_losses_do_not_see_what_fills_up(
+    kit: SimpleNamespace, kind: str, layout: str
+) -> None:
     """Loss, metrics and gradients of logits or of hidden states."""
     batch = make(kit, 1, kind, layout)
     padded = pad_batch(pad_segments(batch, 4), **SIZES)
@@ -218,8 +264,12 @@ def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout
     torch.manual_seed(0)
     outputs = torch.randn(batch.num_tokens, 12, dtype=torch.float64)
     weight = torch.randn(kit.VOCAB, 12, dtype=torch.float64)
-    spread = torch.randn(padded.num_tokens, 12, dtype=torch.float64).index_copy(0, where, outputs)
-    losses = [("sft", {"sft_average": a}) for a in ("token", "sequence_sum", "sequence_mean")]
+    spread = torch.randn(padded.num_tokens, 12, dtype=torch.float64).index_copy(
+        0, where, outputs
+    )
+    losses = [
+        ("sft", {"sft_average": a}) for a in ("token", "sequence_sum", "sequence_mean")
+    ]
     if kind != "sft":
         losses = [(name, {"sft_weight": 0.5}) for name in ("dpo", "orpo")]
         losses += [("dpo", {"reduction": "pack_mean"})]
@@ -229,7 +279,9 @@ def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout
         for one, rows in ((batch, outputs), (padded, spread)):
             rows, head = rows.clone().requires_grad_(), weight.clone().requires_grad_()
             logits = {"logits": rows @ head.T}
-            logps = segment_logps(one, **({"hidden": rows, "weight": head} if fused else logits))
+            logps = segment_logps(
+                one, **({"hidden": rows, "weight": head} if fused else logits)
+            )
             out = loss_fn(logps, one)
             out.loss.backward()
             seen.append((logps, out, rows.grad, head.grad))
@@ -255,7 +307,9 @@ def test_losses_do_not_see_what_fills_up(kit: SimpleNamespace, kind: str, layout
 def test_sizes_from_the_manifest(
     kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
 ) -> None:
-    packs = kit.packed(random_examples(24, seed=3, kind=kind), [1, 3, 5, 2, 4, 3, 2, 4], layout)
+    packs = kit.packed(
+        random_examples(24, seed=3, kind=kind), [1, 3, 5, 2, 4, 3, 2, 4], layout
+    )
     manifest = kit.write(str(tmp_path / "data"), packs, kind, layout).manifest
     shapes = set()
     sizes = static_sizes(manifest, 2, multiple=multiple)
@@ -265,14 +319,23 @@ def test_sizes_from_the_manifest(
             batch = pad_segments(collate([packs.row(p) for p in pair], kind), multiple)
             batch = pad_batch(batch, **sizes)
             assert (batch.cu_seqlens.diff() % multiple == 0).all()
-            shapes.add((batch.num_tokens, batch.num_segments, batch.max_seqlen, batch.max_seqlen_k))
+            shapes.add(
+                (
+                    batch.num_tokens,
+                    batch.num_segments,
+                    batch.max_seqlen,
+                    batch.max_seqlen_k,
+                )
+            )
     assert shapes == {(*sizes.values(), sizes["max_seqlen"])}
     with pytest.raises(ConfigError, match="at least one pack"):
         static_sizes(manifest, 0)
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, in dynamo
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # torch's own, in dynamo
 def test_compiled_once(kit: SimpleNamespace) -> None:
     """Batches of fixed shape need no second compilation."""
     torch._dynamo.reset()
@@ -295,7 +358,10 @@ def test_a_share_without_targets(kit: SimpleNamespace) -> None:
     shard = replace(shard, targets=type(shard.targets)(*[shard.index[:0]] * 3))
     hidden = torch.ones(shard.num_tokens, 4, requires_grad=True)
     weight = torch.ones(kit.VOCAB, 4, requires_grad=True)
-    for given_rows in ({"hidden": hidden, "weight": weight}, {"logits": hidden @ weight.T}):
+    for given_rows in (
+        {"hidden": hidden, "weight": weight},
+        {"logits": hidden @ weight.T},
+    ):
         logps = segment_logps(shard, **given_rows)
         assert logps.tolist() == [0] * batch.num_segments
         for gradient in torch.autograd.grad(logps.sum(), (hidden, weight)):

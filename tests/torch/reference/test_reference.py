@@ -36,14 +36,20 @@ pytestmark = [  # PEFT's, with transformers 5.23
 
 def record(i: int) -> dict[str, Any]:
     prompt = [1, 2, i % 9, i % 5]
-    return {"prompt": prompt, "chosen": [3 + i % 7] * (1 + i % 7), "rejected": [4, i % 50]}
+    return {
+        "prompt": prompt,
+        "chosen": [3 + i % 7] * (1 + i % 7),
+        "rejected": [4, i % 50],
+    }
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("pairs")
     lines = folder / "pairs.jsonl"
-    lines.write_text("".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8")
+    lines.write_text(
+        "".join(json.dumps(record(i)) + "\n" for i in range(N)), encoding="utf-8"
+    )
     how = {"row_group_tokens": 200, "shard_tokens": 400}
     return packstore.pack(str(lines), str(folder / "packed"), pack_size=48, **how)
 
@@ -69,12 +75,22 @@ def files(folder: str) -> dict[str, bytes]:
     ids=str,
 )
 def test_precomputed_is_online_to_the_last_bit(
-    kit: SimpleNamespace, tmp_path: Path, kind: str, layout: str, dtype: Any, batching: Any
+    kit: SimpleNamespace,
+    tmp_path: Path,
+    kind: str,
+    layout: str,
+    dtype: Any,
+    batching: Any,
 ) -> None:
     packs = kit.packed(random_examples(30, kind=kind, seed=1), [3, 1, 4, 2] * 3, layout)
-    dataset, model = kit.write(str(tmp_path / "d"), packs, kind, layout), model_of(kit, dtype)
+    dataset, model = (
+        kit.write(str(tmp_path / "d"), packs, kind, layout),
+        model_of(kit, dtype),
+    )
     side = write_ref_logps(model, dataset, str(tmp_path / "ref"), **batching)
-    data = PackedDataset(dataset, shuffle=not batching, side=side)  # one pack is one in any order
+    data = PackedDataset(
+        dataset, shuffle=not batching, side=side
+    )  # one pack is one in any order
     seen = 0
     for batch in PackedDataLoader(data, **batching):
         with torch.no_grad():
@@ -109,7 +125,8 @@ def test_a_killed_run_goes_on(
     parts: int,
 ) -> None:
     model, out = model_of(kit), str(tmp_path / "ref")
-    # So that a part has several batches, for which 1024 parts would need a large dataset.
+    # So that a part has several batches, for which 1024 parts would need a large
+    # dataset.
     monkeypatch.setattr("packstore.torch.reference.reference.PARTS", parts)
     write_ref_logps(model, pairs, str(tmp_path / "whole"))
     with pytest.raises(Killed):
@@ -129,7 +146,9 @@ def on_rank(task: dict[str, Any]) -> int:
 
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(task["model"]))
     data, progress = open_dataset(task["data"]), task.get("progress")
-    return len(write_ref_logps(model, data, task["out"], packs_per_batch=2, progress=progress))
+    return len(
+        write_ref_logps(model, data, task["out"], packs_per_batch=2, progress=progress)
+    )
 
 
 @pytest.mark.slow
@@ -139,7 +158,11 @@ def test_two_ranks_give_the_bytes_of_one(
     """Also where they take over what one rank had finished when it was killed."""
     model = model_of(kit)
     model.save_pretrained(tmp_path / "model")
-    task = {"model": str(tmp_path / "model"), "data": pairs.url, "out": str(tmp_path / "two")}
+    task = {
+        "model": str(tmp_path / "model"),
+        "data": pairs.url,
+        "out": str(tmp_path / "two"),
+    }
     with pytest.raises(Killed):
         on_rank({**task, "progress": Batches(4)})
     assert len(list(Path(task["out"]).glob("parts-*/*"))) >= 3
@@ -152,11 +175,20 @@ def test_its_provenance(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) ->
     model = model_of(kit)
     made = write_ref_logps(model, pairs, str(tmp_path / "ref")).manifest.provenance
     assert (made["weight_dtype"], made["attention"]) == ("float32", "sdpa")
-    assert (made["adapter"], made["device"], made["packs_per_batch"]) == (False, "cpu", None)
-    assert write_ref_logps(model, pairs, str(tmp_path / "ref")).version == 1  # already there
+    assert (made["adapter"], made["device"], made["packs_per_batch"]) == (
+        False,
+        "cpu",
+        None,
+    )
+    assert (
+        write_ref_logps(model, pairs, str(tmp_path / "ref")).version == 1
+    )  # already there
     with pytest.raises(DatasetExistsError):
         write_ref_logps(model, pairs, str(tmp_path / "ref"), packs_per_batch=2)
-    assert write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version == 2
+    assert (
+        write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True).version
+        == 2
+    )
 
 
 def test_the_hash_is_of_the_model_alone(
@@ -166,7 +198,9 @@ def test_the_hash_is_of_the_model_alone(
 
     def hashes(model: Any) -> list[Any]:
         side = write_ref_logps(model, pairs, str(tmp_path / "ref"), overwrite=True)
-        return [side.manifest.provenance[f"model{name}_sha256"] for name in ("", "_rounded")]
+        return [
+            side.manifest.provenance[f"model{name}_sha256"] for name in ("", "_rounded")
+        ]
 
     peft = pytest.importorskip("peft", reason="LoRA needs peft")
     model = model_of(kit)
@@ -177,7 +211,9 @@ def test_the_hash_is_of_the_model_alone(
         of_dtype = hashes(use_packed_attention(again))
         assert of_dtype[1] == rounded
         assert (of_dtype[0] == exact) == (dtype == torch.float32)
-    adapted = peft.get_peft_model(again, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    adapted = peft.get_peft_model(
+        again, peft.LoraConfig(target_modules=["q_proj", "v_proj"])
+    )
     check_reference(str(tmp_path / "ref"), adapted, pairs)  # without its adapter
     with pytest.raises(CompatibilityError, match="model_rounded_sha256"):
         check_reference(str(tmp_path / "ref"), adapted, pairs, adapter=True)
@@ -186,7 +222,10 @@ def test_the_hash_is_of_the_model_alone(
 
 
 def test_what_does_not_fit_is_refused(
-    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kit: SimpleNamespace,
+    pairs: Dataset,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = model_of(kit)
     side = write_ref_logps(model, pairs, str(tmp_path / "ref"))
@@ -195,7 +234,9 @@ def test_what_does_not_fit_is_refused(
     assert not caplog.records
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(CompatibilityError, match="autocast_dtype must be that of the training"),
+        pytest.raises(
+            CompatibilityError, match="autocast_dtype must be that of the training"
+        ),
     ):
         check_reference(side, model, pairs)
     with pytest.raises(CompatibilityError, match="head_dtype"):
@@ -219,12 +260,16 @@ def test_values_that_are_not_finite_are_refused(
     model = model_of(kit)
     with torch.no_grad():
         model.get_input_embeddings().weight[49] = np.nan
-    with pytest.raises(FormatError, match="example 49: the model must give finite log-probs"):
+    with pytest.raises(
+        FormatError, match="example 49: the model must give finite log-probs"
+    ):
         write_ref_logps(model, pairs, str(tmp_path / "ref"))
 
 
 def test_each_module_keeps_its_mode(kit: SimpleNamespace, tmp_path: Path) -> None:
-    """A frozen part that is kept in evaluation mode stays there, others stay in training mode."""
+    """A frozen part that is kept in evaluation mode stays there, others stay in
+    training mode.
+    """
     packs = kit.packed(random_examples(6), [2, 4], "concat")
     dataset = kit.write(str(tmp_path / "ds"), packs)
     model = use_packed_attention(kit.tiny_model()).train()

@@ -34,8 +34,12 @@ def _accelerate() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of one step of a float32 model under bf16 autocast, without a reference yet."""
+def made(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Settings of one step of a float32 model under bf16 autocast, without a reference
+    yet.
+    """
     run = kit.short_run(tmp_path_factory.mktemp("arithmetic"), "shared_prefix")
     return {**run, "bf16": True, "max_steps": 1, "logging_steps": 1}
 
@@ -55,8 +59,17 @@ def first_record(output: Path) -> dict[str, float]:
     ("flags", "name", "remedy"),
     [
         ("", "autocast_dtype", "--mixed-precision bf16"),
-        pytest.param("--dtype bfloat16", "weight_dtype", "--dtype float32", marks=pytest.mark.slow),
-        ("--mixed-precision bf16 --attention reference", "attention", "--attention sdpa"),
+        pytest.param(
+            "--dtype bfloat16",
+            "weight_dtype",
+            "--dtype float32",
+            marks=pytest.mark.slow,
+        ),
+        (
+            "--mixed-precision bf16 --attention reference",
+            "attention",
+            "--attention sdpa",
+        ),
         ("--mixed-precision bf16 --compile layers", "compile", "--compile none"),
     ],
 )
@@ -74,17 +87,25 @@ def test_other_arithmetic_is_refused(
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_it)
     side = precompute(made, tmp_path / "ref", *flags.split())
-    with pytest.raises(CompatibilityError, match=f"its {name} must be that of the.*{remedy}"):
+    with pytest.raises(
+        CompatibilityError, match=f"its {name} must be that of the.*{remedy}"
+    ):
         train(**made, ref_logps=side, output_dir=str(tmp_path / "refused"))
     if name == "compile":
-        train(**made, ref_logps=side, compile="layers", output_dir=str(tmp_path / "taken"))
+        train(
+            **made, ref_logps=side, compile="layers", output_dir=str(tmp_path / "taken")
+        )
 
 
-def test_a_side_dataset_that_does_not_say_is_refused(made: dict[str, Any], tmp_path: Path) -> None:
+def test_a_side_dataset_that_does_not_say_is_refused(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
     path = manifest_path(1, "side")
     edit_manifest(side, lambda m: m["provenance"].pop("autocast_dtype"), path)
-    with pytest.raises(CompatibilityError, match=r"must say its autocast_dtype; found none.*bf16"):
+    with pytest.raises(
+        CompatibilityError, match=r"must say its autocast_dtype; found none.*bf16"
+    ):
         train(**made, ref_logps=side, output_dir=str(tmp_path / "refused"))
 
 
@@ -92,7 +113,14 @@ def test_evaluation_computes_as_the_reference_did_or_says_so(
     made: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
 ) -> None:
     side = precompute(made, tmp_path / "ref", "--mixed-precision", "bf16")
-    command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
+    command = [
+        "evaluate",
+        made["train_dataset"],
+        "--model",
+        made["model"],
+        "--ref-logps",
+        side,
+    ]
     command += ["--use-cpu", "--json"]
     capsys.readouterr()
     with caplog.at_level(logging.WARNING, logger="packstore"):
@@ -124,7 +152,9 @@ def test_a_run_that_goes_on_in_other_arithmetic_says_so(
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """A machine with a GPU of compute capability 9, as far as the choice of precision asks."""
+    """A machine with a GPU of compute capability 9, as far as the choice of precision
+    asks.
+    """
     for memory in (flash.capability, log_choice):
         memory.cache_clear()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -140,7 +170,11 @@ def test_auto_is_bf16_where_kernels_want_it(
 ) -> None:
     cuda, cpu = torch.device("cuda:0"), torch.device("cpu")
     caplog.set_level(logging.INFO, logger="packstore")
-    for device, weights in ((cpu, torch.float32), (cuda, torch.bfloat16), (cuda, torch.float64)):
+    for device, weights in (
+        (cpu, torch.float32),
+        (cuda, torch.bfloat16),
+        (cuda, torch.float64),
+    ):
         assert choose_precision("auto", device, weights) == "none"
         assert choose_precision("none", device, weights) == "none"
         assert choose_precision("bf16", device, weights) == "bf16"
@@ -173,12 +207,21 @@ def test_training_reference_and_evaluation_choose_alike(
     first = first_record(tmp_path / "run")
     assert first["rewards/margins"] == first["rewards/chosen"] == 0.0
     capsys.readouterr()
-    command = ["evaluate", made["train_dataset"], "--model", made["model"], "--ref-logps", side]
+    command = [
+        "evaluate",
+        made["train_dataset"],
+        "--model",
+        made["model"],
+        "--ref-logps",
+        side,
+    ]
     assert main([*command, "--attention", "sdpa", "--use-cpu", "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert metrics["rewards/margins"] == metrics["rewards/chosen"] == 0.0
     AcceleratorState._reset_state(True)
-    with pytest.raises(CompatibilityError, match="its autocast_dtype must be that of the"):
+    with pytest.raises(
+        CompatibilityError, match="its autocast_dtype must be that of the"
+    ):
         train(**default | {"bf16": False}, output_dir=str(tmp_path / "no"))
 
 
@@ -196,5 +239,7 @@ def test_a_resumed_run_keeps_its_precision(
     AcceleratorState._reset_state(True)
     with caplog.at_level(logging.WARNING, logger="packstore"):
         train(**default | {"max_steps": 2})
-    states = [json.loads(p.read_bytes()) for p in tmp_path.glob("checkpoint-*/packstore.json")]
+    states = [
+        json.loads(p.read_bytes()) for p in tmp_path.glob("checkpoint-*/packstore.json")
+    ]
     assert [state["settings"]["mixed_precision"] for state in states] == ["no", "no"]

@@ -1,4 +1,6 @@
-"""Checkpoints as folders: damaged ones, those that go, those of others, foreign pickles, tokens."""
+"""Checkpoints as folders: damaged ones, those that go, those of others, foreign
+pickles, tokens.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def packed_trainer(stored: SimpleNamespace, output: Path, **more: Any) -> Packed
     usual = {"save_steps": 2, "max_steps": STEPS, "lr_scheduler_type": "constant"}
     arguments = arguments_of(output, **{**usual, **more})
     args = TrainingArguments(**arguments)
-    return PackedTrainer(stored.model, args, stored.data, stored.held, examples_per_step=9)
+    return PackedTrainer(
+        stored.model, args, stored.data, stored.held, examples_per_step=9
+    )
 
 
 def losses(trainer: Any) -> list[float]:
@@ -40,7 +44,9 @@ def names(output: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def finished(stored: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def finished(
+    stored: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """A run of six steps with checkpoints 2, 4 and 6; the losses of one of eight."""
     output = tmp_path_factory.mktemp("finished")
     packed_trainer(stored, output / "six", max_steps=6).train()
@@ -63,7 +69,9 @@ def text(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
 
 
 def state(**values: Any) -> Callable[[Path], None]:
-    return text("trainer_state.json", lambda old: json.dumps({**json.loads(old), **values}))
+    return text(
+        "trainer_state.json", lambda old: json.dumps({**json.loads(old), **values})
+    )
 
 
 def removed(name: str) -> Callable[[Path], None]:
@@ -90,7 +98,9 @@ DAMAGES = {
     "records that are none": state(log_history=[1]),
     "an unknown field": state(unknown=1),
     "random states of other bytes": flipped("rng_state.pth"),
-    "random states that are empty": lambda folder: (folder / "rng_state.pth").write_bytes(b""),
+    "random states that are empty": lambda folder: (
+        folder / "rng_state.pth"
+    ).write_bytes(b""),
     "a schedule of other bytes": flipped("scheduler.pt"),
     "no optimizer": removed("optimizer.pt"),
     "no arguments": removed("training_args.bin"),
@@ -120,14 +130,18 @@ def test_a_damaged_checkpoint_that_is_asked_for_is_refused(
 ) -> None:
     DAMAGES[name](output / "checkpoint-6")
     with pytest.raises(FormatError, match="checkpoint-6"):
-        packed_trainer(stored, output, save_total_limit=1).train(str(output / "checkpoint-6"))
+        packed_trainer(stored, output, save_total_limit=1).train(
+            str(output / "checkpoint-6")
+        )
     assert {"checkpoint-2", "checkpoint-4"} <= {*names(output)}
 
 
 def test_torn_checkpoints_go_at_the_start_and_spare_ones_stay(
     stored: SimpleNamespace, output: Path
 ) -> None:
-    """A removal that was killed renews the time of its folder, by which transformers rotates."""
+    """A removal that was killed renews the time of its folder, by which transformers
+    rotates.
+    """
     removed("training_args.bin")(output / "checkpoint-2")
     trainer = packed_trainer(stored, output, save_total_limit=2)
     trainer.train(resume_from_checkpoint=True)
@@ -145,7 +159,9 @@ def test_what_a_kill_interrupted_goes_at_any_start(
     assert names(output) == ["checkpoint-2", "checkpoint-4"]
 
 
-def test_what_lacks_files_stays_without_a_limit(stored: SimpleNamespace, output: Path) -> None:
+def test_what_lacks_files_stays_without_a_limit(
+    stored: SimpleNamespace, output: Path
+) -> None:
     """Its owner may have removed them, to keep the weights."""
     removed("optimizer.pt")(output / "checkpoint-2")
     packed_trainer(stored, output).train(resume_from_checkpoint=True)
@@ -162,7 +178,12 @@ def test_checkpoints_go_by_their_steps(
                 os.utime(path, (2e9 - age * 1e6,) * 2)
             super()._save_checkpoint(*args)
 
-    more = {"save_steps": 1, "max_steps": 5, "save_total_limit": 2, "save_only_model": only_model}
+    more = {
+        "save_steps": 1,
+        "max_steps": 5,
+        "save_total_limit": 2,
+        "save_only_model": only_model,
+    }
     args = TrainingArguments(**arguments_of(tmp_path, **more))
     Renewed(stored.model, args, stored.data, examples_per_step=9).train()
     assert names(tmp_path) == ["checkpoint-4", "checkpoint-5"]
@@ -173,14 +194,18 @@ def test_a_run_over_the_folder_of_another_keeps_its_own(
     stored: SimpleNamespace, output: Path, limit: int
 ) -> None:
     """Although those of the other one are of later steps."""
-    packed_trainer(stored, output, max_steps=3, save_steps=1, save_total_limit=limit).train()
+    packed_trainer(
+        stored, output, max_steps=3, save_steps=1, save_total_limit=limit
+    ).train()
     assert names(output) == ["checkpoint-2", "checkpoint-3"][-limit:]
 
 
 def test_the_best_checkpoint_stays(stored: SimpleNamespace, tmp_path: Path) -> None:
     how = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     how |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
-    trainer = packed_trainer(stored, tmp_path, save_total_limit=1, learning_rate=0.0, **how)
+    trainer = packed_trainer(
+        stored, tmp_path, save_total_limit=1, learning_rate=0.0, **how
+    )
     trainer.train()
     assert names(tmp_path) == ["checkpoint-2"]
     assert str(trainer.state.best_model_checkpoint).endswith("checkpoint-2")
@@ -194,9 +219,15 @@ def test_nothing_that_packstore_did_not_make_is_removed(
         (output / name / "model.safetensors").write_bytes(b"")
     shutil.copytree(output / "checkpoint-2", output / "checkpoint-3")
     shutil.copytree(output / "checkpoint-2", tmp_path / "elsewhere")
-    (output / "checkpoint-0").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
+    (output / "checkpoint-0").symlink_to(
+        tmp_path / "elsewhere", target_is_directory=True
+    )
     before = {*names(output)} - {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
-    how = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "eval_loss"}
+    how = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "metric_for_best_model": "eval_loss",
+    }
     trainer = packed_trainer(stored, output, save_total_limit=1, **how)
     trainer.train(resume_from_checkpoint=True)
     assert {*names(output)} == before | {"checkpoint-8"}
@@ -245,7 +276,9 @@ def test_no_pickle_of_others_runs(
         torch.save(Foreign(mark), file)
     if is_listed:
         content = read_json(folder)
-        finish_files(folder, {part: content[part] for part in ("loader", "run", "settings")})
+        finish_files(
+            folder, {part: content[part] for part in ("loader", "run", "settings")}
+        )
     try:
         packed_trainer(stored, output).train(str(folder))
     except FormatError as error:
@@ -254,7 +287,9 @@ def test_no_pickle_of_others_runs(
 
 
 def read_json(folder: Path) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((folder / "packstore.json").read_text(encoding="utf-8"))
+    content: dict[str, Any] = json.loads(
+        (folder / "packstore.json").read_text(encoding="utf-8")
+    )
     return content
 
 
@@ -280,12 +315,16 @@ def test_shards_of_torch_are_read_and_values_of_others_are_not(tmp_path: Path) -
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-def test_shards_that_lack_weights_are_refused(stored: SimpleNamespace, output: Path) -> None:
+def test_shards_that_lack_weights_are_refused(
+    stored: SimpleNamespace, output: Path
+) -> None:
     """torch's error of them is no Exception, and would end a program in a traceback."""
     folder = output / "checkpoint-6"
     sharded_folder(folder / "pytorch_model_fsdp_0")
     content = read_json(folder)
-    finish_files(folder, {part: content[part] for part in ("loader", "run", "settings")})
+    finish_files(
+        folder, {part: content[part] for part in ("loader", "run", "settings")}
+    )
     with pytest.raises(FormatError, match="checkpoint-6"):
         packed_trainer(stored, output).train(str(folder))
 
@@ -298,7 +337,9 @@ def dpo_trainer(stored: SimpleNamespace, output: Path, **more: Any) -> Any:
     from packstore.torch import PackedDPOTrainer
 
     kwargs = {"token": TOKEN, "dtype": "float32"}
-    arguments = arguments_of(output, bf16=False, max_length=None, model_init_kwargs=kwargs, **more)
+    arguments = arguments_of(
+        output, bf16=False, max_length=None, model_init_kwargs=kwargs, **more
+    )
     return PackedDPOTrainer(
         stored.model, args=trl.DPOConfig(**arguments), train_dataset=stored.data
     )
@@ -317,12 +358,18 @@ def test_no_file_of_a_run_holds_a_token(
     assert any(path.name == "training_args.bin" for path in files)
     assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
     assert TOKEN not in trainer.args.to_json_string()
-    assert copy.deepcopy(trainer.args).hub_token == TOKEN  # the hub's client still has it
-    saved = torch.load(tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False)
+    assert (
+        copy.deepcopy(trainer.args).hub_token == TOKEN
+    )  # the hub's client still has it
+    saved = torch.load(
+        tmp_path / "checkpoint-2" / "training_args.bin", weights_only=False
+    )
     assert saved.hub_token is None
 
 
-def test_the_settings_of_the_user_keep_their_token(stored: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_settings_of_the_user_keep_their_token(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
     args = TrainingArguments(**arguments_of(tmp_path, hub_token=TOKEN))
     PackedTrainer(stored.model, args, stored.data, examples_per_step=9)
     assert pickle.loads(pickle.dumps(args)).hub_token == TOKEN

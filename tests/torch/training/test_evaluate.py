@@ -40,13 +40,19 @@ def record(i: int) -> dict[str, Any]:
 def pack(folder: Path, rows: list[dict[str, Any]], layout: str = "concat") -> Dataset:
     lines = folder / "rows.jsonl"
     write_jsonl(lines, rows)
-    how: dict[str, Any] = {"row_group_tokens": 200, "shard_tokens": 400, "layout": layout}
+    how: dict[str, Any] = {
+        "row_group_tokens": 200,
+        "shard_tokens": 400,
+        "layout": layout,
+    }
     how["carry"] = ("source:string", "weight:float64")
     return packstore.pack(str(lines), str(folder / layout), pack_size=60, **how)
 
 
 @pytest.fixture(scope="module", params=["concat", "shared_prefix"])
-def pairs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+def pairs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Dataset:
     folder = tmp_path_factory.mktemp("pairs")
     return pack(folder, [record(i) for i in range(N)], request.param)
 
@@ -69,12 +75,15 @@ def plain_logp(model: Any, prompt: list[int], response: list[int]) -> float:
     return sum(float(logps[r, t]) for r, t in zip(rows, response, strict=True))
 
 
-def plain_figures(policy: Any, reference: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def plain_figures(
+    policy: Any, reference: Any, rows: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Metric -> its mean, by source and over all (``None``)."""
     sums: dict[Any, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     for row in rows:
         logps = [
-            [plain_logp(m, row["prompt"], row[side]) for side in SIDES] for m in (policy, reference)
+            [plain_logp(m, row["prompt"], row[side]) for side in SIDES]
+            for m in (policy, reference)
         ]
         u, v = (BETA * (logps[0][k] - logps[1][k]) for k in (0, 1))
         figures = {
@@ -91,7 +100,9 @@ def plain_figures(policy: Any, reference: Any, rows: list[dict[str, Any]]) -> di
             for name, value in figures.items():
                 sums[group][name] += value
     return {
-        group: {n: x if n == "examples" else x / own["examples"] for n, x in own.items()}
+        group: {
+            n: x if n == "examples" else x / own["examples"] for n, x in own.items()
+        }
         for group, own in sums.items()
     }
 
@@ -102,7 +113,9 @@ def expected(kit: SimpleNamespace) -> dict[str, Any]:
     return plain_figures(*models(kit), [record(i) for i in range(N)])
 
 
-def assert_equal(found: Any, expected: dict[Any, dict[str, float]], atol: float = 1e-9) -> None:
+def assert_equal(
+    found: Any, expected: dict[Any, dict[str, float]], atol: float = 1e-9
+) -> None:
     assert found["by"].keys() == expected.keys() - {None}
     for group, own in expected.items():
         place = found["metrics"] if group is None else found["by"][group]
@@ -114,14 +127,19 @@ def assert_equal(found: Any, expected: dict[Any, dict[str, float]], atol: float 
     "batching", [{}, {"packs_per_batch": 4}, {"tokens_per_batch": 130}], ids=str
 )
 def test_it_equals_a_plain_loop(
-    kit: SimpleNamespace, pairs: Dataset, expected: dict[str, Any], batching: dict[str, int]
+    kit: SimpleNamespace,
+    pairs: Dataset,
+    expected: dict[str, Any],
+    batching: dict[str, int],
 ) -> None:
     policy, reference = models(kit)
     loss = PreferenceLoss("dpo", beta=BETA)
     for model in (policy, reference):
         use_packed_attention(model)
     policy.train()
-    found = evaluate(policy, pairs, loss=loss, reference=reference, by="source", **batching)
+    found = evaluate(
+        policy, pairs, loss=loss, reference=reference, by="source", **batching
+    )
     assert_equal(found, expected)
     assert policy.training
 
@@ -132,10 +150,18 @@ def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset) -> None:
     plain = [plain_figures(policy, reference, [row])[None] for row in rows]
     for model in (policy, reference):
         use_packed_attention(model)
-    given: dict[str, Any] = {"loss": PreferenceLoss("dpo", beta=BETA), "reference": reference}
+    given: dict[str, Any] = {
+        "loss": PreferenceLoss("dpo", beta=BETA),
+        "reference": reference,
+    }
     told: list[tuple[object, ...]] = []
     found = evaluate(
-        policy, pairs, rows=True, packs_per_batch=4, progress=lambda *t: told.append(t), **given
+        policy,
+        pairs,
+        rows=True,
+        packs_per_batch=4,
+        progress=lambda *t: told.append(t),
+        **given,
     )
     batches = math.ceil(len(pairs) / 4)
     assert told == [("evaluate", i + 1, batches, "batches") for i in range(batches)]
@@ -147,14 +173,23 @@ def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset) -> None:
         values = [figures[name] for figures in plain]
         assert frame[name].to_list() == pytest.approx(values, abs=1e-9), name
         assert frame[name].mean() == pytest.approx(found["metrics"][name], abs=1e-9)
-    logps = np.array([[figures[f"logps/{side}"] for side in SIDES] for figures in plain])
-    rewards = np.array([[figures[f"rewards/{side}"] for side in SIDES] for figures in plain])
+    logps = np.array(
+        [[figures[f"logps/{side}"] for side in SIDES] for figures in plain]
+    )
+    rewards = np.array(
+        [[figures[f"rewards/{side}"] for side in SIDES] for figures in plain]
+    )
     assert np.abs(np.array(frame["logps"].to_list()) - logps).max() < 1e-5
-    assert np.abs(np.array(frame["ref_logps"].to_list()) - (logps - rewards / BETA)).max() < 1e-5
+    assert (
+        np.abs(np.array(frame["ref_logps"].to_list()) - (logps - rewards / BETA)).max()
+        < 1e-5
+    )
     assert "rows" not in evaluate(policy, pairs, **given)
 
 
-def test_by_input_file(kit: SimpleNamespace, tmp_path: Path, expected: dict[str, Any]) -> None:
+def test_by_input_file(
+    kit: SimpleNamespace, tmp_path: Path, expected: dict[str, Any]
+) -> None:
     """Told apart by the example ids."""
     rows = [record(i) for i in range(N)]
     parts = {name: [r for r in rows if r["source"] == name] for name in SOURCES}
@@ -165,7 +200,9 @@ def test_by_input_file(kit: SimpleNamespace, tmp_path: Path, expected: dict[str,
         text = "".join(json.dumps(row) + "\n" for row in parts[name])
         (tmp_path / path).write_text(text, encoding="utf-8")
     files = [str(tmp_path / path) for path in paths.values()]
-    dataset = packstore.pack(files, str(tmp_path / "packed"), pack_size=60, ignore=["weight"])
+    dataset = packstore.pack(
+        files, str(tmp_path / "packed"), pack_size=60, ignore=["weight"]
+    )
     policy, reference = (use_packed_attention(m) for m in models(kit))
     loss = PreferenceLoss("dpo", beta=BETA)
     found = evaluate(policy, dataset, loss=loss, reference=reference, by="file")
@@ -180,7 +217,9 @@ def test_sft_gives_perplexity(kit: SimpleNamespace, pairs: Dataset) -> None:
     tokens = sum(len(row["chosen"]) for row in rows)
     found = evaluate(use_packed_attention(policy), pairs, loss="sft")["metrics"]
     assert found["loss"] == pytest.approx(-sum(logps) / tokens, abs=1e-9, rel=0)
-    assert found["perplexity"] == pytest.approx(math.exp(-sum(logps) / tokens), rel=1e-9)
+    assert found["perplexity"] == pytest.approx(
+        math.exp(-sum(logps) / tokens), rel=1e-9
+    )
     assert found["logps/chosen"] == pytest.approx(sum(logps) / N, abs=1e-9, rel=0)
 
 
@@ -189,7 +228,9 @@ def on_rank(task: dict[str, Any]) -> Any:
     from transformers import AutoModelForCausalLM
 
     policy, reference = (
-        use_packed_attention(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64))
+        use_packed_attention(
+            AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+        )
         for path in task["models"]
     )
     data = open_dataset(task["data"])
@@ -198,8 +239,12 @@ def on_rank(task: dict[str, Any]) -> Any:
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
-    """The rare source lies on one of them alone, and their number of packs may be odd."""
+def test_two_ranks_equal_one(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+) -> None:
+    """The rare source lies on one of them alone, and their number of packs may
+    be odd.
+    """
     for name, model in zip(("policy", "reference"), models(kit), strict=True):
         model.save_pretrained(tmp_path / name)
     paths = [str(tmp_path / name) for name in ("policy", "reference")]
@@ -215,7 +260,9 @@ def test_two_ranks_equal_one(kit: SimpleNamespace, pairs: Dataset, tmp_path: Pat
             assert own[name] == pytest.approx(other[name], abs=1e-9)
 
 
-def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_path: Path) -> None:
+def test_what_does_not_fit_is_refused(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+) -> None:
     policy, _ = (use_packed_attention(m) for m in models(kit))
     with pytest.raises(ConfigError, match="compares with a reference model"):
         evaluate(policy, pairs)
@@ -232,14 +279,25 @@ def test_what_does_not_fit_is_refused(kit: SimpleNamespace, pairs: Dataset, tmp_
 def test_the_loss_with_a_likelihood_term_is_that_of_all_batches_as_one(
     kit: SimpleNamespace, pairs: Dataset
 ) -> None:
-    """Pairs and tokens have counts of their own, so a mean over batches would depend on them."""
+    """Pairs and tokens have counts of their own, so a mean over batches would depend on
+    them.
+    """
     policy, reference = (use_packed_attention(m) for m in models(kit))
     loss = PreferenceLoss("dpo", beta=BETA, sft_weight=0.4)
     found = [
-        evaluate(policy, pairs, loss=loss, reference=reference, by="source", packs_per_batch=n)
+        evaluate(
+            policy,
+            pairs,
+            loss=loss,
+            reference=reference,
+            by="source",
+            packs_per_batch=n,
+        )
         for n in (1, len(pairs))
     ]
-    for figures in zip(*([x["metrics"], *x["by"].values()] for x in found), strict=True):
+    for figures in zip(
+        *([x["metrics"], *x["by"].values()] for x in found), strict=True
+    ):
         assert figures[1]["loss"] == pytest.approx(figures[0]["loss"], abs=1e-9)
 
 

@@ -24,16 +24,25 @@ N = sum(PACKS)
 
 
 @pytest.fixture(scope="module")
-def run(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def run(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Settings of a run on 23 pairs in 9 packs, whose epochs end inside a step."""
     folder = tmp_path_factory.mktemp("every")
-    kit.write(str(folder / "data"), kit.packed(random_examples(N, seed=3), PACKS, "concat"))
-    files = {"model": save_gpt2(folder / "model"), "train_dataset": str(folder / "data")}
+    kit.write(
+        str(folder / "data"), kit.packed(random_examples(N, seed=3), PACKS, "concat")
+    )
+    files = {
+        "model": save_gpt2(folder / "model"),
+        "train_dataset": str(folder / "data"),
+    }
     return {**files, "dtype": "float64", "examples_per_step": 5, "num_train_epochs": 2}
 
 
 def on_rank(settings: dict[str, Any]) -> list[int]:
-    """Trains; returns the examples of weight 1 that went through the model with gradients."""
+    """Trains; returns the examples of weight 1 that went through the model with
+    gradients.
+    """
     warnings.simplefilter("ignore")
     seen: list[int] = []
 
@@ -50,9 +59,15 @@ def on_rank(settings: dict[str, Any]) -> list[int]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_epoch_is_every_example_once(run: dict[str, Any], tmp_path: Path, ranks: int) -> None:
+def test_an_epoch_is_every_example_once(
+    run: dict[str, Any], tmp_path: Path, ranks: int
+) -> None:
     settings = {**run, "output_dir": str(tmp_path / "run")}
-    parts = [on_rank(settings)] if ranks == 1 else launch(__file__, settings, ranks, tmp_path)
+    parts = (
+        [on_rank(settings)]
+        if ranks == 1
+        else launch(__file__, settings, ranks, tmp_path)
+    )
     assert sorted(chain(*parts)) == sorted([*range(N)] * 2)
     assert sum(record["examples"] for record in records(tmp_path / "run")) == 2 * N
 
@@ -67,7 +82,9 @@ def test_a_run_resumed_with_other_steps_takes_what_is_left(
     assert sorted(seen) == sorted([*range(N)] * 2)
 
 
-def test_the_first_ten_steps_are_logged_and_then_means(run: dict[str, Any], tmp_path: Path) -> None:
+def test_the_first_ten_steps_are_logged_and_then_means(
+    run: dict[str, Any], tmp_path: Path
+) -> None:
     settings = {**run, "examples_per_step": 1, "learning_rate": 1e-3}
     for every in (1, 4):
         train(**settings, output_dir=str(tmp_path / str(every)), logging_steps=every)

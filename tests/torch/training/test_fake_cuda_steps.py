@@ -1,7 +1,9 @@
-"""What a step of the trainer asks of a GPU, counted without one: waits, kernels, memory.
+"""What a step of the trainer asks of a GPU, counted without one: waits, kernels,
+memory.
 
-``tests/support/fake_cuda_steps.py`` says what runs and what does not. Operators are counted, each
-as one kernel: attention is one, and so is the optimizer's update. No time is measured.
+``tests/support/fake_cuda_steps.py`` says what runs and what does not. Operators are
+counted, each as one kernel: attention is one, and so is the optimizer's update. No time
+is measured.
 """
 
 from __future__ import annotations
@@ -40,10 +42,13 @@ struct Hooks final : CUDAHooksInterface {
 C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
 }
 """
-"""Lets autograd take CUDA tensors in a build of torch without CUDA, if loaded before torch."""
+"""Lets autograd take CUDA tensors in a build of torch without CUDA, if loaded before
+torch.
+"""
 
 KEPT = {"Llama": 13.3 / 16, "Qwen3": 15.3 / 28}
-"""GiB that an eager layer keeps for 8,192 tokens in bfloat16, as in docs/training.md."""
+"""GiB that an eager layer keeps for 8,192 tokens in bfloat16, as in docs/training.md.
+"""
 
 AUTOCAST = 1.2
 """Times as much it keeps under autocast."""
@@ -55,11 +60,15 @@ LAUNCHES = {"Llama": (180, 250), "Qwen3": (240, 320)}
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    sys.platform != "linux" or shutil.which("g++") is None or torch.version.cuda is not None,
+    sys.platform != "linux"
+    or shutil.which("g++") is None
+    or torch.version.cuda is not None,
     reason="needs Linux, g++ and a build of torch for CPUs",
 )
 def test_a_step_on_a_gpu(tmp_path: Path) -> None:
-    """In a steady step the host waits for nothing, and all products have aligned operands."""
+    """In a steady step the host waits for nothing, and all products have aligned
+    operands.
+    """
     source, library = tmp_path / "device.cpp", tmp_path / "device.so"
     source.write_text(DEVICE, encoding="utf-8")
     home = Path(torch.__file__).parent
@@ -67,12 +76,24 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
     link = f"-L{home}/lib -lc10 -ltorch_cpu -Wl,-rpath,{home}/lib"
     subprocess.run(["g++", *flags.split(), *link.split()], check=True)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])
-    env = {"LD_PRELOAD": str(library), "PYTHONPATH": paths, "ACCELERATE_USE_CPU": "false"}
-    done = run_python(ROOT / "tests" / "support" / "fake_cuda_steps.py", tmp_path, env=env)
+    env = {
+        "LD_PRELOAD": str(library),
+        "PYTHONPATH": paths,
+        "ACCELERATE_USE_CPU": "false",
+    }
+    done = run_python(
+        ROOT / "tests" / "support" / "fake_cuda_steps.py", tmp_path, env=env
+    )
     assert done.returncode == 0, done.stderr
-    cases = {tuple(name): steps for name, *steps in json.loads(done.stdout.splitlines()[-1])}
+    cases = {
+        tuple(name): steps for name, *steps in json.loads(done.stdout.splitlines()[-1])
+    }
     assert len(cases) == 8
-    for (family, layout, layers), ((weights, of_layers), first, steady) in cases.items():
+    for (family, layout, layers), (
+        (weights, of_layers),
+        first,
+        steady,
+    ) in cases.items():
         batches = len(steady["tokens"])
         # What the first step does on purpose is seen.
         for found in (first["waits"], first["unaligned"]):
@@ -84,7 +105,9 @@ def test_a_step_on_a_gpu(tmp_path: Path) -> None:
         exact = (16 + 4 * (batches > 1)) * weights
         rounded = 2 * of_layers
         kept = layers * KEPT[family] * AUTOCAST * max(steady["tokens"]) / 8192 * 2**30
-        expected = exact + rounded + kept + 4 * HEADS[family] + 2**30  # gradient and tiles of it
+        expected = (
+            exact + rounded + kept + 4 * HEADS[family] + 2**30
+        )  # gradient and tiles of it
         assert steady["peak"] == pytest.approx(expected, rel=0.08)
         if layers == 1:
             *_, more = cases[family, layout, 2]

@@ -48,11 +48,15 @@ def tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(50)}, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w49", pad_token="w49")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, eos_token="w49", pad_token="w49"
+    )
 
 
 class Users:
-    """Whoever uses a dataset: functions of a dataset object that return all that they saw."""
+    """Whoever uses a dataset: functions of a dataset object that return all that they
+    saw.
+    """
 
     def __init__(self, stored: SimpleNamespace, folder: Path) -> None:
         self.stored, self.folder = stored, folder
@@ -128,7 +132,11 @@ class Users:
         rows = trainer.predict(data).predictions
         model = load_model(self.stored.model, dtype="float64")
         figures = evaluate(model, data.stream.datasets[0], loss="simpo")
-        return trainer.evaluate()["eval_loss"], rows["example_id"].to_pylist(), figures["metrics"]
+        return (
+            trainer.evaluate()["eval_loss"],
+            rows["example_id"].to_pylist(),
+            figures["metrics"],
+        )
 
     def two_loaders(self, data: PackedDataset) -> Any:
         one = PackedDataLoader(data, examples_per_step=STEP)
@@ -136,7 +144,14 @@ class Users:
         first = ids_of(itertools.islice(one, 3))
         whole = ids_of(other)
         other.set_epoch(1)
-        return first, whole, ids_of(other), one.state_dict(), other.state_dict(), len(one)
+        return (
+            first,
+            whole,
+            ids_of(other),
+            one.state_dict(),
+            other.state_dict(),
+            len(one),
+        )
 
     def loop_of_the_loader(self, data: PackedDataset) -> Any:
         loader, seen = PackedDataLoader(data, examples_per_step=STEP), []
@@ -223,7 +238,10 @@ def test_more_and_more_epochs(users: Users) -> None:
         trainer.train()
         return int(trainer.state.global_step)
 
-    plans = [data.plan(examples_per_step=STEP, epochs=epochs).steps for epochs in (3, 2, 1, 3)]
+    plans = [
+        data.plan(examples_per_step=STEP, epochs=epochs).steps
+        for epochs in (3, 2, 1, 3)
+    ]
     assert [steps(data, epochs) for epochs in (3, 2, 1, 3)] == plans
 
 
@@ -237,13 +255,25 @@ def test_training_twice(users: Users) -> None:
 
 
 @pytest.mark.parametrize("kind", ["trainer", "dpo_trainer"])
-def test_resuming_with_one_object_for_training_and_evaluation(users: Users, kind: str) -> None:
-    """From each checkpoint, to the bit; evaluations between them leave the position alone."""
+def test_resuming_with_one_object_for_training_and_evaluation(
+    users: Users, kind: str
+) -> None:
+    """From each checkpoint, to the bit; evaluations between them leave the position
+    alone.
+    """
     make, data = getattr(users, kind), users.fresh()
-    how = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 4}
+    how = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
     trainer = make(data, data, **how)
     trainer.train()
-    expected, steps = (losses_of(trainer), weights_of(trainer)), trainer.state.global_step
+    expected, steps = (
+        (losses_of(trainer), weights_of(trainer)),
+        trainer.state.global_step,
+    )
     saved = [f"checkpoint-{step}" for step in range(4, steps, 4)]
     assert len(saved) > 1
     for name in saved:
@@ -253,7 +283,9 @@ def test_resuming_with_one_object_for_training_and_evaluation(users: Users, kind
 
 
 def test_whoever_moves_the_dataset_moves_its_loaders(users: Users) -> None:
-    """In a loop that sets the epoch of the dataset; a loader that moves itself moves no other."""
+    """In a loop that sets the epoch of the dataset; a loader that moves itself moves no
+    other.
+    """
     data, alone = users.fresh(), PackedDataLoader(users.fresh(), examples_per_step=STEP)
     one, other = (PackedDataLoader(data, examples_per_step=STEP) for _ in range(2))
     for epoch in (0, 1, 2, 0):
@@ -267,13 +299,19 @@ def test_whoever_moves_the_dataset_moves_its_loaders(users: Users) -> None:
     data.load_state_dict(one.state_dict())
     assert other.state_dict() == one.state_dict() == data.state_dict()
     alone.load_state_dict(one.state_dict())
-    assert ids_of(other) == ids_of(PackedDataLoader(data, examples_per_step=STEP)) == ids_of(alone)
+    assert (
+        ids_of(other)
+        == ids_of(PackedDataLoader(data, examples_per_step=STEP))
+        == ids_of(alone)
+    )
 
 
 def test_a_loaded_position_that_is_given_up_is_warned_of(
     users: Users, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As by a loop over ``range(data.epoch, …)``: the loader's own epoch is the one to begin at."""
+    """As by a loop over ``range(data.epoch, …)``: the loader's own epoch is the one to
+    begin at.
+    """
     data = users.fresh()
     loader = PackedDataLoader(data, examples_per_step=STEP)
     loader.set_epoch(1)
@@ -287,7 +325,9 @@ def test_a_loaded_position_that_is_given_up_is_warned_of(
 
 
 def test_two_datasets_of_one_stream(users: Users) -> None:
-    """A stream that somebody gives to several datasets is in the epoch of none of them."""
+    """A stream that somebody gives to several datasets is in the epoch of none
+    of them.
+    """
     stream = users.fresh().stream
     one, other = PackedDataset(stream), PackedDataset(stream)
     first = ids_of(other)
@@ -304,6 +344,8 @@ def test_a_run_without_steps_is_refused(users: Users) -> None:
             return steps
 
     args = TrainingArguments(**users.arguments())
-    trainer = AtItsEnd(users.stored.model, args, users.fresh(), loss="simpo", dtype="float64")
+    trainer = AtItsEnd(
+        users.stored.model, args, users.fresh(), loss="simpo", dtype="float64"
+    )
     with pytest.raises(ConfigError, match="epoch"):
         trainer.train()

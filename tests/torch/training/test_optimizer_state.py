@@ -33,7 +33,13 @@ class CountingSGD(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "k": 0, "d": 1e-2}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "k": 0,
+            "d": 1e-2,
+        }
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -44,7 +50,9 @@ class CountingSGD(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                average = self.state[weight].setdefault("average", torch.zeros_like(weight))
+                average = self.state[weight].setdefault(
+                    "average", torch.zeros_like(weight)
+                )
                 average.lerp_(weight.grad, 1 - group["betas"][0])
                 weight.mul_(1 - group["lr"] * group["weight_decay"])
                 weight.add_(average, alpha=-group["lr"] * group["d"])
@@ -56,21 +64,30 @@ def counting(model: Any) -> dict[str, Any]:
 
 def schedule_free(_: Any) -> dict[str, Any]:
     pytest.importorskip("schedulefree", reason="schedulefree is not installed")
-    return {"arguments": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}}
+    return {
+        "arguments": {"optim": "schedule_free_adamw", "lr_scheduler_type": "constant"}
+    }
 
 
 def prodigy(model: Any) -> dict[str, Any]:
     package = pytest.importorskip("prodigyopt", reason="prodigyopt is not installed")
-    # Bias correction reads the step count of the group; the estimate of the distance hardly moves
-    # on a few random pairs.
-    optimizer = package.Prodigy(model.parameters(), lr=1.0, d0=1e-3, use_bias_correction=True)
+    # Bias correction reads the step count of the group; the estimate of the distance
+    # hardly moves on a few random pairs.
+    optimizer = package.Prodigy(
+        model.parameters(), lr=1.0, d0=1e-3, use_bias_correction=True
+    )
     return {"optimizers": (optimizer, None)}
 
 
 def one_cycle(model: Any) -> dict[str, Any]:
     """A schedule that owns a beta of the optimizer, too."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return {"optimizers": (optimizer, OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS + 1))}
+    return {
+        "optimizers": (
+            optimizer,
+            OneCycleLR(optimizer, max_lr=1e-2, total_steps=STEPS + 1),
+        )
+    }
 
 
 def plateau(_: Any) -> dict[str, Any]:
@@ -111,7 +128,11 @@ def arguments_of(output: Path, **more: Any) -> dict[str, Any]:
 
 
 def packed_run(
-    stored: SimpleNamespace, output: Path, kind: str, resume: str | None = None, **changed: Any
+    stored: SimpleNamespace,
+    output: Path,
+    kind: str,
+    resume: str | None = None,
+    **changed: Any,
 ) -> Any:
     """Trains by PackedTrainer; returns its losses and weights."""
     model = AutoModelForCausalLM.from_pretrained(stored.model, dtype=torch.float64)
@@ -130,7 +151,11 @@ def packed_run(
 
 
 def dpo_run(
-    stored: SimpleNamespace, output: Path, kind: str, resume: str | None = None, **changed: Any
+    stored: SimpleNamespace,
+    output: Path,
+    kind: str,
+    resume: str | None = None,
+    **changed: Any,
 ) -> Any:
     """Trains by PackedDPOTrainer; returns its losses and weights."""
     trl = pytest.importorskip("trl", reason="TRL's own trainer")
@@ -161,13 +186,17 @@ def tokenizer() -> Any:
 
     words = {f"w{i}": i for i in range(49)} | {"</s>": 49}
     fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="</s>", pad_token="</s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=fast, eos_token="</s>", pad_token="</s>"
+    )
 
 
 def outcome(trainer: Any) -> tuple[list[float], dict[str, bytes]]:
     state = trainer.accelerator.unwrap_model(trainer.model).state_dict()
     weights = {name: value.numpy().tobytes() for name, value in state.items()}
-    history = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    history = [
+        record["loss"] for record in trainer.state.log_history if "loss" in record
+    ]
     return history, weights
 
 
@@ -186,10 +215,14 @@ def test_resumed_at_each_step_to_the_last_bit(
     assert len(saved) == STEPS
     for checkpoint in saved[:-1]:
         shutil.rmtree(tmp_path / "resumed", ignore_errors=True)
-        assert run(stored, tmp_path / "resumed", kind, str(checkpoint)) == expected, checkpoint
+        assert run(stored, tmp_path / "resumed", kind, str(checkpoint)) == expected, (
+            checkpoint
+        )
 
 
-def test_the_command_resumes_a_schedule_free_run(stored: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_command_resumes_a_schedule_free_run(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
     pytest.importorskip("schedulefree", reason="schedulefree is not installed")
     settings = {
         "model": stored.model,
@@ -207,9 +240,14 @@ def test_the_command_resumes_a_schedule_free_run(stored: SimpleNamespace, tmp_pa
     train(**settings, output_dir=str(tmp_path / "undisturbed"))
     for checkpoint in checkpoints(tmp_path / "undisturbed")[:-1]:
         output = tmp_path / f"from-{checkpoint.name}"
-        train(**settings, output_dir=str(output), resume_from_checkpoint=str(checkpoint))
+        train(
+            **settings, output_dir=str(output), resume_from_checkpoint=str(checkpoint)
+        )
         assert losses(output) == losses(tmp_path / "undisturbed")
-        files = [folder / "model.safetensors" for folder in (output, tmp_path / "undisturbed")]
+        files = [
+            folder / "model.safetensors"
+            for folder in (output, tmp_path / "undisturbed")
+        ]
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -217,7 +255,9 @@ def test_the_command_resumes_a_schedule_free_run(stored: SimpleNamespace, tmp_pa
 def test_a_resumed_run_has_its_own_settings(
     stored: SimpleNamespace, tmp_path: Path, kind: str
 ) -> None:
-    """Rate, betas and decay are those of the new run; a rate that was reduced stays so."""
+    """Rate, betas and decay are those of the new run; a rate that was reduced
+    stays so.
+    """
     used: list[dict[str, Any]] = []
 
     def note(optimizer: Any, *_: Any) -> None:
@@ -261,7 +301,9 @@ def on_rank(task: dict[str, Any]) -> Any:
         optimizer_cls_and_kwargs=(CountingSGD, {"lr": 1e-2}),
     )
     trainer.train(resume_from_checkpoint=True)
-    history = [record["loss"] for record in trainer.state.log_history if "loss" in record]
+    history = [
+        record["loss"] for record in trainer.state.log_history if "loss" in record
+    ]
     counters = [(group["k"], group["d"]) for group in trainer.optimizer.param_groups]
     return history, counters
 
@@ -270,7 +312,9 @@ def on_rank(task: dict[str, Any]) -> Any:
 def test_sharded_and_whole_checkpoints_keep_counters(
     stored: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """Of a run that is sharded on two ranks, goes on whole on one, and sharded again."""
+    """Of a run that is sharded on two ranks, goes on whole on one, and sharded
+    again.
+    """
 
     def run(folder: str, ranks: int, steps: int) -> Any:
         arguments = arguments_of(tmp_path / folder, lr_scheduler_type="constant")

@@ -1,4 +1,6 @@
-"""PackedTrainer: what a Trainer does, on packs, and what it refuses; runs resume to the bit."""
+"""PackedTrainer: what a Trainer does, on packs, and what it refuses; runs resume to the
+bit.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ def settings(stored: SimpleNamespace, output: Path, **more: Any) -> dict[str, An
     return {"arguments": arguments, **base, "examples_per_step": 9, **more}
 
 
-def run(given: dict[str, Any], resume: Any = True, sharded: bool = False) -> PackedTrainer:
+def run(
+    given: dict[str, Any], resume: Any = True, sharded: bool = False
+) -> PackedTrainer:
     given = dict(given)
     args = TrainingArguments(**given.pop("arguments"))
     if sharded:
@@ -88,18 +92,30 @@ def weights(trainer: Any) -> dict[str, bytes]:
 
 def test_evaluation_and_predictions(stored: SimpleNamespace, tmp_path: Path) -> None:
     """Of every example once, and a model that transformers loads."""
-    given = settings(stored, tmp_path, eval_dataset=stored.held, arguments={"max_steps": 3})
+    given = settings(
+        stored, tmp_path, eval_dataset=stored.held, arguments={"max_steps": 3}
+    )
     trainer = run(given)
     assert history(trainer)[0] == pytest.approx(math.log(2), abs=1e-12)
-    names = {"rewards/accuracies", "logps/chosen", "grad_norm", "fill", "tokens_per_second"}
+    names = {
+        "rewards/accuracies",
+        "logps/chosen",
+        "grad_norm",
+        "fill",
+        "tokens_per_second",
+    }
     assert names <= trainer.state.log_history[0].keys()
     rows = trainer.predict(stored.held).predictions
     assert rows["example_id"].to_pylist() == [*range(9)]
     loss = trainer.evaluate()["eval_loss"]
     assert loss == pytest.approx(np.mean(rows["loss"].to_pylist()), abs=1e-6)
     trainer.save_model(str(tmp_path / "model"))
-    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64)
-    found = evaluate(use_packed_attention(saved), packstore.open(stored.held), loss="simpo")
+    saved = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", dtype=torch.float64
+    )
+    found = evaluate(
+        use_packed_attention(saved), packstore.open(stored.held), loss="simpo"
+    )
     assert found["metrics"]["logps/chosen"] == pytest.approx(
         np.mean([both[0] for both in rows["logps"].to_pylist()]), abs=1e-5
     )
@@ -149,7 +165,9 @@ def on_rank(task: dict[str, Any]) -> Any:
             save(self, path)
 
         TrainerState.save_to_json = torn
-    trainer = run(task["given"], task.get("resume", True), sharded=task.get("shard", False))
+    trainer = run(
+        task["given"], task.get("resume", True), sharded=task.get("shard", False)
+    )
     losses = history(trainer), history(trainer, "eval_loss"), history(trainer, "epoch")
     if task.get("shard"):
         assert trainer.accelerator.is_fsdp2
@@ -163,7 +181,10 @@ KINDS = {
     "adapter": {"lora": {"r": 4, "target_modules": ["c_attn"]}},
     "reward": {"loss": "bradley_terry"},
     "float32": {"dtype": "float32"},
-    "mix": {"loss": {"dpo": 0.8, "bco_pair": 0.2}, "loss_parameters": {"sft_weight": 0.3}},
+    "mix": {
+        "loss": {"dpo": 0.8, "bco_pair": 0.2},
+        "loss_parameters": {"sft_weight": 0.3},
+    },
 }
 
 
@@ -189,15 +210,21 @@ def test_killed_runs_resume_to_the_bit(
 def test_killed_while_an_old_checkpoint_is_removed(
     stored: SimpleNamespace, tmp_path: Path, limit: int
 ) -> None:
-    """What is left of it is removed as the run goes on, and no spare one in its place."""
+    """What is left of it is removed as the run goes on, and no spare one in its
+    place.
+    """
     more = {"arguments": {"save_total_limit": limit, "save_steps": 2, "max_steps": 8}}
     given = settings(stored, tmp_path / "b", **more)
     assert launch(__file__, {"given": given, "inside": "removal"}, 1, tmp_path) == []
     assert len([*(tmp_path / "b").glob("checkpoint-*")]) == limit + 1
-    whole = launch(__file__, {"given": settings(stored, tmp_path / "a", **more)}, 1, tmp_path)
+    whole = launch(
+        __file__, {"given": settings(stored, tmp_path / "a", **more)}, 1, tmp_path
+    )
     assert launch(__file__, {"given": given}, 1, tmp_path) == whole
     expected = ["checkpoint-6", "checkpoint-8"][-limit:]
-    assert sorted(path.name for path in (tmp_path / "b").glob("checkpoint-*")) == expected
+    assert (
+        sorted(path.name for path in (tmp_path / "b").glob("checkpoint-*")) == expected
+    )
 
 
 @pytest.mark.slow
@@ -207,9 +234,14 @@ def test_killed_on_2_1_2_ranks(
     stored: SimpleNamespace, tmp_path: Path, sharded: bool, kind: str
 ) -> None:
     """DDP, or FSDP2 in turn with one rank that is not sharded."""
-    more = {"arguments": {"eval_strategy": "steps", "eval_steps": 5}, "eval_dataset": stored.held}
+    more = {
+        "arguments": {"eval_strategy": "steps", "eval_steps": 5},
+        "eval_dataset": stored.held,
+    }
     more |= KINDS[kind]
-    alone = launch(__file__, {"given": settings(stored, tmp_path / "a", **more)}, 1, tmp_path)[0]
+    alone = launch(
+        __file__, {"given": settings(stored, tmp_path / "a", **more)}, 1, tmp_path
+    )[0]
     both = {"given": settings(stored, tmp_path / "b", **more), "shard": sharded}
     assert launch(__file__, {**both, "kill": 5}, 2, tmp_path) == []
     assert launch(__file__, {**both, "shard": False, "kill": 4}, 1, tmp_path) == []
@@ -235,7 +267,9 @@ def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> Non
     for name in OF_PACKS:
         other = TrainingArguments(str(tmp_path), use_cpu=True)
         object.__setattr__(other, name, "something else")
-        with pytest.raises(ConfigError, match=f"setting {name}: it must be .*with packs; found"):
+        with pytest.raises(
+            ConfigError, match=f"setting {name}: it must be .*with packs; found"
+        ):
             check_arguments(other, OF_PACKS)
 
 
@@ -253,28 +287,42 @@ def test_steps_that_are_none_or_several(
         run(settings(stored, tmp_path, arguments={name: value}))
 
 
-def test_what_is_meant_for_another_trainer(stored: SimpleNamespace, tmp_path: Path) -> None:
+def test_what_is_meant_for_another_trainer(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
     """TRL's settings and misplaced arguments are refused, not passed over."""
     trl = pytest.importorskip("trl", reason="trl is in the extra train")
     own = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
     plain, config = TrainingArguments(**own), trl.DPOConfig(**own)
     for name, value in {"beta": 5.0, "loss_type": ["ipo"], "max_length": 64}.items():
         args = trl.DPOConfig(**own, **{name: value})
-        with pytest.raises(ConfigError, match=f"setting {name}: it must be one of TrainingArg"):
+        with pytest.raises(
+            ConfigError, match=f"setting {name}: it must be one of TrainingArg"
+        ):
             PackedTrainer(stored.model, args, stored.data)
-    with pytest.raises(ConfigError, match="args: it must be TrainingArguments; found '"):
+    with pytest.raises(
+        ConfigError, match="args: it must be TrainingArguments; found '"
+    ):
         PackedTrainer(stored.model, stored.data, plain)
-    with pytest.raises(UnknownNameError, match=r"argument 'beta'.* Did you mean 'loss_parameters'"):
+    with pytest.raises(
+        UnknownNameError, match=r"argument 'beta'.* Did you mean 'loss_parameters'"
+    ):
         PackedTrainer(stored.model, plain, stored.data, beta=0.2)
     PackedTrainer(stored.model, config, stored.data, dtype="float64")
 
 
-@pytest.mark.parametrize("data", [[{"prompt": "Q", "chosen": "A", "rejected": "B"}], {"a": [1]}, 3])
-def test_records_that_are_not_packed(stored: SimpleNamespace, tmp_path: Path, data: Any) -> None:
+@pytest.mark.parametrize(
+    "data", [[{"prompt": "Q", "chosen": "A", "rejected": "B"}], {"a": [1]}, 3]
+)
+def test_records_that_are_not_packed(
+    stored: SimpleNamespace, tmp_path: Path, data: Any
+) -> None:
     """As TRL's trainers take; also where only the evaluation is of such."""
     for part in ("train_dataset", "eval_dataset"):
         given = settings(stored, tmp_path, **{part: data})
-        with pytest.raises(ConfigError, match=r"must be a packed one; found .* Pack the records"):
+        with pytest.raises(
+            ConfigError, match=r"must be a packed one; found .* Pack the records"
+        ):
             run(given)
 
 
@@ -294,25 +342,79 @@ def test_what_would_train_nothing_or_something_else(
             "some of its weights must be trained",
         ),
         ({"peft_config": adapter}, "some of its weights must be trained"),
-        ({"optimizers": (other, None)}, "Make the optimizer of this model's parameters"),
-        ({"optimizers": (torch.optim.SGD, None)}, "optimizers: it must be Optimizer; found type"),
-        ({"optimizers": other}, r"optimizers: it must be Sequence; found SGD. Give \(optimizer, s"),
-        ({"model": model()}, "dtype: it is of a model that is loaded; found 'float64' beside GPT2"),
-        ({"loss_parameters": ["beta"]}, r"loss_parameters must be a mapping .*found \['beta'\]"),
-        ({"loss": lambda chosen, rejected: chosen}, "it must take the pairs, and parameters with"),
-        ({"storage_options": "key"}, "storage_options must be a mapping .*; found a text"),
-        ({"examples_per_step": "9"}, "examples_per_step must be a whole number or None; found '9'"),
-        ({"eval_ref_logps": 3}, "eval_ref_logps must be a list of strings; found a number"),
-        ({"reference": True}, r"use_packed_attention\(bool\): it must be a Hugging Face model"),
-        ({"callbacks": TrainerCallback()}, "callbacks: it must be Sequence; found TrainerCallback"),
-        ({"processing_class": "gpt2"}, "processing_class: it must be a tokenizer, .*found 'gpt2'"),
-        ({"compute_metrics": print}, "compute_metrics: it must be left out; found builtin"),
-        ({"train_dataset": {"a": stored.data}}, "found dict.* several datasets, PackedDataset.mix"),
-        ({"eval_dataset": {"a": {"b": stored.held}}}, "it must be a packed one; found dict."),
-        ({"arguments": {"lr_scheduler_kwargs": {"a": 1}}}, "settings: transformers must take them"),
-        ({"loss": dpo, "loss_parameters": {"beta": 5.0}}, "left out beside a loss that is made"),
+        (
+            {"optimizers": (other, None)},
+            "Make the optimizer of this model's parameters",
+        ),
+        (
+            {"optimizers": (torch.optim.SGD, None)},
+            "optimizers: it must be Optimizer; found type",
+        ),
+        (
+            {"optimizers": other},
+            r"optimizers: it must be Sequence; found SGD. Give \(optimizer, s",
+        ),
+        (
+            {"model": model()},
+            "dtype: it is of a model that is loaded; found 'float64' beside GPT2",
+        ),
+        (
+            {"loss_parameters": ["beta"]},
+            r"loss_parameters must be a mapping .*found \['beta'\]",
+        ),
+        (
+            {"loss": lambda chosen, rejected: chosen},
+            "it must take the pairs, and parameters with",
+        ),
+        (
+            {"storage_options": "key"},
+            "storage_options must be a mapping .*; found a text",
+        ),
+        (
+            {"examples_per_step": "9"},
+            "examples_per_step must be a whole number or None; found '9'",
+        ),
+        (
+            {"eval_ref_logps": 3},
+            "eval_ref_logps must be a list of strings; found a number",
+        ),
+        (
+            {"reference": True},
+            r"use_packed_attention\(bool\): it must be a Hugging Face model",
+        ),
+        (
+            {"callbacks": TrainerCallback()},
+            "callbacks: it must be Sequence; found TrainerCallback",
+        ),
+        (
+            {"processing_class": "gpt2"},
+            "processing_class: it must be a tokenizer, .*found 'gpt2'",
+        ),
+        (
+            {"compute_metrics": print},
+            "compute_metrics: it must be left out; found builtin",
+        ),
+        (
+            {"train_dataset": {"a": stored.data}},
+            "found dict.* several datasets, PackedDataset.mix",
+        ),
+        (
+            {"eval_dataset": {"a": {"b": stored.held}}},
+            "it must be a packed one; found dict.",
+        ),
+        (
+            {"arguments": {"lr_scheduler_kwargs": {"a": 1}}},
+            "settings: transformers must take them",
+        ),
+        (
+            {"loss": dpo, "loss_parameters": {"beta": 5.0}},
+            "left out beside a loss that is made",
+        ),
         ({"compile": False}, "compile must be one of: auto, layers, none; found False"),
-        ({"dtype": "bf16"}, "dtype must be one of: float32, bfloat16, float64; found 'bf16'"),
+        (
+            {"dtype": "bf16"},
+            "dtype must be one of: float32, bfloat16, float64; found 'bf16'",
+        ),
         ({"eval_ref_logps": "side"}, "eval_ref_logps: it must go with a dataset"),
         ({"peft_config": "lora"}, "peft_config: it must be PeftConfig; found 'lora'"),
         (
@@ -324,22 +426,32 @@ def test_what_would_train_nothing_or_something_else(
             "the model must have no adapter",
         ),
     ):
-        with pytest.raises((ConfigError, CompatibilityError, BackendError), match=message):
+        with pytest.raises(
+            (ConfigError, CompatibilityError, BackendError), match=message
+        ):
             run(settings(stored, tmp_path, **given))
-    with pytest.raises(ConfigError, match="resume_from_checkpoint: it must be str; found int"):
+    with pytest.raises(
+        ConfigError, match="resume_from_checkpoint: it must be str; found int"
+    ):
         run(settings(stored, tmp_path), resume=3)
     data = packstore.open(stored.data)
-    with pytest.raises(ConfigError, match="loss: it must be PreferenceLoss; found PolicyLoss"):
+    with pytest.raises(
+        ConfigError, match="loss: it must be PreferenceLoss; found PolicyLoss"
+    ):
         evaluate(model(), data, loss=PolicyLoss())
 
 
 def test_ids_beyond_the_vocabulary(stored: SimpleNamespace, tmp_path: Path) -> None:
     """Of records of ids nobody knows the tokenizer; a GPU would end the process."""
     packs = packstore.pack(
-        [{"prompt": [1], "chosen": [2, 50], "rejected": [3]}] * 9, tmp_path / "ids", pack_size=64
+        [{"prompt": [1], "chosen": [2, 50], "rejected": [3]}] * 9,
+        tmp_path / "ids",
+        pack_size=64,
     )
     given = settings(stored, tmp_path / "run", train_dataset=packs.url)
-    message = "token ids must be below 50; found 50. Use the model that belongs to the ids"
+    message = (
+        "token ids must be below 50; found 50. Use the model that belongs to the ids"
+    )
     with pytest.raises(CompatibilityError, match=message):
         run(given)
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(stored.model))
@@ -347,14 +459,25 @@ def test_ids_beyond_the_vocabulary(stored: SimpleNamespace, tmp_path: Path) -> N
         evaluate(model, packs, loss="sft")
 
 
-ANSWER, PAIR = {"prompt": [1], "response": [2, 3]}, {"prompt": [1], "chosen": [2], "rejected": [3]}
+ANSWER, PAIR = (
+    {"prompt": [1], "response": [2, 3]},
+    {"prompt": [1], "chosen": [2], "rejected": [3]},
+)
 
 
 @pytest.mark.parametrize(
     ("loss", "records", "told"),
     [
-        ("kto", [{**ANSWER, "score": s} for s in (0.5, 2)], "some answers must be good.* 40 good"),
-        ("bco", [{**ANSWER, "score": s} for s in (0, -1)], "found 0 good and 40 bad ones"),
+        (
+            "kto",
+            [{**ANSWER, "score": s} for s in (0.5, 2)],
+            "some answers must be good.* 40 good",
+        ),
+        (
+            "bco",
+            [{**ANSWER, "score": s} for s in (0, -1)],
+            "found 0 good and 40 bad ones",
+        ),
         ("kto", [{**ANSWER, "score": s} for s in (1, -1)], None),
         (
             "odpo",
@@ -373,8 +496,12 @@ def test_data_of_one_side_is_told_once(
     records: list[Any],
     told: str | None,
 ) -> None:
-    """Also where a step has no pairs: its loss is nothing, and no run diverges by it."""
-    data = packstore.pack(records * (40 // len(records)), tmp_path / "data", pack_size=64)
+    """Also where a step has no pairs: its loss is nothing, and no run diverges
+    by it.
+    """
+    data = packstore.pack(
+        records * (40 // len(records)), tmp_path / "data", pack_size=64
+    )
     given = settings(
         stored,
         tmp_path / "run",
@@ -392,12 +519,19 @@ def test_data_of_one_side_is_told_once(
 def test_data_without_a_pair_is_named_before_the_first_step(
     stored: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """Its loss would be no number, in an evaluation after hours; its log-probs are there."""
+    """Its loss would be no number, in an evaluation after hours; its log-probs are
+    there.
+    """
     alike = {"prompt": [1], "responses": [[2], [3]], "scores": [4, 4]}
     url = packstore.pack([alike] * 9, tmp_path / "data", pack_size=64).url
-    message = f"loss 'dpo' on {url}: some pairs must differ in score; found none that do"
+    message = (
+        f"loss 'dpo' on {url}: some pairs must differ in score; found none that do"
+    )
     more = {"arguments": {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2}}
-    for given in ({"train_dataset": url}, {"eval_dataset": {"held": stored.held, "alike": url}}):
+    for given in (
+        {"train_dataset": url},
+        {"eval_dataset": {"held": stored.held, "alike": url}},
+    ):
         with pytest.raises(CompatibilityError, match=message):
             PackedTrainer(stored.model, loss="dpo", **given)
     trainer = run(settings(stored, tmp_path / "run", eval_dataset=stored.held, **more))
@@ -406,11 +540,20 @@ def test_data_without_a_pair_is_named_before_the_first_step(
     assert len(trainer.predict(url).predictions) == 9
     with pytest.raises(CompatibilityError, match=message):
         evaluate(trainer.model, packstore.open(url))
-    run(settings(stored, tmp_path / "sft", train_dataset=url, loss_parameters={"sft_weight": 1.0}))
+    run(
+        settings(
+            stored,
+            tmp_path / "sft",
+            train_dataset=url,
+            loss_parameters={"sft_weight": 1.0},
+        )
+    )
 
 
 def test_steps_called_by_hand(stored: SimpleNamespace, tmp_path: Path) -> None:
-    """Of a callback, say: they add nothing to the records, and take what the loaders yield."""
+    """Of a callback, say: they add nothing to the records, and take what the loaders
+    yield.
+    """
     trainer = PackedTrainer(stored.model, TrainingArguments(str(tmp_path)), stored.data)
     step = next(iter(trainer.get_train_dataloader()))
     loss, logps, labels = trainer.prediction_step(trainer.model, step, False)
@@ -420,7 +563,9 @@ def test_steps_called_by_hand(stored: SimpleNamespace, tmp_path: Path) -> None:
     assert trainer._step_metrics.metrics.means() == {}
     assert trainer.num_examples(trainer.get_train_dataloader()) == 60
     for call in (trainer.prediction_step, trainer.training_step):
-        with pytest.raises(ConfigError, match="inputs: it must be PackedBatch; found dict"):
+        with pytest.raises(
+            ConfigError, match="inputs: it must be PackedBatch; found dict"
+        ):
             call(trainer.model, {"input_ids": [1]}, False)
     with pytest.raises(ConfigError, match="inputs: it must be PackedBatch; found list"):
         trainer.compute_loss(trainer.model, step)
@@ -433,23 +578,39 @@ def test_subclasses(stored: SimpleNamespace, tmp_path: Path) -> None:
     given = settings(stored, tmp_path, arguments={"max_steps": 1})
     args = TrainingArguments(**given.pop("arguments"))
     for name, method, message in (
-        ("get_train_dataloader", lambda _: own, "must yield whole steps; found 1 of the 3 batches"),
+        (
+            "get_train_dataloader",
+            lambda _: own,
+            "must yield whole steps; found 1 of the 3 batches",
+        ),
         ("prediction_step", lambda *_: None, "Other: prediction_step must stay"),
         ("compute_loss", twice, None),
     ):
         other = type("Other", (PackedTrainer,), {name: method})
-        with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        with (
+            nullcontext()
+            if message is None
+            else pytest.raises(ConfigError, match=message)
+        ):
             trainer = other(args=args, **given)
             trainer.train()
     assert history(trainer)[0] == pytest.approx(2 * math.log(2))
 
 
-def test_a_loss_of_tokens(kit: SimpleNamespace, stored: SimpleNamespace, tmp_path: Path) -> None:
-    """GRPO's on scored answers, with its reference: at first ratios are 1, so it is that of A."""
-    packs = kit.packed(random_examples(20, seed=4, kind="scored"), [1, 4, 2, 3] * 2, "concat")
+def test_a_loss_of_tokens(
+    kit: SimpleNamespace, stored: SimpleNamespace, tmp_path: Path
+) -> None:
+    """GRPO's on scored answers, with its reference: at first ratios are 1, so it is
+    that of A.
+    """
+    packs = kit.packed(
+        random_examples(20, seed=4, kind="scored"), [1, 4, 2, 3] * 2, "concat"
+    )
     kit.write(str(tmp_path / "scored"), packs, kind="scored")
     loss = PolicyLoss(average="sequence", kl_weight=0.1)
-    given = settings(stored, tmp_path / "run", loss=loss, train_dataset=str(tmp_path / "scored"))
+    given = settings(
+        stored, tmp_path / "run", loss=loss, train_dataset=str(tmp_path / "scored")
+    )
     trainer = run(given)
     assert len(history(trainer)) == trainer.state.global_step > 3
     assert np.ptp(history(trainer)) > 1e-4
@@ -458,12 +619,22 @@ def test_a_loss_of_tokens(kit: SimpleNamespace, stored: SimpleNamespace, tmp_pat
 
 
 @pytest.mark.slow
-def test_its_best_model_and_its_defaults(stored: SimpleNamespace, tmp_path: Path) -> None:
-    """In bfloat16 by autocast, recomputed, resumed: policy and reference begin exactly equal."""
+def test_its_best_model_and_its_defaults(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
+    """In bfloat16 by autocast, recomputed, resumed: policy and reference begin exactly
+    equal.
+    """
     how = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "bf16": True}
-    how |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_rewards/margins"}
+    how |= {
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_rewards/margins",
+    }
     how |= {"gradient_checkpointing": True, "max_steps": 8}
-    more = {"dtype": "float32", "eval_dataset": {"held": stored.held, "more": stored.data}}
+    more = {
+        "dtype": "float32",
+        "eval_dataset": {"held": stored.held, "more": stored.data},
+    }
     how["metric_for_best_model"] = "eval_held_rewards/margins"
     logs = []
     for resume in (False, str(tmp_path / "checkpoint-4")):
@@ -473,15 +644,26 @@ def test_its_best_model_and_its_defaults(stored: SimpleNamespace, tmp_path: Path
     first = logs[0][0]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert first["rewards/margins"] == 0
-    held = [entry["eval_held_rewards/margins"] for entry in logs[0] if "eval_held_loss" in entry]
+    held = [
+        entry["eval_held_rewards/margins"]
+        for entry in logs[0]
+        if "eval_held_loss" in entry
+    ]
     assert len(held) == 4
     assert trainer.state.best_metric == max(held)
     for before, after in zip(logs[0], logs[1], strict=True):
-        for name in {"loss", "rewards/chosen", "num_tokens", "eval_held_loss"} & before.keys():
+        for name in {
+            "loss",
+            "rewards/chosen",
+            "num_tokens",
+            "eval_held_loss",
+        } & before.keys():
             assert after[name] == pytest.approx(before[name], abs=1e-5), name
 
 
-def test_batch_sizes_mean_what_they_mean_unpacked(stored: SimpleNamespace, tmp_path: Path) -> None:
+def test_batch_sizes_mean_what_they_mean_unpacked(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
     other = settings(stored, tmp_path / "a", arguments={**sizes, "max_steps": 3})
     other["examples_per_step"] = None
@@ -490,7 +672,9 @@ def test_batch_sizes_mean_what_they_mean_unpacked(stored: SimpleNamespace, tmp_p
 
 
 def test_a_changed_position_is_refused(stored: SimpleNamespace, tmp_path: Path) -> None:
-    """Its hash is beside it: a position that somebody or a disk changed would skip data."""
+    """Its hash is beside it: a position that somebody or a disk changed would skip
+    data.
+    """
     given = settings(stored, tmp_path, arguments={"max_steps": 3})
     run(given)
     file = tmp_path / "checkpoint-3" / "packstore.json"
@@ -502,11 +686,17 @@ def test_a_changed_position_is_refused(stored: SimpleNamespace, tmp_path: Path) 
             run(given, resume=str(file.parent))
 
 
-def test_a_checkpoint_that_lost_a_part_is_refused(stored: SimpleNamespace, tmp_path: Path) -> None:
-    """transformers begins anew in silence with the state of an optimizer that it does not find."""
+def test_a_checkpoint_that_lost_a_part_is_refused(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
+    """transformers begins anew in silence with the state of an optimizer that it does
+    not find.
+    """
     given = settings(stored, tmp_path, arguments={"max_steps": 3})
     run(given)
-    files = [f for f in (tmp_path / "checkpoint-3").iterdir() if "state.json" not in f.name]
+    files = [
+        f for f in (tmp_path / "checkpoint-3").iterdir() if "state.json" not in f.name
+    ]
     assert len(files) >= 8
     for file in files:
         whole = file.read_bytes()
@@ -514,7 +704,9 @@ def test_a_checkpoint_that_lost_a_part_is_refused(stored: SimpleNamespace, tmp_p
             file.unlink()
             if part is not None:
                 file.write_bytes(part)
-            with pytest.raises(FormatError, match=rf"checkpoint-3: it must be whole.*{file.name}"):
+            with pytest.raises(
+                FormatError, match=rf"checkpoint-3: it must be whole.*{file.name}"
+            ):
                 run(given, resume=str(tmp_path / "checkpoint-3"))
         file.write_bytes(whole)
 
@@ -523,7 +715,9 @@ def test_a_checkpoint_that_lost_a_part_is_refused(stored: SimpleNamespace, tmp_p
 def test_killed_while_a_checkpoint_is_written_again(
     stored: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """What was there before has the Trainer's state, and must not pass for whole with it."""
+    """What was there before has the Trainer's state, and must not pass for whole with
+    it.
+    """
     given = settings(stored, tmp_path, arguments={"max_steps": 6})
     run(given)
     begun = str(tmp_path / "checkpoint-3")
@@ -538,7 +732,9 @@ def test_killed_while_a_checkpoint_is_written_again(
 def test_saved_for_sigterm_while_a_step_runs(
     stored: SimpleNamespace, tmp_path: Path, event: str
 ) -> None:
-    """transformers then saves with the data of a step in hand, which is run anew on resuming."""
+    """transformers then saves with the data of a step in hand, which is run anew on
+    resuming.
+    """
     pytest.importorskip("transformers.trainer_jit_checkpoint")
 
     def preempt(self: Any, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -552,4 +748,6 @@ def test_saved_for_sigterm_while_a_step_runs(
     run({**given, "callbacks": [killer]})
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["checkpoint-4"]
     resumed = history(run(given))
-    assert resumed == history(run(settings(stored, tmp_path / "b", arguments=arguments)))
+    assert resumed == history(
+        run(settings(stored, tmp_path / "b", arguments=arguments))
+    )

@@ -1,4 +1,6 @@
-"""What docs/training.md shows: callbacks, early stopping, TensorBoard, upload to a hub."""
+"""What docs/training.md shows: callbacks, early stopping, TensorBoard, upload
+to a hub.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ from packstore.torch import PackedTrainer
 
 
 @pytest.fixture(scope="module")
-def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def made(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     return kit.short_run(tmp_path_factory.mktemp("recipes"))
 
 
 def arguments(output: Path, **settings: Any) -> TrainingArguments:
-    defaults = {"use_cpu": True, "disable_tqdm": True, "learning_rate": 1e-3, "max_steps": 6}
+    defaults = {
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "learning_rate": 1e-3,
+        "max_steps": 6,
+    }
     return TrainingArguments(str(output), **{**defaults, **settings})
 
 
@@ -32,20 +41,26 @@ def test_a_callback_of_ones_own_sees_every_metric_and_stops(
     seen: list[dict[str, float]] = []
 
     class Stop(TrainerCallback):  # type: ignore[misc]
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        def on_log(
+            self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
+        ) -> None:
             seen.append(logs)
             control.should_training_stop = state.global_step >= 2
 
     trainer = PackedTrainer(args=arguments(tmp_path), callbacks=[Stop()], **made)
     trainer.train()
     assert trainer.state.global_step == 2
-    assert {"rewards/margins", "rewards/accuracies", "fill", "grad_norm"} <= seen[0].keys()
+    assert {"rewards/margins", "rewards/accuracies", "fill", "grad_norm"} <= seen[
+        0
+    ].keys()
 
 
 def test_early_stopping_keeps_the_best_model(
     made: dict[str, Any], kit: SimpleNamespace, tmp_path: Path
 ) -> None:
-    """On held-out pairs of random tokens, of which training on others learns nothing for long."""
+    """On held-out pairs of random tokens, of which training on others learns nothing
+    for long.
+    """
     held = str(tmp_path / "held")
     kit.write(held, kit.packed(random_examples(8, seed=9), [4, 4], "concat"))
     args = arguments(
@@ -77,9 +92,13 @@ def test_trackers_get_every_record(
     trainer.train()
     (folder,) = {file.parent for file in (tmp_path / "logs").rglob("events*")}
     written = EventAccumulator(str(folder)).Reload()
-    margins = [(event.step, event.value) for event in written.Scalars("train/rewards/margins")]
+    margins = [
+        (event.step, event.value) for event in written.Scalars("train/rewards/margins")
+    ]
     history = [r for r in trainer.state.log_history if "rewards/margins" in r]
-    assert margins == [(r["step"], pytest.approx(r["rewards/margins"])) for r in history]
+    assert margins == [
+        (r["step"], pytest.approx(r["rewards/margins"])) for r in history
+    ]
     assert len(margins) == 6
 
 

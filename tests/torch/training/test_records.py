@@ -1,4 +1,6 @@
-"""Records of a run: rates, epochs and what is logged when; and what a trainer says of itself."""
+"""Records of a run: rates, epochs and what is logged when; and what a trainer says of
+itself.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SIZE = 9
 """Examples of a step; the 60 of the dataset need seven steps or more."""
 
 
-def packed_trainer(stored: SimpleNamespace, output: Path, *, loss: Any = "dpo", **more: Any) -> Any:
+def packed_trainer(
+    stored: SimpleNamespace, output: Path, *, loss: Any = "dpo", **more: Any
+) -> Any:
     eval_dataset = more.pop("eval_dataset", None)
     callbacks = more.pop("callbacks", None)
     return PackedTrainer(
@@ -41,7 +45,9 @@ def dpo_trainer(stored: SimpleNamespace, output: Path, **more: Any) -> Any:
     from packstore.torch import PackedDPOTrainer
 
     sizes = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 3}
-    config = trl.DPOConfig(**arguments_of(output, **sizes, bf16=False, max_length=None, **more))
+    config = trl.DPOConfig(
+        **arguments_of(output, **sizes, bf16=False, max_length=None, **more)
+    )
     return PackedDPOTrainer(stored.model, args=config, train_dataset=stored.data)
 
 
@@ -55,7 +61,11 @@ def records(trainer: Any, name: str) -> list[dict[str, float]]:
 @pytest.mark.parametrize("make", TRAINERS.values(), ids=[*TRAINERS])
 @pytest.mark.parametrize(("max_steps", "epochs"), [(3, 1), (12, 2), (-1, 3)])
 def test_rates_and_epochs_are_those_of_the_steps_that_ran(
-    stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any], max_steps: int, epochs: int
+    stored: SimpleNamespace,
+    tmp_path: Path,
+    make: Callable[..., Any],
+    max_steps: int,
+    epochs: int,
 ) -> None:
     """In the result, the records, the state and its file, also after a resume."""
     trainer = make(stored, tmp_path, max_steps=max_steps, save_steps=2)
@@ -66,8 +76,12 @@ def test_rates_and_epochs_are_those_of_the_steps_that_ran(
     assert examples == 60 * epochs if max_steps < 0 else examples < 60 * epochs
     for figures in (summary, result.metrics):
         seconds = figures["train_runtime"]
-        assert figures["train_samples_per_second"] == pytest.approx(examples / seconds, rel=1e-3)
-        assert figures["train_steps_per_second"] == pytest.approx(steps / seconds, rel=1e-2)
+        assert figures["train_samples_per_second"] == pytest.approx(
+            examples / seconds, rel=1e-3
+        )
+        assert figures["train_steps_per_second"] == pytest.approx(
+            steps / seconds, rel=1e-2
+        )
     assert trainer.state.num_train_epochs == epochs
     assert epochs - 1 < trainer.state.epoch <= epochs
     trainer.save_state()
@@ -86,11 +100,17 @@ def test_rates_and_epochs_are_those_of_the_steps_that_ran(
 def test_logging_strategy(
     stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any], strategy: str
 ) -> None:
-    """A record at the end of an epoch is of all its steps; without any, the summary has all."""
+    """A record at the end of an epoch is of all its steps; without any, the summary has
+    all.
+    """
     each = make(stored, tmp_path / "each", num_train_epochs=2)
     each.train()
     steps = records(each, "loss")
-    more: dict[str, Any] = {"logging_strategy": strategy, "logging_steps": 500, "save_steps": 3}
+    more: dict[str, Any] = {
+        "logging_strategy": strategy,
+        "logging_steps": 500,
+        "save_steps": 3,
+    }
     trainer = make(stored, tmp_path / "run", num_train_epochs=2, **more)
     trainer.train()
     found = records(trainer, "loss")
@@ -105,7 +125,9 @@ def test_logging_strategy(
         return
     assert [r["epoch"] for r in found] == [1, 2]
     for record in found:
-        parts = [r for r in steps if record["epoch"] - 1 < r["epoch"] <= record["epoch"]]
+        parts = [
+            r for r in steps if record["epoch"] - 1 < r["epoch"] <= record["epoch"]
+        ]
         sizes = [r["examples"] for r in parts]
         assert record["examples"] == sum(sizes) == 60
         for name in ("loss", "rewards/margins"):
@@ -119,7 +141,11 @@ def test_records_of_a_resumed_run_are_of_all_steps(
     stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any], strategy: str
 ) -> None:
     """Also of those before the checkpoint, which no record held yet."""
-    more: dict[str, Any] = {"logging_strategy": strategy, "save_steps": 3, "num_train_epochs": 2}
+    more: dict[str, Any] = {
+        "logging_strategy": strategy,
+        "save_steps": 3,
+        "num_train_epochs": 2,
+    }
     undisturbed = make(stored, tmp_path, **more)
     undisturbed.train()
     for step in (3, 6, 9):
@@ -160,11 +186,18 @@ def test_callbacks_hear_of_each_batch_of_an_evaluation(
 
     class Count(TrainerCallback):
         def on_prediction_step(
-            self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **_: Any
+            self,
+            args: Any,
+            state: Any,
+            control: Any,
+            eval_dataloader: Any = None,
+            **_: Any,
         ) -> None:
             lengths.append(len(eval_dataloader))
 
-    trainer = packed_trainer(stored, tmp_path, eval_dataset=stored.held, callbacks=[Count()])
+    trainer = packed_trainer(
+        stored, tmp_path, eval_dataset=stored.held, callbacks=[Count()]
+    )
     metrics = trainer.evaluate()
     assert lengths == [3, 3, 3]
     seconds = metrics["eval_runtime"]
@@ -217,7 +250,11 @@ def test_the_result_of_train_counts_examples_of_any_records(
 def test_a_diverged_run_saves_no_weights_without_records_either(
     stored: SimpleNamespace, tmp_path: Path, strategy: str, save_strategy: str
 ) -> None:
-    more = {"logging_strategy": strategy, "save_strategy": save_strategy, "save_steps": 2}
+    more = {
+        "logging_strategy": strategy,
+        "save_strategy": save_strategy,
+        "save_steps": 2,
+    }
     trainer = packed_trainer(stored, tmp_path, learning_rate=1e300, max_steps=2, **more)
     with pytest.raises(DivergedError, match="learning_rate"):
         trainer.train()

@@ -1,4 +1,6 @@
-"""FSDP2 on two ranks with bfloat16 weights: by Accelerate's ``prepare``, and by ``fully_shard``."""
+"""FSDP2 on two ranks with bfloat16 weights: by Accelerate's ``prepare``, and by
+``fully_shard``.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ def by_accelerate(settings: dict[str, Any], wrong: str) -> dict[str, Any]:
 
 
 def by_hand(model: Any, batch: Any) -> dict[str, Any]:
-    """Log-probs with a policy that leaves outputs alone; the refusal with one that rounds them."""
+    """Log-probs with a policy that leaves outputs alone; the refusal with one that
+    rounds them.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     found: dict[str, Any] = {}
     for name, output in (("kept", None), ("rounded", torch.bfloat16)):
@@ -98,11 +102,17 @@ def on_rank(task: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: Path) -> None:
+def test_log_probs_stay_exact_and_weights_tied(
+    kit: SimpleNamespace, tmp_path: Path
+) -> None:
     settings = kit.short_run(tmp_path)
     model = kit.tiny_model(dtype=torch.float32, tie_word_embeddings=True)
     model.save_pretrained(settings["model"])
-    arguments = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "logging_steps": 1}
+    arguments = {
+        "output_dir": str(tmp_path / "out"),
+        "max_steps": 2,
+        "logging_steps": 1,
+    }
     arguments |= {"bf16": True, "learning_rate": 1e-3, "use_cpu": True, "save_steps": 2}
     settings["arguments"] = {**arguments, "disable_tqdm": True, "report_to": "none"}
     packs = kit.packed(random_examples(6, seed=4), [3, 3], "shared_prefix")
@@ -111,7 +121,9 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
     write_ref_logps(other, packstore.open(settings["train_dataset"]), wrong)
     batch = collate(packs, "preference")
     task = {"settings": settings, "model": model, "batch": batch, "wrong": wrong}
-    lower = deepcopy(model)  # weights alone: a buffer of rounded frequencies would be another model
+    lower = deepcopy(
+        model
+    )  # weights alone: a buffer of rounded frequencies would be another model
     for weight in lower.parameters():
         weight.data = weight.data.bfloat16()
     expected = PackedPolicy(use_packed_attention(lower))(batch)
@@ -122,12 +134,16 @@ def test_log_probs_stay_exact_and_weights_tied(kit: SimpleNamespace, tmp_path: P
         torch.testing.assert_close(rank["kept"], expected, rtol=0, atol=0)
         assert rank["refused"][0] == "rounded"
         assert "output_dtype=None" in rank["refused"][1]
-        assert rank["layouts"] == (2, 1)  # each layer attends; what one waited for serves all
+        assert rank["layouts"] == (
+            2,
+            1,
+        )  # each layer attends; what one waited for serves all
         assert "ZeroDivisionError" in rank["error"]  # else the other rank would wait
     assert [rank["failure"] for rank in ranks] == ["CompatibilityError"] * 2
     # Accelerate's own policy would make log-probs bfloat16, 2 nats apart at 300.
     assert ranks[0]["loss"] == pytest.approx(math.log(2), abs=1e-7)
-    # The model is gathered for the folder of the run alone; a checkpoint keeps its parts.
+    # The model is gathered for the folder of the run alone; a checkpoint keeps its
+    # parts.
     checkpoint = tmp_path / "out" / "checkpoint-2"
     assert list(checkpoint.glob("pytorch_model_fsdp*"))
     assert not list(checkpoint.glob("*.safetensors"))

@@ -1,4 +1,6 @@
-"""Training on precomputed log-probs: those of its own reference, to the last bit, or refused."""
+"""Training on precomputed log-probs: those of its own reference, to the last bit, or
+refused.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,13 @@ from transformers import AutoModelForCausalLM
 import packstore
 from packstore import open as open_dataset
 from packstore.errors import CompatibilityError
-from packstore.torch import SideWriter, open_side, train, use_packed_attention, write_ref_logps
+from packstore.torch import (
+    SideWriter,
+    open_side,
+    train,
+    use_packed_attention,
+    write_ref_logps,
+)
 
 
 def precompute(model: str, dataset: str, side: str) -> str:
@@ -28,12 +36,20 @@ def precompute(model: str, dataset: str, side: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def made(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a short run in float32, with the log-probs of its own starting model."""
+def made(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    """Settings of a short run in float32, with the log-probs of its own
+    starting model.
+    """
     folder = tmp_path_factory.mktemp("reference")
     run = kit.short_run(folder, "shared_prefix")
     side = precompute(run["model"], run["train_dataset"], str(folder / "ref"))
-    more = {"eval_dataset": run["train_dataset"], "ref_logps": side, "eval_ref_logps": side}
+    more = {
+        "eval_dataset": run["train_dataset"],
+        "ref_logps": side,
+        "eval_ref_logps": side,
+    }
     return {**run, **more, "learning_rate": 1e-2, "logging_steps": 1}
 
 
@@ -47,11 +63,15 @@ def another_side(made: dict[str, Any], url: Path, **changes: Any) -> str:
         for batch in side.iter_batches():
             ids, values = (column.to_pylist() for column in batch.columns)
             logps = np.concatenate([np.float32(v) for v in values])
-            writer.write(np.array(ids), {"ref_logps": logps}, np.full(len(ids), 2, np.int32))
+            writer.write(
+                np.array(ids), {"ref_logps": logps}, np.full(len(ids), 2, np.int32)
+            )
     return str(url)
 
 
-def test_precomputed_equals_online_to_the_last_bit(made: dict[str, Any], tmp_path: Path) -> None:
+def test_precomputed_equals_online_to_the_last_bit(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
     train(**made, output_dir=str(tmp_path / "precomputed"))
     without = {k: v for k, v in made.items() if "ref_logps" not in k}
     train(**without, output_dir=str(tmp_path / "online"))
@@ -78,7 +98,9 @@ def test_other_provenance_is_refused(
     made: dict[str, Any], tmp_path: Path, which: str, name: str, value: str
 ) -> None:
     url = another_side(made, tmp_path / "side", **{name: value})
-    with pytest.raises(CompatibilityError, match=f"its {name} must be that of the training"):
+    with pytest.raises(
+        CompatibilityError, match=f"its {name} must be that of the training"
+    ):
         train(**{**made, which: url, "output_dir": str(tmp_path / "out")})
 
 
@@ -107,21 +129,40 @@ def test_the_reference_is_the_one_that_the_settings_name(
 
 
 @pytest.mark.slow
-def test_of_each_part_of_a_dataset_that_grew(made: dict[str, Any], tmp_path: Path) -> None:
-    """Several side datasets: none may be left out, and each is checked; also if it goes on."""
+def test_of_each_part_of_a_dataset_that_grew(
+    made: dict[str, Any], tmp_path: Path
+) -> None:
+    """Several side datasets: none may be left out, and each is checked; also if it goes
+    on.
+    """
     source = {"sources": [{"path": "pairs", "records": 99}]}
-    parts = [str(shutil.copytree(made["train_dataset"], tmp_path / name)) for name in "ab"]
-    for part, told in zip(parts, (source, {**source, "lineage": "0" * 64}), strict=True):
+    parts = [
+        str(shutil.copytree(made["train_dataset"], tmp_path / name)) for name in "ab"
+    ]
+    for part, told in zip(
+        parts, (source, {**source, "lineage": "0" * 64}), strict=True
+    ):
         edit_manifest(part, lambda m, told=told: m["provenance"].update(told))
     other, whole = parts[1], packstore.concat(parts, str(tmp_path / "whole")).url
     both = [made["ref_logps"], precompute(made["model"], other, str(tmp_path / "ref"))]
-    settings = {**made, "train_dataset": whole, "ref_logps": both, "max_steps": 2, "save_steps": 1}
+    settings = {
+        **made,
+        "train_dataset": whole,
+        "ref_logps": both,
+        "max_steps": 2,
+        "save_steps": 1,
+    }
     train(**settings, output_dir=str(tmp_path / "stored"))
     online = {**settings, "ref_logps": [], "eval_ref_logps": []}
     train(**online, output_dir=str(tmp_path / "online"))
-    found = [[r["loss"] for r in records(tmp_path / n, "loss")] for n in ("stored", "online")]
+    found = [
+        [r["loss"] for r in records(tmp_path / n, "loss")] for n in ("stored", "online")
+    ]
     assert found[0] == found[1]
-    assert train(**{**settings, "max_steps": 3}, output_dir=str(tmp_path / "stored")).step == 3
+    assert (
+        train(**{**settings, "max_steps": 3}, output_dir=str(tmp_path / "stored")).step
+        == 3
+    )
     with pytest.raises(CompatibilityError, match="none from source 1 on"):
         train(**{**settings, "ref_logps": both[0]}, output_dir=str(tmp_path / "a"))
     wrong = another_side(made, tmp_path / "wrong", head_dtype="float64")

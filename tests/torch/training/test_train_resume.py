@@ -42,8 +42,18 @@ def base(stored: SimpleNamespace) -> dict[str, Any]:
 
 def assert_same(found: Path, expected: Path) -> None:
     """All that is equal in every undisturbed run: losses, rates; not times."""
-    names = ("loss", "rewards/margins", "learning_rate", "grad_norm", "examples", "num_tokens")
-    for metric, exact, close in (("loss", ("step", "epoch"), names), ("eval_loss", ("step",), ())):
+    names = (
+        "loss",
+        "rewards/margins",
+        "learning_rate",
+        "grad_norm",
+        "examples",
+        "num_tokens",
+    )
+    for metric, exact, close in (
+        ("loss", ("step", "epoch"), names),
+        ("eval_loss", ("step",), ()),
+    ):
         here, there = records(found, metric), records(expected, metric)
         for name in exact:
             assert [r[name] for r in here] == [r[name] for r in there]
@@ -71,21 +81,28 @@ def on_rank(settings: dict[str, Any]) -> int:
 
 @pytest.mark.slow
 def test_two_ranks_equal_one(base: dict[str, Any], tmp_path: Path) -> None:
-    """And they exchange gradients once a step, after its last batch; work is spread evenly."""
+    """And they exchange gradients once a step, after its last batch; work is spread
+    evenly.
+    """
     train(**base, output_dir=str(tmp_path / "one"))
     both = tmp_path / "both"
     counts = launch(__file__, {**base, "output_dir": str(both)}, 2, tmp_path)
     assert_same(both, tmp_path / "one")
     work = np.zeros((2, STEPS, 2))
     for rank, count in enumerate(counts):
-        data, batches = PackedDataset(base["train_dataset"], seed=42, rank=rank, world_size=2), []
+        data, batches = (
+            PackedDataset(base["train_dataset"], seed=42, rank=rank, world_size=2),
+            [],
+        )
         for epoch in range(base["num_train_epochs"]):
             data.set_epoch(epoch)
             step = base["examples_per_step"]
             batches += PackedDataLoader(data, examples_per_step=step, balance=True)
         last = [batch.step.last for batch in batches]
         steps = np.cumsum(last) - last
-        assert count == sum(not end for end, step in zip(last, steps, strict=True) if step < STEPS)
+        assert count == sum(
+            not end for end, step in zip(last, steps, strict=True) if step < STEPS
+        )
         assert count > 0
         for step, batch in zip(steps[steps < STEPS], batches, strict=False):
             lengths = batch.cu_seqlens.diff().numpy()
@@ -94,13 +111,21 @@ def test_two_ranks_equal_one(base: dict[str, Any], tmp_path: Path) -> None:
     assert slowest.max() > 1.05
     for i, name in enumerate(("slowest/tokens", "slowest/squares")):
         assert [r[name] for r in records(both)] == pytest.approx(slowest[:, i])
-    assert all(0 <= r["data_wait"] <= r["slowest/data_wait"] <= 1 for r in records(both))
+    assert all(
+        0 <= r["data_wait"] <= r["slowest/data_wait"] <= 1 for r in records(both)
+    )
 
 
-def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_to_the_last_bit(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
     """Also the draws of dropout of an adapter, on the same number of ranks."""
     settings = {**base, "eval_dataset": None, "eval_steps": None}
-    settings["peft_config"] = {"r": 4, "lora_dropout": 0.3, "target_modules": ["c_attn"]}
+    settings["peft_config"] = {
+        "r": 4,
+        "lora_dropout": 0.3,
+        "target_modules": ["c_attn"],
+    }
     settings |= {"learning_rate": 1e-2, "max_steps": 8, "save_total_limit": 9}
     train(**settings, output_dir=str(tmp_path / "a"))
     begun = checkpoints(tmp_path / "a")[0]
@@ -109,7 +134,9 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(base: dict[str, Any], tmp_pat
     weights = [tmp_path / name / "adapter_model.safetensors" for name in "ab"]
     assert weights[0].read_bytes() == weights[1].read_bytes()
     newest = str(checkpoints(tmp_path / "b")[-1])
-    again = train(**settings, output_dir=str(tmp_path / "b"), resume_from_checkpoint=newest)
+    again = train(
+        **settings, output_dir=str(tmp_path / "b"), resume_from_checkpoint=newest
+    )
     assert again.step == 8
 
 
@@ -144,7 +171,12 @@ def test_a_run_goes_on_with_the_settings_that_are_given(
         group = optimizer.param_groups[0]
         used.append((group["lr"], group["weight_decay"]))
 
-    settings = {**base, "eval_dataset": None, "eval_steps": None, "output_dir": str(tmp_path)}
+    settings = {
+        **base,
+        "eval_dataset": None,
+        "eval_steps": None,
+        "output_dir": str(tmp_path),
+    }
     settings |= {"lr_scheduler_type": "constant", "warmup_steps": 0}
     train(**{**settings, "max_steps": 2})
     handle = register_optimizer_step_post_hook(note)
@@ -155,4 +187,8 @@ def test_a_run_goes_on_with_the_settings_that_are_given(
     finally:
         handle.remove()
     assert used[-1] == (2e-3, 0.5)
-    assert [record["learning_rate"] for record in records(tmp_path)] == [1e-3, 1e-3, 2e-3]
+    assert [record["learning_rate"] for record in records(tmp_path)] == [
+        1e-3,
+        1e-3,
+        2e-3,
+    ]

@@ -1,4 +1,6 @@
-"""A model that was used before trains, evaluates and generates like one that was not."""
+"""A model that was used before trains, evaluates and generates like one that
+was not.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,9 @@ def train_trl(model: Any, data: SimpleNamespace) -> Any:
 
 
 def train_trl_checkpointed(model: Any, data: SimpleNamespace) -> Any:
-    """TRL's default, for which transformers leaves a hook on the model that does not pickle."""
+    """TRL's default, for which transformers leaves a hook on the model that does not
+    pickle.
+    """
     return losses_of(packed_dpo(model, data, checkpointing=True))
 
 
@@ -126,11 +130,18 @@ CARRIED: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def data(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+def data(
+    kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
+) -> SimpleNamespace:
     """Folders of pairs, and of a model in float32."""
     folder = tmp_path_factory.mktemp("used_again")
-    kit.write(str(folder / "train"), kit.packed(random_examples(24, seed=3), [4] * 6, "concat"))
-    kit.write(str(folder / "held"), kit.packed(random_examples(9, seed=4), [3] * 3, "concat"))
+    kit.write(
+        str(folder / "train"),
+        kit.packed(random_examples(24, seed=3), [4] * 6, "concat"),
+    )
+    kit.write(
+        str(folder / "held"), kit.packed(random_examples(9, seed=4), [3] * 3, "concat")
+    )
     kit.tiny_model(dtype=torch.float32).save_pretrained(folder / "model")
     places = {name: str(folder / name) for name in ("train", "held", "model")}
     return SimpleNamespace(output=str(folder / "output"), **places)
@@ -180,7 +191,9 @@ def test_a_second_use_of_a_copy(
 
 
 WITH_EXPERTS = ("qwen3_moe", "qwen3_next")
-"""Families on which transformers leaves hooks that do not pickle, to return router logits."""
+"""Families on which transformers leaves hooks that do not pickle, to return router
+logits.
+"""
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -292,7 +305,9 @@ def with_own_attention(model: Any) -> Any:
 def test_unpacked_calls_in_mid_training(
     data: SimpleNamespace, door: str, act: Callable[[Any], Any]
 ) -> None:
-    """They compute what an unprepared model does, and the next step what it does without them."""
+    """They compute what an unprepared model does, and the next step what it does
+    without them.
+    """
 
     def trainer_with(*callbacks: Any) -> Any:
         reset_precision()
@@ -321,7 +336,9 @@ def test_unpacked_calls_in_mid_training(
             with torch.no_grad():
                 logits = fresh(input_ids=PROMPT).logits
             gap = 5e-2 if door == "bf16" else 1e-6
-            assert (torch.tensor(result) - logits).abs().max() <= gap * logits.abs().max()
+            assert (
+                torch.tensor(result) - logits
+            ).abs().max() <= gap * logits.abs().max()
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -341,7 +358,9 @@ def test_generating_in_mid_training_in_each_family(
 
 
 @pytest.mark.parametrize("bf16", [False, True])
-def test_a_copy_in_mid_training_has_weights_of_its_own(data: SimpleNamespace, bf16: bool) -> None:
+def test_a_copy_in_mid_training_has_weights_of_its_own(
+    data: SimpleNamespace, bf16: bool
+) -> None:
     """Also where the model's forward call runs in mixed precision."""
 
     callback = Interrupting(copy.deepcopy)
@@ -402,7 +421,9 @@ def test_other_losses_pickle(kit: SimpleNamespace) -> None:
     """A mix with one's own function, and a loss of policies."""
     batch = kit.row(3)
     logps = torch.linspace(-5, -1, batch.num_segments)
-    mix = PreferenceLoss({"dpo": 0.8, squared: {"weight": 0.2, "scale": 2.0}}, sft_weight=0.1)
+    mix = PreferenceLoss(
+        {"dpo": 0.8, squared: {"weight": 0.2, "scale": 2.0}}, sft_weight=0.1
+    )
     again = pickle.loads(pickle.dumps(mix))
     expected = mix(logps, batch, ref_logps=logps - 1).loss
     assert torch.equal(again(logps, batch, ref_logps=logps - 1).loss, expected)
@@ -414,8 +435,8 @@ def test_trainers_pickle(data: SimpleNamespace, door: Callable[..., Any]) -> Non
     """Before they train; transformers' own does not afterwards either."""
     from accelerate.state import GradientState
 
-    # Accelerate shares this state in a process, and holds the loader of a training that an error
-    # ended in it, by a reference that does not pickle.
+    # Accelerate shares this state in a process, and holds the loader of a training that
+    # an error ended in it, by a reference that does not pickle.
     GradientState._reset_state()
     trainer = door(load(data), data)
     again = pickle.loads(pickle.dumps(trainer))
@@ -444,7 +465,9 @@ def test_a_saved_model_in_another_process(
     torch.save(model, tmp_path / "model")
     torch.save(parts, tmp_path / "parts")
     command = [sys.executable, "-c", LOADED_ELSEWHERE, str(tmp_path / "model")]
-    done = subprocess.run([*command, str(tmp_path / "parts")], capture_output=True, text=True)
+    done = subprocess.run(
+        [*command, str(tmp_path / "parts")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
 
 
@@ -454,9 +477,13 @@ def on_rank(task: dict[str, Any]) -> Any:
     model = load(data)
     trainer = packed_trainer(model, data, bf16=task["bf16"])
     results = [trainer.evaluate()["eval_loss"], losses_of(trainer)]
-    results.append(losses_of(packed_trainer(model, data, loss="sft", bf16=task["bf16"])))
+    results.append(
+        losses_of(packed_trainer(model, data, loss="sft", bf16=task["bf16"]))
+    )
     results.append(losses_of(trainer))
-    return results, [float(weight.detach().double().sum()) for weight in model.parameters()]
+    return results, [
+        float(weight.detach().double().sum()) for weight in model.parameters()
+    ]
 
 
 @pytest.mark.slow
@@ -464,7 +491,9 @@ def on_rank(task: dict[str, Any]) -> Any:
 def test_ranks_train_together_in_each_use(
     data: SimpleNamespace, tmp_path: Path, bf16: bool
 ) -> None:
-    """A model that was evaluated before is still one over all ranks, and equals that of one."""
+    """A model that was evaluated before is still one over all ranks, and equals that of
+    one.
+    """
     task = {"data": vars(data), "bf16": bf16}
     alone = launch(__file__, task, 1, tmp_path)[0]
     first, second = launch(__file__, task, 2, tmp_path)

@@ -1,13 +1,14 @@
-"""Forms: the structures of public sets and of other trainers' records, each read by a function.
+"""Forms: the structures of public sets and of other trainers' records, each read by a
+function.
 
-A form is a plain function from the fields it declares to a reading. Its decorator names the fields
-that a record must have, with their types; a record has a form if all of them are there and fit::
+A form is a plain function from the fields it declares to a reading. Its decorator names
+the fields that a record must have, with their types; a record has a form if all of them
+are there and fit::
 
     @form(
         "preference",
-        {"context": turns, "response1": text, "response2": text, "overall_preference": number},
-        leaves=("domain", "language", "individual_preference"),
-        as_chat=True,
+        {"context": turns, "response1": text, "response2": text, "overall_preference":
+        number}, leaves=("domain", "language", "individual_preference"), as_chat=True,
         sets=("nvidia/HelpSteer3",),
         source="https://huggingface.co/datasets/nvidia/HelpSteer3",
     )
@@ -15,7 +16,8 @@ that a record must have, with their types; a record has a form if all of them ar
         \"\"\"Two answers and a preference from -3 (the first) to 3 (the second).\"\"\"
         ...
 
-Forms that differ in the names of their fields alone are one function with several decorators.
+Forms that differ in the names of their fields alone are one function with several
+decorators.
 """
 
 from __future__ import annotations
@@ -49,7 +51,9 @@ CHAT_FIELDS: Mapping[str, Mapping[str, FieldType]] = {
     "tools": {"tools": anything},
     "chat_template_kwargs": {"chat_template_kwargs": anything},
 }
-"""Argument of a reading -> names under which it is read beside any form, and their types."""
+"""Argument of a reading -> names under which it is read beside any form, and their
+types.
+"""
 
 REWARDS: Mapping[str, Mapping[str, FieldType]] = {
     "chosen_reward": {
@@ -82,12 +86,15 @@ class Structure:
     """The fields of a form, under the names that one set or trainer gives them.
 
     Attributes:
-        kind: of the readings: preference, scored or sft; empty for a structure that is refused.
-        required: path -> type; a record has the structure if all of them are there and fit.
+        kind: of the readings: preference, scored or sft; empty for a structure that is
+            refused.
+        required: path -> type; a record has the structure if all of them are there and
+            fit.
         optional: path -> type of further fields that the function reads.
         without: paths that a record of this structure must not have.
         leaves: names and paths, also with ``*``, of fields that are rightly not read.
-        as_chat: whether texts become user and assistant turns if the tokenizer has a chat template.
+        as_chat: whether texts become user and assistant turns if the tokenizer has a
+            chat template.
         turns: key of a message -> the key that it means, None to leave it out.
         sets: names of datasets on the Hugging Face hub.
         source: where the structure was read.
@@ -114,7 +121,8 @@ class Structure:
 
     @functools.cached_property
     def common_fields(self) -> dict[str, dict[str, FieldType]]:
-        """The fields of :data:`CHAT_FIELDS` and :data:`REWARDS` that go straight to a reading.
+        """The fields of :data:`CHAT_FIELDS` and :data:`REWARDS` that go straight to a
+        reading.
 
         Not those that the form declares as optional, must not have, or leaves.
         """
@@ -126,7 +134,9 @@ class Structure:
         fields: dict[str, dict[str, FieldType]] = {}
         for argument, names in groups.items():
             fields[argument] = {
-                name: kind for name, kind in names.items() if not self._uses_otherwise(name)
+                name: kind
+                for name, kind in names.items()
+                if not self._uses_otherwise(name)
             }
         return fields
 
@@ -148,7 +158,9 @@ class Structure:
         return any(fnmatchcase(path, pattern) for pattern in self.leaves)
 
     def read_required(self, record: Mapping[str, Any]) -> Fields | None:
-        """Return the required fields of a record, or None if it has not this structure."""
+        """Return the required fields of a record, or None if it has not this
+        structure.
+        """
         fields: Fields = {}
         for path in self.required:
             value = self.value_at(record, path)
@@ -180,7 +192,9 @@ class Structure:
 
     def declared_in(self, record: Mapping[str, Any]) -> list[str]:
         """Return the declared paths of the columns that a record has."""
-        return [path for path, (parts, _) in self.declared.items() if parts[0] in record]
+        return [
+            path for path, (parts, _) in self.declared.items() if parts[0] in record
+        ]
 
     def value_at(self, record: Mapping[str, Any], path: str) -> Any:
         """Return the value at a declared path, parsed, or None."""
@@ -204,7 +218,9 @@ class Form:
         refusal: the reason why records of this form cannot be read, or empty.
     """
 
-    def __init__(self, name: str, function: Reader, version: int = 1, refusal: str = "") -> None:
+    def __init__(
+        self, name: str, function: Reader, version: int = 1, refusal: str = ""
+    ) -> None:
         self.name = name
         self.function = function
         self.version = version
@@ -218,7 +234,9 @@ class Form:
 
 
 FORMS: dict[str, Form] = {}
-"""Name -> form; filled by :func:`form` and :func:`refused` when :func:`load` imports families."""
+"""Name -> form; filled by :func:`form` and :func:`refused` when :func:`load` imports
+families.
+"""
 
 
 def form(
@@ -234,12 +252,14 @@ def form(
     source: str = "",
     version: int = 1,
 ) -> Callable[[R], R]:
-    """Register a function as the reader of a structure; see :class:`Structure` for the arguments.
+    """Register a function as the reader of a structure; see :class:`Structure` for the
+    arguments.
 
-    System, tools, template variables and rewards under their usual names are read beside any form
-    (:data:`CHAT_FIELDS`, :data:`REWARDS`); a form declares them only to use them otherwise. The
-    function gets the declared fields by path and returns a :class:`Pair`, :class:`Answers`,
-    :class:`Chat` or :class:`Drop`; it may raise :class:`Refused`.
+    System, tools, template variables and rewards under their usual names are read
+    beside any form (:data:`CHAT_FIELDS`, :data:`REWARDS`); a form declares them only to
+    use them otherwise. The function gets the declared fields by path and returns a
+    :class:`Pair`, :class:`Answers`, :class:`Chat` or :class:`Drop`; it may raise
+    :class:`Refused`.
     """
     structure = Structure(
         kind=kind,
@@ -257,7 +277,8 @@ def form(
         name = function.__name__
         if name not in FORMS:
             FORMS[name] = Form(name, function, version)
-        # Decorators apply from the bottom up; the structures stand in the order of the page.
+        # Decorators apply from the bottom up; the structures stand in the order of the
+        # page.
         FORMS[name].structures.insert(0, structure)
         return function
 
@@ -273,7 +294,8 @@ def refused(
     sets: Iterable[str] = (),
     source: str = "",
 ) -> None:
-    """Register a structure that cannot be read, though another form or own names would read it.
+    """Register a structure that cannot be read, though another form or own names would
+    read it.
 
     Args:
         why: completes "a record of this form cannot be read: ...", with the way out.
@@ -314,7 +336,8 @@ class Match:
         self.fields = fields
 
     def read(self, record: Mapping[str, Any]) -> Pair | Answers | Chat | Drop:
-        """Return the reading of the record: by its form, with the fields that stand beside any.
+        """Return the reading of the record: by its form, with the fields that stand
+        beside any.
 
         Raises:
             Refused: the form cannot read it.
@@ -333,22 +356,30 @@ class Match:
 
 
 def _first_value(fields: Fields, names: Iterable[str]) -> Any:
-    """Return the first field that is there; a synonym of a reward only if it is a number."""
+    """Return the first field that is there; a synonym of a reward only if it is a
+    number.
+    """
     for name in names:
         value = fields.get(name)
         if value is None:
             continue
-        is_synonym = name not in REWARDS and any(name in group for group in REWARDS.values())
+        is_synonym = name not in REWARDS and any(
+            name in group for group in REWARDS.values()
+        )
         if is_number(value) or not is_synonym:
             return value
     return None
 
 
-def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) -> list[Match]:
-    """Return the forms that a record has: none, one, or several that nothing decides between.
+def match_forms(
+    record: Mapping[str, Any], names: Iterable[Form] | None = None
+) -> list[Match]:
+    """Return the forms that a record has: none, one, or several that nothing decides
+    between.
 
-    Of two structures that fit, one that requires all fields of the other and more goes first.
-    Several may be structures of one form: `question` beside `answer` and `response`.
+    Of two structures that fit, one that requires all fields of the other and more goes
+    first. Several may be structures of one form: `question` beside `answer` and
+    `response`.
 
     Args:
         names: the forms to look at; by default all.
@@ -356,7 +387,9 @@ def match_forms(record: Mapping[str, Any], names: Iterable[Form] | None = None) 
     if names is None:
         candidates = _candidates(*record)
     else:
-        candidates = [(form, structure) for form in names for structure in form.structures]
+        candidates = [
+            (form, structure) for form in names for structure in form.structures
+        ]
     matches = []
     for form, structure in candidates:
         fields = structure.read_required(record)
@@ -373,7 +406,9 @@ def has_candidate_forms(record: Mapping[str, Any]) -> bool:
 
 
 def _most_specific(matches: list[Match]) -> list[Match]:
-    """Return the matches but for any whose fields another one requires as well, and more."""
+    """Return the matches but for any whose fields another one requires as well, and
+    more.
+    """
     all_required = [match.structure.required.keys() for match in matches]
     specific = []
     for match, required in zip(matches, all_required, strict=True):
@@ -410,5 +445,7 @@ def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:
 
 def describe_fields(form: Form) -> str:
     """Return the name of a form with the fields it declares, for messages."""
-    paths = dict.fromkeys(path for structure in form.structures for path in structure.required)
+    paths = dict.fromkeys(
+        path for structure in form.structures for path in structure.required
+    )
     return f"{quote(form.name)} ({', '.join(paths)})"

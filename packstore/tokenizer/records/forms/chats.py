@@ -147,8 +147,12 @@ def conversation(fields: Fields) -> Chat:
     source="https://huggingface.co/datasets/HuggingFaceTB/smoltalk",
 )
 def magpie(fields: Fields) -> Chat:
-    """One dialogue as messages; the qualities and scores beside it are left, as it was filtered."""
-    return Chat(messages=first_present(fields, "messages", "conversations", "conversation"))
+    """One dialogue as messages; the qualities and scores beside it are left, as it was
+    filtered.
+    """
+    return Chat(
+        messages=first_present(fields, "messages", "conversations", "conversation")
+    )
 
 
 @form(
@@ -178,7 +182,10 @@ def hermes_function_calling(fields: Fields) -> Chat:
     "sft",
     {"uuid": text, "generator": text, "reasoning": text, "messages": chat},
     optional={"tools": anything, "metadata.tools": anything},
-    sets=("nvidia/Nemotron-Post-Training-Dataset-v1", "nvidia/Nemotron-Post-Training-Dataset-v2"),
+    sets=(
+        "nvidia/Nemotron-Post-Training-Dataset-v1",
+        "nvidia/Nemotron-Post-Training-Dataset-v2",
+    ),
     source="https://huggingface.co/datasets/nvidia/Nemotron-Post-Training-Dataset-v1",
 )
 def nemotron(fields: Fields) -> Chat:
@@ -217,7 +224,9 @@ def nemotron(fields: Fields) -> Chat:
     source="https://github.com/modelscope/ms-swift/blob/main/swift/dataset/data/dataset_info.json",
 )
 def problem_as_messages(fields: Fields) -> Chat:
-    """A problem and its solution as messages; their texts and further solutions are left."""
+    """A problem and its solution as messages; their texts and further solutions are
+    left.
+    """
     return Chat(messages=first_present(fields, "reannotated_messages", "messages"))
 
 
@@ -263,7 +272,9 @@ def conversation_rounds(fields: Fields) -> Chat:
 )
 def alternating_texts(fields: Fields) -> Chat:
     """One dialogue as texts: a question, its answer, the next question, and so on."""
-    return Chat(messages=texts_as_messages(first_present(fields, "conversations", "data")))
+    return Chat(
+        messages=texts_as_messages(first_present(fields, "conversations", "data"))
+    )
 
 
 @form(
@@ -282,7 +293,9 @@ def gemini_contents(fields: Fields) -> Chat:
     system = first_present(
         fields, "systemInstruction.parts[].text", "system_instruction.parts[].text"
     )
-    return Chat(messages=fields["contents"], system=join_texts(*system) if system else None)
+    return Chat(
+        messages=fields["contents"], system=join_texts(*system) if system else None
+    )
 
 
 @form(
@@ -295,7 +308,9 @@ def gemini_contents(fields: Fields) -> Chat:
 def bedrock_conversation(fields: Fields) -> Chat:
     """One dialogue of Amazon Bedrock, with system texts beside it."""
     system = fields.get("system[].text")
-    return Chat(messages=fields["messages"], system=join_texts(*system) if system else None)
+    return Chat(
+        messages=fields["messages"], system=join_texts(*system) if system else None
+    )
 
 
 @form(

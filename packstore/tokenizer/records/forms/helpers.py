@@ -1,4 +1,6 @@
-"""Shared steps of forms: turn verdicts, votes and scores into pairs; join texts; make turns."""
+"""Shared steps of forms: turn verdicts, votes and scores into pairs; join texts; make
+turns.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ Message = dict[str, Any]
 
 
 def by_score(
-    prompt: Any, first: Any, second: Any, first_score: Any, second_score: Any, **arguments: Any
+    prompt: Any,
+    first: Any,
+    second: Any,
+    first_score: Any,
+    second_score: Any,
+    **arguments: Any,
 ) -> Pair | Drop:
     """Return the answer with the higher score as chosen, with both scores as rewards.
 
@@ -43,10 +50,14 @@ def by_scores(prompt: Any, answers: Any, scores: Any, **arguments: Any) -> Pair 
     return by_score(prompt, answers[0], answers[1], scores[0], scores[1], **arguments)
 
 
-def by_sign(prompt: Any, first: Any, second: Any, preference: Any, **arguments: Any) -> Pair | Drop:
+def by_sign(
+    prompt: Any, first: Any, second: Any, preference: Any, **arguments: Any
+) -> Pair | Drop:
     """Return a pair by a preference that is negative if the first answer is better."""
     strength = to_number(preference)
-    return by_score(prompt, first, second, max(-strength, 0), max(strength, 0), **arguments)
+    return by_score(
+        prompt, first, second, max(-strength, 0), max(strength, 0), **arguments
+    )
 
 
 def by_word(
@@ -85,7 +96,9 @@ def by_votes(
     second_is: Iterable[Any],
     **arguments: Any,
 ) -> Pair | Drop:
-    """Return the answer with more votes as chosen, with the numbers of votes as rewards."""
+    """Return the answer with more votes as chosen, with the numbers of votes as
+    rewards.
+    """
     first_votes = sum(vote in first_is for vote in votes)
     second_votes = sum(vote in second_is for vote in votes)
     return by_score(prompt, first, second, first_votes, second_votes, **arguments)
@@ -142,7 +155,9 @@ def join_texts(*parts: Any) -> str:
     return "\n".join(texts)
 
 
-def rounds_as_messages(rounds: Any, names: Sequence[str | int] = (0, 1)) -> list[Message]:
+def rounds_as_messages(
+    rounds: Any, names: Sequence[str | int] = (0, 1)
+) -> list[Message]:
     """Return rounds of a question and an answer as messages.
 
     Args:
@@ -159,7 +174,9 @@ def rounds_as_messages(rounds: Any, names: Sequence[str | int] = (0, 1)) -> list
 def texts_as_messages(texts: Any) -> list[Message]:
     """Return texts as turns of the user and the assistant, in alternation."""
     if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-        raise wrong_type("rounds must be texts, a question and an answer in turn", texts)
+        raise wrong_type(
+            "rounds must be texts, a question and an answer in turn", texts
+        )
     messages = []
     for i, text in enumerate(texts):
         role = "assistant" if i % 2 else "user"
@@ -168,7 +185,8 @@ def texts_as_messages(texts: Any) -> list[Message]:
 
 
 def split_rounds(prompt: str, separator: str) -> Any:
-    """Return a prompt that holds earlier rounds as messages, any other as the text it is.
+    """Return a prompt that holds earlier rounds as messages, any other as the text it
+    is.
 
     Args:
         separator: pattern of the text between turns.
@@ -187,7 +205,9 @@ def after_rounds(history: Any, prompt: Any, names: Sequence[str | int] = (0, 1))
 def questions_and_answers(questions: Any, answers: Any) -> list[Message]:
     """Return as many questions as answers, lists or their JSON text, as messages."""
     try:
-        question_list = json.loads(questions) if isinstance(questions, str) else questions
+        question_list = (
+            json.loads(questions) if isinstance(questions, str) else questions
+        )
         answer_list = json.loads(answers) if isinstance(answers, str) else answers
         rounds = list(zip(question_list, answer_list, strict=True))
     except (ValueError, TypeError):
@@ -227,8 +247,11 @@ def cut_at(messages: list[Message], answer_number: Any) -> list[Message]:
     return messages[: ends[answer_number]]
 
 
-def split_at_first_answer(messages: list[Message]) -> tuple[list[Message], list[Message]]:
-    """Return a dialogue up to its first question, and the rest of it up to its last answer.
+def split_at_first_answer(
+    messages: list[Message],
+) -> tuple[list[Message], list[Message]]:
+    """Return a dialogue up to its first question, and the rest of it up to its last
+    answer.
 
     Raises:
         Refused: no answer follows a question (``wrong_type``).

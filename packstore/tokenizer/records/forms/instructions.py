@@ -1,4 +1,6 @@
-"""A prompt and the answer to learn, with context, earlier rounds and thoughts if there are any."""
+"""A prompt and the answer to learn, with context, earlier rounds and thoughts if there
+are any.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,11 @@ def read_answer(fields: Fields, prompt: Any, response: Any) -> Chat:
         response = with_reasoning(reasoning, response)
     if history:
         earlier = rounds_as_messages(history)
-        messages = [*earlier, *as_turns(prompt, "user"), *as_turns(response, "assistant")]
+        messages = [
+            *earlier,
+            *as_turns(prompt, "user"),
+            *as_turns(response, "assistant"),
+        ]
         return Chat(messages=messages)
     return Chat(prompt=prompt, response=response)
 
@@ -101,8 +107,12 @@ def read_answer(fields: Fields, prompt: Any, response: Any) -> Chat:
     source="https://github.com/axolotl-ai-cloud/axolotl/blob/main/docs/dataset-formats/inst_tune.qmd",
 )
 def alpaca(fields: Fields) -> Chat:
-    """An instruction, with its input or context on the next line, and the answer to it."""
-    instruction = join_texts(fields["instruction"], fields.get("input"), fields.get("context"))
+    """An instruction, with its input or context on the next line, and the
+    answer to it.
+    """
+    instruction = join_texts(
+        fields["instruction"], fields.get("input"), fields.get("context")
+    )
     response = first_present(fields, "output", "response", "answer")
     return read_answer(fields, instruction, response)
 
@@ -117,7 +127,9 @@ def alpaca(fields: Fields) -> Chat:
     source="https://github.com/tatsu-lab/stanford_alpaca/blob/main/seed_tasks.jsonl",
 )
 def alpaca_seed_tasks(fields: Fields) -> Chat:
-    """An instruction with one instance: its input on the next line, and the output to it."""
+    """An instruction with one instance: its input on the next line, and the output to
+    it.
+    """
     outputs = fields["instances[].output"]
     inputs = fields.get("instances[].input", [""])
     if len(outputs) != 1:
@@ -224,7 +236,9 @@ def alpaca_seed_tasks(fields: Fields) -> Chat:
     source="https://github.com/modelscope/ms-swift/blob/main/swift/dataset/dataset/llm.py",
 )
 def question_answer(fields: Fields) -> Chat:
-    """A question, with its context or article on the line before, and the answer to it."""
+    """A question, with its context or article on the line before, and the
+    answer to it.
+    """
     question_text = first_present(
         fields,
         "question",
@@ -323,7 +337,9 @@ def question_answer(fields: Fields) -> Chat:
     source="https://github.com/microsoft/agent-lightning/blob/main/examples/calc_x/README.md",
 )
 def problem_solution(fields: Fields) -> Chat:
-    """A problem and its solution; a final answer beside them is left, as the solution ends so."""
+    """A problem and its solution; a final answer beside them is left, as the solution
+    ends so.
+    """
     problem = first_present(fields, "problem", "Problem", "question")
     solution = first_present(
         fields,
@@ -378,7 +394,9 @@ def problem_solution(fields: Fields) -> Chat:
     source="https://github.com/allenai/open-instruct/blob/main/scripts/data/sft/aya.py",
 )
 def input_output(fields: Fields) -> Chat:
-    """An input, with the definition of its task on the line before, and the output to it."""
+    """An input, with the definition of its task on the line before, and the output to
+    it.
+    """
     task_input = first_present(fields, "input", "inputs")
     output = first_present(fields, "output", "target", "targets")
     if "definition" in fields:
@@ -435,8 +453,12 @@ def input_output(fields: Fields) -> Chat:
     source="https://huggingface.co/datasets/PJMixers-Dev/cognitivecomputations_dolphin-r1-reasoning",
 )
 def prompt_reasoning_response(fields: Fields) -> Chat:
-    """A prompt, the thoughts of the model, and the response; the thoughts are learned."""
-    return read_answer(fields, fields["prompt"], first_present(fields, "response", "completion"))
+    """A prompt, the thoughts of the model, and the response; the thoughts are
+    learned.
+    """
+    return read_answer(
+        fields, fields["prompt"], first_present(fields, "response", "completion")
+    )
 
 
 @form(
@@ -494,7 +516,9 @@ def prompt_reasoning_response(fields: Fields) -> Chat:
     source="https://huggingface.co/datasets/KingNish/reasoning-base-20k",
 )
 def reasoning_and_answer(fields: Fields) -> Chat:
-    """A question, the thoughts of the model, and the answer; the thoughts are learned."""
+    """A question, the thoughts of the model, and the answer; the thoughts are
+    learned.
+    """
     question_turns = first_present(
         fields, "messages", "question", "problem", "Question", "input", "user"
     )

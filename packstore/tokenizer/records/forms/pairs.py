@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from packstore.tokenizer.records.forms import Fields, form
-from packstore.tokenizer.records.forms.helpers import after_rounds, first_present, join_texts
+from packstore.tokenizer.records.forms.helpers import (
+    after_rounds,
+    first_present,
+    join_texts,
+)
 from packstore.tokenizer.records.reading import Drop, Pair
 from packstore.tokenizer.records.types import (
     answer,
@@ -85,10 +89,14 @@ from packstore.tokenizer.records.types import (
     source="https://github.com/volcengine/verl/blob/main/examples/data_preprocess/full_hh_rlhf.py",
 )
 def question_pairs(fields: Fields) -> Pair:
-    """A question as text, a better and a worse answer; a response beside them is a copy."""
+    """A question as text, a better and a worse answer; a response beside them is a
+    copy.
+    """
     return Pair(
         first_present(fields, "question", "prompt", "input"),
-        first_present(fields, "chosen", "accepted", "response_j", "correction", "answer_zh"),
+        first_present(
+            fields, "chosen", "accepted", "response_j", "correction", "answer_zh"
+        ),
         first_present(fields, "rejected", "response_k", "answer", "answer_en"),
     )
 
@@ -110,8 +118,12 @@ def question_pairs(fields: Fields) -> Pair:
     source="https://github.com/modelscope/ms-swift/blob/main/swift/dataset/preprocessor/core.py",
 )
 def alpaca_pairs(fields: Fields) -> Pair:
-    """An instruction with its input, a better and a worse answer, and earlier rounds as history."""
-    prompt = join_texts(first_present(fields, "instruction", "query"), fields.get("input"))
+    """An instruction with its input, a better and a worse answer, and earlier rounds as
+    history.
+    """
+    prompt = join_texts(
+        first_present(fields, "instruction", "query"), fields.get("input")
+    )
     return Pair(
         after_rounds(fields.get("history"), prompt),
         first_present(fields, "chosen", "response"),
@@ -142,7 +154,9 @@ def alpaca_pairs(fields: Fields) -> Pair:
     source="https://github.com/axolotl-ai-cloud/axolotl/blob/main/docs/rlhf.qmd",
 )
 def argilla_pairs(fields: Fields) -> Pair:
-    """An instruction, a chosen and a rejected response, and their ratings as rewards."""
+    """An instruction, a chosen and a rejected response, and their ratings as
+    rewards.
+    """
     return Pair(
         fields["instruction"],
         fields["chosen_response"],
@@ -173,7 +187,9 @@ def argilla_pairs(fields: Fields) -> Pair:
     source="https://github.com/jondurbin/bagel/blob/main/bagel/data_sources/orca_dpo_pairs.py",
 )
 def distilabel_orca_pairs(fields: Fields) -> Pair | Drop:
-    """A question, a chosen and a rejected answer; a pair with the status tie is dropped."""
+    """A question, a chosen and a rejected answer; a pair with the status tie is
+    dropped.
+    """
     if fields["status"] == "tie":
         return Drop("tie", "status tie")
     return Pair(fields["input"], fields["chosen"], fields["rejected"])
@@ -215,7 +231,11 @@ def distilabel_orca_pairs(fields: Fields) -> Pair | Drop:
 )
 @form(
     "preference",
-    {"input.messages": messages, "preferred_output": messages, "non_preferred_output": messages},
+    {
+        "input.messages": messages,
+        "preferred_output": messages,
+        "non_preferred_output": messages,
+    },
     optional={"input.tools": anything},
     leaves=("input.parallel_tool_calls",),
     source="https://developers.openai.com/api/docs/guides/direct-preference-optimization",
@@ -235,7 +255,9 @@ def distilabel_orca_pairs(fields: Fields) -> Pair | Drop:
     source="https://github.com/Zhou-Zoey/RMB-Reward-Model-Benchmark",
 )
 def chat_pairs(fields: Fields) -> Pair:
-    """Messages up to a question, a better and a worse answer, and tools where there are any."""
+    """Messages up to a question, a better and a worse answer, and tools where there are
+    any.
+    """
     prompt = first_present(
         fields,
         "messages",
@@ -246,7 +268,12 @@ def chat_pairs(fields: Fields) -> Pair:
         "conversation_input",
     )
     chosen = first_present(
-        fields, "chosen", "chosen_response", "preferred_output", "chosen.text", "chosen.answer"
+        fields,
+        "chosen",
+        "chosen_response",
+        "preferred_output",
+        "chosen.text",
+        "chosen.answer",
     )
     rejected = first_present(
         fields,
@@ -272,7 +299,12 @@ def chat_pairs(fields: Fields) -> Pair:
 )
 @form(
     "preference",
-    {"chosen": chat, "rejected": chat, "original_response": text, "new_generations": texts},
+    {
+        "chosen": chat,
+        "rejected": chat,
+        "original_response": text,
+        "new_generations": texts,
+    },
     leaves=("prompt", "conversation", "generation_prompt", "raw_generation_responses"),
     sets=("argilla/distilabel-capybara-dpo-7k-binarized",),
     source="https://huggingface.co/datasets/argilla/distilabel-capybara-dpo-7k-binarized",
@@ -309,14 +341,27 @@ def chat_pairs(fields: Fields) -> Pair:
 )
 @form(
     "preference",
-    {"chosen": chat, "rejected": chat, "all_generated_responses": texts, "all_rm_scores": numbers},
+    {
+        "chosen": chat,
+        "rejected": chat,
+        "all_generated_responses": texts,
+        "all_rm_scores": numbers,
+    },
     leaves=("prompt", "prompt_id"),
-    sets=("princeton-nlp/llama3-ultrafeedback", "snorkelai/Snorkel-Mistral-PairRM-DPO-Dataset"),
+    sets=(
+        "princeton-nlp/llama3-ultrafeedback",
+        "snorkelai/Snorkel-Mistral-PairRM-DPO-Dataset",
+    ),
     source="https://github.com/princeton-nlp/SimPO/blob/main/on_policy_data_gen/reward_model_annotate.py",
 )
 @form(
     "preference",
-    {"chosen": chat, "rejected": chat, "candidates_completions": texts, "ranks": numbers},
+    {
+        "chosen": chat,
+        "rejected": chat,
+        "candidates_completions": texts,
+        "ranks": numbers,
+    },
     leaves=(
         "prompt",
         "source",
@@ -351,9 +396,13 @@ def chat_pairs(fields: Fields) -> Pair:
     source="https://huggingface.co/datasets/Magpie-Align/Magpie-Pro-DPO-100K-v0.1",
 )
 def dialogue_pairs(fields: Fields) -> Pair:
-    """Two whole dialogues, split where they begin to differ, and their ratings if there are any."""
+    """Two whole dialogues, split where they begin to differ, and their ratings if there
+    are any.
+    """
     return Pair(
         None,
         first_present(fields, "chosen", "chosen_messages", "chosen_conversations"),
-        first_present(fields, "rejected", "rejected_messages", "rejected_conversations"),
+        first_present(
+            fields, "rejected", "rejected_messages", "rejected_conversations"
+        ),
     )

@@ -64,7 +64,11 @@ from packstore.tokenizer.refusals import wrong_type
 )
 @form(
     "scored",
-    {"question": text, "inferences[].completion": texts, "inferences[].pass_rate": numbers},
+    {
+        "question": text,
+        "inferences[].completion": texts,
+        "inferences[].pass_rate": numbers,
+    },
     leaves=("id", "source", "test_cases", "context_messages"),
     as_chat=True,
     sets=("TIGER-Lab/AceCode-87K",),
@@ -112,7 +116,9 @@ from packstore.tokenizer.refusals import wrong_type
     source="https://github.com/whitecircle/halo/blob/main/agent-docs/data/dataset-formats.md",
 )
 def scored_answers(fields: Fields) -> Answers:
-    """A question and any number of answers, with a score, a rating or a reward for each."""
+    """A question and any number of answers, with a score, a rating or a reward for
+    each.
+    """
     scores = first_present(
         fields,
         "completions[].overall_score",
@@ -149,12 +155,18 @@ def scored_answers(fields: Fields) -> Answers:
 )
 @form(
     "scored",
-    {"context": turns, "completions[].rank": numbers, "completions[].completion": dialogues},
+    {
+        "context": turns,
+        "completions[].rank": numbers,
+        "completions[].completion": dialogues,
+    },
     leaves=("task_name",),
     source="https://github.com/NVIDIA-NeMo/RL/blob/main/docs/guides/dpo.md",
 )
 def ranked_answers(fields: Fields) -> Answers:
-    """A question and any number of answers with a rank each; the lowest rank is the best."""
+    """A question and any number of answers with a rank each; the lowest rank is the
+    best.
+    """
     ranks = first_present(fields, "answers[].rank", "completions[].rank")
     return Answers(
         first_present(fields, "prompt", "context"),
@@ -178,7 +190,9 @@ def ranked_answers(fields: Fields) -> Answers:
     source="https://github.com/allenai/reward-bench/blob/main/rewardbench/utils.py",
 )
 def reward_bench_2(fields: Fields) -> Answers:
-    """A question with lists of right and of wrong answers, which get the scores 1 and 0."""
+    """A question with lists of right and of wrong answers, which get the scores 1 and
+    0.
+    """
     chosen = fields["chosen"]
     rejected = fields["rejected"]
     for text_of_both in set(chosen).intersection(rejected):
@@ -193,7 +207,13 @@ def reward_bench_2(fields: Fields) -> Answers:
 @form(
     "scored",
     {"prompt": text, "response": text, "is_safe": score},
-    leaves=("category", "prompt_source", "response_source", "harm_category", "severity_level"),
+    leaves=(
+        "category",
+        "prompt_source",
+        "response_source",
+        "harm_category",
+        "severity_level",
+    ),
     as_chat=True,
     sets=("PKU-Alignment/BeaverTails", "PKU-Alignment/PKU-SafeRLHF-QA"),
     source="https://huggingface.co/datasets/PKU-Alignment/BeaverTails",
@@ -297,7 +317,9 @@ def judged_answer(fields: Fields) -> Answers:
         "output",
     )
     return Answers(
-        first_present(fields, "prompt", "question", "orig_instruction", "instruction", "input"),
+        first_present(
+            fields, "prompt", "question", "orig_instruction", "instruction", "input"
+        ),
         [response],
         [to_score(judgement)],
     )
@@ -311,7 +333,9 @@ def judged_answer(fields: Fields) -> Answers:
     source="https://github.com/hiyouga/LLaMA-Factory/blob/main/data/README.md",
 )
 def alpaca_feedback(fields: Fields) -> Answers:
-    """An instruction with its input, one output and its kto_tag, and earlier rounds as history."""
+    """An instruction with its input, one output and its kto_tag, and earlier rounds as
+    history.
+    """
     prompt = join_texts(fields["instruction"], fields.get("input"))
     return Answers(
         after_rounds(fields.get("history"), prompt),
@@ -361,7 +385,9 @@ def summarize_from_feedback_axes(fields: Fields) -> Answers:
     source="https://huggingface.co/datasets/argilla/kto-mix-15k",
 )
 def kto_mix(fields: Fields) -> Answers:
-    """A whole dialogue as the completion, and its label; the prompt is its last question again."""
+    """A whole dialogue as the completion, and its label; the prompt is its last
+    question again.
+    """
     return Answers(None, [fields["completion"]], [to_score(fields["label"])])
 
 
@@ -373,6 +399,8 @@ def kto_mix(fields: Fields) -> Answers:
     source="https://github.com/sierra-research/tau-bench/blob/main/tau_bench/types.py",
 )
 def tau_bench(fields: Fields) -> Answers:
-    """A dialogue of an agent with a user and tools, and its reward; all its answers are learned."""
+    """A dialogue of an agent with a user and tools, and its reward; all its answers are
+    learned.
+    """
     prompt, response = split_at_first_answer(fields["traj"])
     return Answers(prompt, [response], [fields["reward"]])

@@ -49,7 +49,12 @@ ARENA_TIES = ("tie", "tie (bothbad)", "both_bad")
 
 @form(
     "preference",
-    {"context": turns, "response1": text, "response2": text, "overall_preference": number},
+    {
+        "context": turns,
+        "response1": text,
+        "response2": text,
+        "overall_preference": number,
+    },
     leaves=("domain", "language", "individual_preference"),
     as_chat=True,
     sets=("nvidia/HelpSteer3",),
@@ -57,7 +62,12 @@ ARENA_TIES = ("tie", "tie (bothbad)", "both_bad")
 )
 @form(
     "preference",
-    {"context": turns, "response1": text, "response2": text, "individual_preference": anything},
+    {
+        "context": turns,
+        "response1": text,
+        "response2": text,
+        "individual_preference": anything,
+    },
     without=("overall_preference",),
     leaves=("domain", "language"),
     as_chat=True,
@@ -78,7 +88,12 @@ def helpsteer3(fields: Fields) -> Pair | Drop:
 
 @form(
     "preference",
-    {"prompt": text, "response_1": text, "response_2": text, "preference_strength": number},
+    {
+        "prompt": text,
+        "response_1": text,
+        "response_2": text,
+        "preference_strength": number,
+    },
     leaves=(
         "split",
         "preference_statement",
@@ -91,7 +106,9 @@ def helpsteer3(fields: Fields) -> Pair | Drop:
     source="https://huggingface.co/datasets/nvidia/HelpSteer2",
 )
 def helpsteer2_preference(fields: Fields) -> Pair | Drop:
-    """Two answers and a preference from -3 (the first) to 3; a prompt may hold earlier rounds."""
+    """Two answers and a preference from -3 (the first) to 3; a prompt may hold earlier
+    rounds.
+    """
     return by_sign(
         split_rounds(fields["prompt"], HELPSTEER2_TURN),
         fields["response_1"],
@@ -128,10 +145,11 @@ def helpsteer2_preference(fields: Fields) -> Pair | Drop:
     source="https://github.com/tatsu-lab/alpaca_eval/blob/main/src/alpaca_eval/annotators/pairwise_evaluator.py",
 )
 def alpaca_eval(fields: Fields) -> Pair | Drop:
-    """Two outputs and a preference: below 1.5 the first, above it the second; 1.5 and 0 tie.
+    """Two outputs and a preference: below 1.5 the first, above it the second; 1.5 and 0
+    tie.
 
-    AlpacaFarm and AlpacaEval 1 write 1, 2 or 0; AlpacaEval 2 a probability from 1 to 2, and null
-    where the annotator gave no verdict.
+    AlpacaFarm and AlpacaEval 1 write 1, 2 or 0; AlpacaEval 2 a probability from 1 to 2,
+    and null where the annotator gave no verdict.
     """
     preference = fields.get("preference")
     if preference is None:
@@ -172,7 +190,12 @@ def offsetbias(fields: Fields) -> Pair | Drop:
 
 @form(
     "preference",
-    {"prompt": text, "response_0": text, "response_1": text, "better_response_id": number},
+    {
+        "prompt": text,
+        "response_0": text,
+        "response_1": text,
+        "better_response_id": number,
+    },
     leaves=(
         "prompt_source",
         "response_?_source",
@@ -253,7 +276,9 @@ def shp(fields: Fields) -> Pair | Drop:
     source="https://huggingface.co/datasets/prometheus-eval/Preference-Collection",
 )
 def prometheus_preference(fields: Fields) -> Pair | Drop:
-    """Two answers and a verdict, A or B; the instruction for a judge and its output are left."""
+    """Two answers and a verdict, A or B; the instruction for a judge and its output are
+    left.
+    """
     return by_word(
         fields["orig_instruction"],
         fields["orig_response_A"],
@@ -298,7 +323,9 @@ def judgebench(fields: Fields) -> Pair | Drop:
     source="https://github.com/huggingface/trl/blob/main/examples/datasets/tldr_preference.py",
 )
 def summarize_from_feedback(fields: Fields) -> Pair | Drop:
-    """A post or an article and two summaries; choice is the number of the better one, 0 or 1."""
+    """A post or an article and two summaries; choice is the number of the better one, 0
+    or 1.
+    """
     summaries = fields["summaries[].text"]
     if len(summaries) != 2:
         raise wrong_type("there must be two summaries", summaries)
@@ -323,7 +350,11 @@ def summarize_from_feedback(fields: Fields) -> Pair | Drop:
 @form(
     "preference",
     {"conversation_a": chat, "conversation_b": chat, "winner": text},
-    optional={"turn": number, "full_conversation": anything, "evaluation_order": numeral},
+    optional={
+        "turn": number,
+        "full_conversation": anything,
+        "evaluation_order": numeral,
+    },
     leaves=(
         "question_id",
         "model_a",
@@ -371,10 +402,11 @@ def summarize_from_feedback(fields: Fields) -> Pair | Drop:
     source="https://huggingface.co/datasets/lmarena-ai/search-arena-24k",
 )
 def chatbot_arena(fields: Fields) -> Pair | Drop:
-    """Two dialogues and the winner: model_a, model_b or a tie; turn is the round that is judged.
+    """Two dialogues and the winner: model_a, model_b or a tie; turn is the round that
+    is judged.
 
-    Later votes of a session have the rounds before them in full_conversation. These have other
-    models, and mostly another context on each side: such votes are dropped.
+    Later votes of a session have the rounds before them in full_conversation. These
+    have other models, and mostly another context on each side: such votes are dropped.
     """
     first = first_present(fields, "conversation_a", "messages_a")
     second = first_present(fields, "conversation_b", "messages_b")
@@ -387,9 +419,13 @@ def chatbot_arena(fields: Fields) -> Pair | Drop:
     before_first = _rounds_before(first, rounds, "model_side_a")
     before_second = _rounds_before(second, rounds, "model_side_b")
     if vote_number > 1 and not before_first and not before_second:
-        raise refuse("missing_field", f"vote {vote_number:g} without the rounds before it")
+        raise refuse(
+            "missing_field", f"vote {vote_number:g} without the rounds before it"
+        )
     if before_first != before_second:
-        raise refuse("different_contexts", "rounds before the judged ones, with other answers")
+        raise refuse(
+            "different_contexts", "rounds before the judged ones, with other answers"
+        )
 
     return by_word(
         None,
@@ -403,13 +439,17 @@ def chatbot_arena(fields: Fields) -> Pair | Drop:
 
 
 def _rounds_before(judged: list[Message], rounds: Any, answer: str) -> list[Message]:
-    """Return the rounds of one side before the judged ones, which may stand at their end."""
+    """Return the rounds of one side before the judged ones, which may stand at their
+    end.
+    """
     if not rounds:
         return []
     try:
         turns = [item[name] for item in rounds for name in ("user", answer)]
     except (KeyError, TypeError):
-        raise wrong_type(f"rounds must be a list of user and {answer}", rounds) from None
+        raise wrong_type(
+            f"rounds must be a list of user and {answer}", rounds
+        ) from None
     session = normalize_messages(turns, set())
     end = normalize_messages(judged, set())
     if session[-len(end) :] == end:
@@ -422,7 +462,15 @@ def _rounds_before(judged: list[Message], rounds: Any, answer: str) -> list[Mess
 @form(
     "preference",
     {"prompt": text, "response_1": text, "response_2": text, "winner": text},
-    leaves=("question_id", "model_a", "model_b", "language", "*_prompt", "is_code", "is_refusal"),
+    leaves=(
+        "question_id",
+        "model_a",
+        "model_b",
+        "language",
+        "*_prompt",
+        "is_code",
+        "is_refusal",
+    ),
     as_chat=True,
     sets=("lmarena-ai/PPE-Human-Preference-V1",),
     source="https://huggingface.co/datasets/lmarena-ai/PPE-Human-Preference-V1",
@@ -455,7 +503,9 @@ def ppe_human_preference(fields: Fields) -> Pair | Drop:
     source="https://github.com/lm-sys/RouteLLM/blob/main/routellm/routers/similarity_weighted/utils.py",
 )
 def arena_55k(fields: Fields) -> Pair | Drop:
-    """Questions and two lists of answers as JSON text, or plain text; 1 stands under the winner."""
+    """Questions and two lists of answers as JSON text, or plain text; 1 stands under
+    the winner.
+    """
     prompt = fields["prompt"]
     first = fields["response_a"]
     second = fields["response_b"]
@@ -467,7 +517,9 @@ def arena_55k(fields: Fields) -> Pair | Drop:
         first = questions_and_answers(prompt, first)
         second = questions_and_answers(prompt, second)
         prompt = None
-    return by_score(prompt, first, second, fields["winner_model_a"], fields["winner_model_b"])
+    return by_score(
+        prompt, first, second, fields["winner_model_a"], fields["winner_model_b"]
+    )
 
 
 def _holds_json_list(value: str) -> bool:
@@ -566,7 +618,9 @@ def pandalm(fields: Fields) -> Pair | Drop:
     source="https://huggingface.co/datasets/argilla/magpie-ultra-v0.1",
 )
 def scored_pair(fields: Fields) -> Pair | Drop:
-    """Two answers or dialogues with a score each; the one with the higher score is chosen."""
+    """Two answers or dialogues with a score each; the one with the higher score is
+    chosen.
+    """
     return by_score(
         first_present(fields, "question.full_text", "instruction"),
         first_present(fields, "answer_0", "conv_A", "response"),
@@ -578,7 +632,12 @@ def scored_pair(fields: Fields) -> Pair | Drop:
 
 @form(
     "preference",
-    {"question_body": text, "answer1_body": text, "answer2_body": text, "score": numbers},
+    {
+        "question_body": text,
+        "answer1_body": text,
+        "answer2_body": text,
+        "score": numbers,
+    },
     leaves=("question_id", "text", "answer?_metadata", "answer?_model_id", "reference"),
     as_chat=True,
     sets=("BAAI/JudgeLM-100K",),
@@ -611,7 +670,11 @@ def hhh_alignment(fields: Fields) -> Pair | Drop:
 
 @form(
     "preference",
-    {"contents": messages, "completions[].completion": dialogues, "completions[].score": numbers},
+    {
+        "contents": messages,
+        "completions[].completion": dialogues,
+        "completions[].score": numbers,
+    },
     optional={
         "systemInstruction.parts[].text": texts,
         "system_instruction.parts[].text": texts,
