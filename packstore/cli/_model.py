@@ -59,12 +59,12 @@ def loaded(
     from packstore.torch.models.compiled import compile_as_asked
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
-    from packstore.torch.reference.provenance import lowered
+    from packstore.torch.reference.provenance import choose_autocast
 
     model = load_model(
         path, dtype=args.dtype, attention=args.attention, scores=scores
     ).to(device)
-    autocast = lowered(args.mixed_precision, model)
+    autocast = choose_autocast(args.mixed_precision, model)
     with autocast():
         probe_model(model)
     compile_as_asked(args.compile, model, device, autocast)

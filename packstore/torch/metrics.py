@@ -83,13 +83,13 @@ def all_reduce_sums(
     device = device or (tensors[0].device if tensors else torch.device("cpu"))
     dtype = wide_dtype(device)
     flat = torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in values])
-    if distributed():
+    if is_distributed():
         dist.all_reduce(flat, group=group)
     sums: list[float] = flat.tolist()
     return sums
 
 
-def distributed() -> bool:
+def is_distributed() -> bool:
     """Returns True if torch.distributed runs."""
     return dist.is_available() and dist.is_initialized()
 

@@ -28,14 +28,14 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     return batch.to(device, non_blocking=True)
 
 
-def sent(values: Tensor, device: torch.device) -> Tensor:
+def tensor_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Returns a tensor of the CPU on `device`, likewise."""
     if device.type == "cuda" and not values.is_cuda:
         values = values.pin_memory()
     return values.to(device, non_blocking=True)
 
 
-class Fetched:
+class CpuCopy:
     """A tensor on its way to the CPU; the call waits for it and returns it."""
 
     def __init__(self, values: Tensor) -> None:
@@ -45,8 +45,8 @@ class Fetched:
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
-    def __call__(self) -> Tensor:
-        """Returns the tensor, which holds its values from now on."""
+    def wait(self) -> Tensor:
+        """Return the tensor on the CPU, once its values have arrived."""
         if self._event is not None:
             self._event.synchronize()
         return self._values

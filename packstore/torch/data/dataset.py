@@ -40,7 +40,7 @@ from packstore.torch.data.stream import (
     StoredPacks,
 )
 from packstore.torch.frameworks import check_dealt_once
-from packstore.torch.metrics import distributed
+from packstore.torch.metrics import is_distributed
 
 logger = logging.getLogger("packstore")
 
@@ -459,7 +459,7 @@ def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together; give both or neither.")
     if rank is None or world_size is None:
-        if distributed():
+        if is_distributed():
             return dist.get_rank(), dist.get_world_size()
         rank, world_size = (
             int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))

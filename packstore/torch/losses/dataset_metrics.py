@@ -20,10 +20,15 @@ from packstore.errors import ConfigError, quote
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.transfer import Fetched, sent
+from packstore.torch.batch.transfer import CpuCopy, tensor_to_device
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import UNDIVIDED
-from packstore.torch.metrics import add_sums, all_reduce_sums, distributed, wide_dtype
+from packstore.torch.metrics import (
+    add_sums,
+    all_reduce_sums,
+    is_distributed,
+    wide_dtype,
+)
 
 T = TypeVar("T")
 
@@ -77,7 +82,9 @@ class GroupedMetrics:
         ):  # for each group, the batch with all other examples at weight 0
             names = np.array(self._groups(on_cpu, self.by), object)
             for name in sorted(set(names)):
-                inside = sent(torch.from_numpy(names == name), batch.weights.device)
+                inside = tensor_to_device(
+                    torch.from_numpy(names == name), batch.weights.device
+                )
                 parts[name] = batch.replace(weights=batch.weights * inside)
         for group, part in parts.items():
             metrics = self.loss_fn(logps, part, ref_logps, divisor=UNDIVIDED).metrics
@@ -148,7 +155,7 @@ class ExampleRows:
 
     def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
         self._loss_fn, self._carry = loss_fn, tuple(carry)
-        self._parts: list[tuple[dict[str, Fetched], PackedBatch]] = []
+        self._parts: list[tuple[dict[str, CpuCopy], PackedBatch]] = []
 
     def add(
         self,
@@ -165,20 +172,20 @@ class ExampleRows:
             values["ref_logps"] = reference
         if rewards is not None:
             values["rewards"] = rewards
-        self._parts.append(({name: Fetched(x) for name, x in values.items()}, on_cpu))
+        self._parts.append(({name: CpuCopy(x) for name, x in values.items()}, on_cpu))
 
     def table(self) -> pa.Table:
         """Returns the rows of all ranks; a collective call."""
         rows = all_gather_lists(
-            [self._rows(fetched, batch) for fetched, batch in self._parts]
+            [self._rows(copies, batch) for copies, batch in self._parts]
         )
         tables = [pa.table(part) for part in rows if len(part["example_id"])]
         joined = pa.concat_tables(tables, promote_options="default")
         _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)
         return joined.take(first)
 
-    def _rows(self, fetched: dict[str, Fetched], batch: PackedBatch) -> dict[str, Any]:
-        values = {name: x().double().numpy() for name, x in fetched.items()}
+    def _rows(self, copies: dict[str, CpuCopy], batch: PackedBatch) -> dict[str, Any]:
+        values = {name: copy.wait().double().numpy() for name, copy in copies.items()}
         kept = np.flatnonzero(batch.weights.numpy() > 0)
         ends = batch.num_responses.numpy().cumsum()
         columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[kept]}
@@ -199,7 +206,7 @@ class ExampleRows:
 
 def all_gather_lists(values: list[T]) -> list[T]:
     """Gathers the lists of all ranks, in rank order; a collective call."""
-    if not distributed():
+    if not is_distributed():
         return values
     gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, values)

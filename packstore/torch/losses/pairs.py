@@ -14,7 +14,7 @@ from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.batch.transfer import sent
+from packstore.torch.batch.transfer import tensor_to_device
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.metrics import SumAndCount, wide_dtype
 
@@ -209,7 +209,7 @@ class PairRows:
         better, worse = better[strict], worse[strict]
         of_pairs = order[better], order[worse], example[worse]
         chosen, rejected, of_example = (
-            sent(torch.from_numpy(x), device) for x in of_pairs
+            tensor_to_device(torch.from_numpy(x), device) for x in of_pairs
         )
         return chosen, rejected, of_example
 
@@ -360,7 +360,7 @@ class Sequences(PairRows):
         elif batch.kind == "scored":
             rewards, responses = batch.cpu_rewards_and_counts
             firsts = _by_rank(rewards, responses)[np.cumsum(responses) - responses]
-            best = sent(torch.from_numpy(firsts), weights.device)
+            best = tensor_to_device(torch.from_numpy(firsts), weights.device)
         pairs = sums.take(best, best)
         compared = pairs.per_token() if self.average == "sequence_mean" else pairs
         count = (

@@ -23,7 +23,7 @@ from packstore.torch.losses.terms import check_weight, is_number
 from packstore.torch.metrics import (
     SumAndCount,
     all_reduce_sums,
-    distributed,
+    is_distributed,
     wide_dtype,
 )
 from packstore.torch.models.routers import carried
@@ -336,7 +336,7 @@ def count_step(
         remedy = "Collect them until step.last"
         raise ConfigError(sentence("count_step", rule, str(len(numbers)), remedy))
     counts = [loss_fn.count(batch) for batch in batches]
-    if not distributed():
+    if not is_distributed():
         device = None  # the counts are numbers already
     elif device is None and batches:
         device = batches[0].weights.device

@@ -111,7 +111,7 @@ def log_choice(asked: Precision) -> None:
         )
 
 
-def lowered(
+def choose_autocast(
     asked: Precision, model: nn.Module
 ) -> Callable[[], AbstractContextManager[Any]]:
     """Returns what makes the autocast context of a model, by

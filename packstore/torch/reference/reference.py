@@ -49,7 +49,7 @@ from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.transfer import (
-    Fetched,
+    CpuCopy,
     delay_by_one,
     inference_batching,
     to_device,
@@ -58,14 +58,14 @@ from packstore.torch.data.position import Position
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.metrics import distributed
+from packstore.torch.metrics import is_distributed
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating
 from packstore.torch.reference.provenance import (
     Precision,
     Provenance,
+    choose_autocast,
     describe_reference,
-    lowered,
 )
 
 T = TypeVar("T")
@@ -125,7 +125,10 @@ def write_ref_logps(
     """
     check_model(dataset, model)
     policy = PackedPolicy(model, backend=head)
-    lower, device = lowered(mixed_precision, model), next(model.parameters()).device
+    lower, device = (
+        choose_autocast(mixed_precision, model),
+        next(model.parameters()).device,
+    )
     chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
     config = BatchConfig.of(**chosen)
     location = Location(url, storage_options or {})
@@ -155,12 +158,14 @@ def write_ref_logps(
         )
         return open_side(url, storage_options)
     parts = _Parts(location, dataset, provenance)
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if distributed() else (0, 1)
+    rank, ranks = (
+        (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    )
     for number, values in _compute_parts(
         policy, dataset, config, lower, missing[rank::ranks], progress
     ):
         parts.put(number, values)
-    if distributed():
+    if is_distributed():
         dist.barrier()
     run_on_rank_zero(lambda: _commit(parts, dataset, provenance, overwrite))
     return open_side(url, storage_options)
@@ -211,21 +216,21 @@ def _compute_parts(
         batch for batch in _batches(stream, config) if batch[0] in mine
     )
 
-    def submit_batches() -> Iterator[tuple[int, int, PackedBatch, Fetched]]:
+    def submit_batches() -> Iterator[tuple[int, int, PackedBatch, CpuCopy]]:
         reading = stream.read(places for _, places in ahead)
         for (number, places), packs in zip(batches, reading, strict=True):
             batch = collate(packs, stream.kind)
             with lower():
                 check_ids(batch, policy.model)
                 logps = policy(to_device(batch, device))
-            yield number, int(places[-1]) + 1, batch, Fetched(logps.float())
+            yield number, int(places[-1]) + 1, batch, CpuCopy(logps.float())
 
     with evaluating(policy.model):
         for number, group in groupby(delay_by_one(submit_batches()), itemgetter(0)):
             values = []
-            for _, done, batch, fetched in group:
+            for _, done, batch, copy in group:
                 ids, counts = batch.example_ids.numpy(), batch.num_responses.numpy()
-                logps = fetched().numpy()
+                logps = copy.wait().numpy()
                 if not (finite := np.isfinite(logps)).all():
                     where = f"example {np.repeat(ids, counts)[~finite][0]}"
                     rule = "the model must give finite log-probs"
@@ -294,7 +299,7 @@ def run_on_rank_zero(make: Callable[[], T]) -> T:
     """Runs `make` on rank 0; returns its result, or raises its error, on all ranks.
     Collective.
     """
-    if not distributed():
+    if not is_distributed():
         return make()
     result: list[Any] = [None, None]
     failure: Exception | None = None

@@ -35,7 +35,7 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.torch.metrics import all_reduce_sums, distributed
+from packstore.torch.metrics import all_reduce_sums, is_distributed
 from packstore.torch.training.checkpoint_files import (
     begin_checkpoint,
     finish_files,
@@ -399,7 +399,7 @@ def load_weights(model: Any, checkpoint: Path) -> None:
         load(
             {"model": weights},
             checkpoint_id=checkpoint / WEIGHTS,
-            no_dist=not distributed(),
+            no_dist=not is_distributed(),
         )
         return
     files = [
@@ -425,7 +425,7 @@ def load_optimizer(
         load(
             {"optimizer": state},
             checkpoint_id=checkpoint / OPTIMIZER,
-            no_dist=not distributed(),
+            no_dist=not is_distributed(),
         )
         set_optimizer_state_dict(model, optimizer, state)
         return

@@ -37,7 +37,11 @@ from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
-from packstore.torch.reference.provenance import Precision, check_arithmetic, lowered
+from packstore.torch.reference.provenance import (
+    Precision,
+    check_arithmetic,
+    choose_autocast,
+)
 
 logger = logging.getLogger("packstore")
 
@@ -107,7 +111,7 @@ def evaluate(
     loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
     policies = [PackedPolicy(each, backend=head) for each in models]
     online = policies[1] if len(policies) > 1 else None
-    with lowered(mixed_precision, model)(), evaluating(*models):
+    with choose_autocast(mixed_precision, model)(), evaluating(*models):
         for joined in sides:
             if REF_LOGPS in joined.manifest.columns and online is None:
                 check_arithmetic(joined, model)
