@@ -12,9 +12,8 @@ it there.
     python tests/try_release.py --beside uv            beside which trainers and servers it resolves
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip
-uses here. ``flash`` and ``flash4`` need a GPU and its compiler, so ``all`` leaves them
-out; ``docs`` and ``dev`` are for work on packstore itself, and `make test` installs
-them.
+uses here. ``flash`` needs a GPU and its compiler, so ``all`` leaves it out; ``docs`` and
+``dev`` are for work on packstore itself, and `make test` installs them.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ NEEDS_TORCH = frozenset({"torch", "train"})
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
 ]
-NOT_TRIED = frozenset({"flash", "flash4", "docs", "dev"})
+NOT_TRIED = frozenset({"flash", "docs", "dev"})
 SHOWN = (
     "numpy",
     "pyarrow",

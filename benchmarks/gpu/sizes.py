@@ -101,7 +101,6 @@ GPU = Sizes(
         "sdpa",
         "flash_attn",
         "flash_attn_3",
-        "flash_attn_4",
         "flex",
     ),
     heads=((32, 8, 64), (8, 8, 128), (16, 1, 128), (8, 2, 256)),

@@ -53,6 +53,5 @@ ATTENTION: Registry[Attend] = Registry(
         "torch_varlen": "packstore.torch.attention.torch_varlen:attend",
         "flash_attn": "packstore.torch.attention.flash:flash_attn",
         "flash_attn_3": "packstore.torch.attention.flash:flash_attn_3",
-        "flash_attn_4": "packstore.torch.attention.flash:flash_attn_4",
     },
 )

@@ -1,5 +1,4 @@
-"""FlashAttention 2, 3 and 4 by their packages, and the inputs that flash kernels
-support.
+"""FlashAttention 2 and 3 by their packages, and the inputs that flash kernels support.
 
 CUDA and half precision only; grouped queries, windows and soft-capped scores. Causal
 masks are aligned at the end of the keys, so a shared prefix needs no special call.
@@ -35,7 +34,6 @@ PACKAGES = {
         "--no-build-isolation "
         "./flash-attention/hopper",
     ),
-    "flash_attn_4": ("flash_attn.cute", "Run: pip install 'packstore[flash4]'"),
 }
 """The module of each version, and how to install it."""
 
@@ -52,8 +50,6 @@ def __getattr__(name: str) -> Attend:
             f"attention backend {name!r} needs the module {module!r}, which is not "
             "installed; " + install
         ) from error
-    newest = name == "flash_attn_4"
-    whole = (None, None) if newest else (-1, -1)
 
     def attend(
         q_TNH: Tensor,
@@ -63,32 +59,22 @@ def __getattr__(name: str) -> Attend:
         settings: Settings,
     ) -> Tensor:
         check(name, q_TNH, k_TKH, v_TKH, settings)
-        version = capability(q_TNH.device)
-        if newest and version < (9, 0):  # there the backward pass ends in an assertion
-            raise BackendError(
-                f"attention backend {name!r}: the device must have compute capability "
-                "9 or newer "
-                f"(Hopper, Blackwell); found {version[0]}.{version[1]}. "
-                "Use backend='torch_varlen' or 'flash_attn'."
-            )
         left = window_left(layout, settings.window)
         output = kernel(
             q_TNH,
             layout.keys(k_TKH),
             layout.keys(v_TKH),
-            # by name: the fourth argument of version 4 is `qv`
             cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens_k=layout.cu_seqlens_k,
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
             causal=True,
-            window_size=whole if left < 0 else (left, 0),
+            window_size=(-1, -1) if left < 0 else (left, 0),
             softmax_scale=settings.scale,
             softcap=settings.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        # Version 4, and builds of version 3 before 2025-11, return the log-sum-exp as
-        # well.
+        # Builds of version 3 before 2025-11 return the log-sum-exp as well.
         return output[0] if isinstance(output, tuple) else output  # type: ignore[no-any-return]
 
     return attend

@@ -2,8 +2,8 @@
 definition.
 
 Nothing here proves a kernel. The stand-ins have the signatures of flash-attn 2.8.3, of
-flash-attention/hopper at 0f82fea, of flash-attn-4 4.0.0b36 and of torch 2.11,
-positional order included, and refuse what those refuse; packages that are installed are
+flash-attention/hopper at 0f82fea and of torch 2.11, positional order included, and
+refuse what those refuse; packages that are installed are
 compared with them. For torch's own, the installed Python code runs, with a stand-in for
 the two operators under it. The kernels themselves run in ``benchmarks/gpu_session.py``.
 """
@@ -28,11 +28,10 @@ from packstore.torch import use_packed_attention
 from packstore.torch.attention import ATTENTION, Settings, auto, flash, torch_varlen
 from packstore.torch.batch.layout import AttentionLayout
 
-KERNELS = ("torch_varlen", "flash_attn", "flash_attn_3", "flash_attn_4")
+KERNELS = ("torch_varlen", "flash_attn", "flash_attn_3")
 MODULES = {
     "flash_attn": "flash_attn",
     "flash_attn_3": "flash_attn_interface",
-    "flash_attn_4": "flash_attn.cute",
 }
 
 
@@ -89,19 +88,7 @@ def flash_attn_3(
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     assert qv is None
-    return called(**locals())
-
-
-def flash_attn_4(
-    q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-    min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None,
-    softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0,
-    num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None,
-    mask_mod=None, block_sparse_tensors=None, aux_tensors=None, aux_scalars=None,
-    return_lse=False, scheduler_metadata=None, seqlen_k_per_split=None,
-    disable_scheduler_metadata=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None,
-):  # fmt: skip
-    assert qv is None
+    # Builds before 2025-11 return the log-sum-exp as well.
     return called(**locals()), None
 
 
@@ -120,7 +107,6 @@ seen: dict[str, Any] = {}
 STAND_INS = {
     "flash_attn": flash_attn_2,
     "flash_attn_3": flash_attn_3,
-    "flash_attn_4": flash_attn_4,
 }
 
 
@@ -144,10 +130,6 @@ def test_recorded_signatures_are_those_of_the_installed_package(backend: str) ->
             package: Any = importlib.import_module(MODULES[backend])
         except ImportError as error:
             pytest.skip(f"{MODULES[backend]} cannot be imported here: {error}")
-        if package.__file__ is None:
-            pytest.skip(
-                f"{MODULES[backend]} is only the folder of flash_attn.cute here"
-            )
         installed, recorded = package.flash_attn_varlen_func, STAND_INS[backend]
     signature = inspect.signature(installed)
     found = [x.replace(annotation=x.empty) for x in signature.parameters.values()]
@@ -283,12 +265,6 @@ def test_refused_inputs(
     ):
         with pytest.raises(BackendError, match=message):
             attend(*tensors, layout, Settings(0.3, **settings))
-    if backend == "flash_attn_4":
-        monkeypatch.setattr(flash, "capability", lambda _: (8, 6))
-        with pytest.raises(
-            BackendError, match=r"capability 9 or newer .*; found 8.6. Use backen"
-        ):
-            attend(*half, layout, Settings(0.3))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +272,6 @@ def test_refused_inputs(
     [
         ("flash_attn", r"Run: .*--no-build-isolation 'packstore\[flash\]'"),
         ("flash_attn_3", r"Run: git clone .*/flash-attention/hopper"),
-        ("flash_attn_4", r"Run: pip install 'packstore\[flash4\]'"),
     ],
 )
 def test_an_absent_package_gives_the_install_line(
