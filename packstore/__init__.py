@@ -7,11 +7,11 @@
     >>> ds.manifest.fill_rate, len(ds)
     >>> packstore.open("prefs-8k").verify()
 
-There is one function for each command: ``append``, ``check``, ``clean``, ``concat``,
-``doctor``, ``estimate``, ``export``, ``pack`` and ``publish``; ``open`` and ``scan``
-read, and ``plan`` plans from lengths. ``packstore.pack`` is a call and the sub-package
-of the packing algorithms at once. Importing packstore is cheap: numba, pyarrow and
-torch are loaded by the first call that needs them.
+``append``, ``clean``, ``concat``, ``estimate``, ``export``, ``pack`` and ``publish`` do
+what the commands of these names do. ``doctor`` lints records, ``check`` tries a place,
+``open`` and ``scan`` read, and ``plan`` plans from lengths. ``packstore.pack`` is a
+call and the sub-package of the packing algorithms at once. Importing packstore is
+cheap: numba, pyarrow and torch are loaded by the first call that needs them.
 """
 
 from __future__ import annotations

@@ -57,10 +57,9 @@ FILES = {
     "export": "export publish",
     "maintenance": "clean verify",
     "pack": "pack append concat",
-    "reports": "doctor estimate check",
+    "reports": "estimate",
     "show": "show view",
     "stats": "stats inspect",
-    "train": "train run",
 }
 """File here -> its commands; others have files of their own."""
 

@@ -21,8 +21,6 @@ prepare:
              $ packstore append prefs-8k more.jsonl
   concat     make one dataset of the shards of several, without rewriting them
              $ packstore concat prefs-a prefs-b prefs-all
-  doctor     lint records against tokenizer and template, before packing
-             $ packstore doctor prefs.jsonl --tokenizer tokenizer.json
   estimate   estimate fill, packs and steps of several pack sizes, from a sample
              $ packstore estimate prefs.jsonl --tokenizer tokenizer.json
 
@@ -41,14 +39,10 @@ keep:
              $ packstore clean prefs-8k
   verify     check every hash, every rule and every count of a dataset
              $ packstore verify prefs-8k
-  check      try a place: list, read, write, commit; each line is ok or a remedy
-             $ packstore check s3://bucket/prefs-8k
 
 train:
   train      train a causal LM on a packed dataset: DPO and similar losses, SFT
              $ packstore train --example dpo > dpo.yaml
-  run        pack and train as one file says, or go on where that stopped
-             $ packstore run job.yaml
   ref-logps  compute the log-probs of a reference model once, as a side dataset
              $ packstore ref-logps prefs-8k prefs-8k-ref --model my-sft-model
   evaluate   compute accuracy, margins, rewards and loss of a model on a dataset

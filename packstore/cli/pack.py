@@ -34,7 +34,7 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
         "--config FILE": "YAML file of SOURCE, OUT, settings; flags override",
         "--out OUT": "in place of the job file's",
         "--tokenizer PATH": "tokenizer.json, .model, Hugging Face folder or name",
-        "--dry-run": "only lint and plan a sample, and try OUT",
+        "--dry-run": "lint and plan a sample and try OUT; write no dataset",
     }
     common.add_flags(parser, flags)
     common.add_json(parser)

@@ -1,6 +1,4 @@
-"""``packstore doctor``, ``estimate`` and ``check``: look at records and places before a
-job.
-"""
+"""``packstore estimate``, and how reports on records and places are printed."""
 
 from __future__ import annotations
 
@@ -14,7 +12,6 @@ from rich.table import Column, Table
 from packstore.cli import command, common
 from packstore.cli._messages import progress_of
 from packstore.config import (
-    CHECK_RETRIES,
     BatchConfig,
     PackConfig,
     PlanConfig,
@@ -51,7 +48,7 @@ STEPS = ("packs_per_batch", "gradient_accumulation_steps", "examples_per_step")
 
 DIAGNOSIS = ("kind", "records", "findings", "forms")
 ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
-"""Parts of a report that are printed as JSON, for doctor and for estimate."""
+"""Parts of a report that are printed as JSON, of a dry run and of an estimate."""
 
 _STYLES = {"ok": None, "remark": "yellow", "problem": "red"}
 
@@ -77,37 +74,8 @@ def parts_of(report: Report, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(report, name) for name in names}
 
 
-def _configure_doctor(parser: argparse.ArgumentParser) -> None:
-    common.add_source(parser)
-    parser.add_argument(
-        "--tokenizer", metavar="PATH", required=True, help="as for packstore pack"
-    )
-    flags = {
-        "--sample N": "most records to look at, from all over (all)",
-        "--strict": "remarks count as problems",
-    }
-    common.add_flags(parser, flags)
-    _add_settings(parser)
-
-
-@command(
-    _configure_doctor,
-    "  packstore doctor chats.jsonl --tokenizer Qwen3/ --pack-size 4096 --strict\n",
-)
-def _doctor(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.records import doctor
-
-    with progress_of("doctor", args) as progress:
-        report = doctor(**_given(args), sample=args.sample, progress=progress)
-    if args.json:
-        common.print_result({"ok": report.ok, **parts_of(report, DIAGNOSIS)})
-    else:
-        print_diagnosis(report)
-    return 0 if report.ok and not (args.strict and report.findings) else 1
-
-
 def print_diagnosis(report: Report) -> None:
-    """Prints what :func:`packstore.doctor` found."""
+    """Print what lint found in the records."""
     console = common.stdout_console()
     console.print(f"{report.records:,} records of kind {report.kind}")
     for form, records in report.forms.items():
@@ -263,30 +231,6 @@ def _page(report: Report, source: str) -> str:
         ],
         tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
     )
-
-
-def _configure_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "url", metavar="URL", help="folder or URL: of a dataset, or for a new one"
-    )
-    common.add_json(parser)
-    common.add_storage_options(parser)
-
-
-@command(
-    _configure_check,
-    "  packstore check s3://bucket/new --storage-option "
-    "endpoint_url=https://s3.example:9000\n",
-)
-def _check(args: argparse.Namespace) -> int:
-    from packstore.etl.reports.place import try_place
-    from packstore.io.store.location import Location
-
-    findings = try_place(Location(args.url, {**CHECK_RETRIES, **args.storage_option}))
-    if not args.json:
-        return print_findings(findings)
-    results = list(findings)
-    return common.print_outcome(all(f.ok for f in results), {"findings": results})
 
 
 def print_findings(findings: Iterable[Finding], records: int = 0) -> int:

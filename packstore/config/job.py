@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from os import PathLike
 from typing import Annotated, Any, ClassVar
 
@@ -133,21 +133,6 @@ def read_yaml(path: str | PathLike[str]) -> dict[str, Any]:
     return settings
 
 
-def read_steps(
-    path: str | PathLike[str], names: Sequence[str]
-) -> dict[str, dict[str, Any]]:
-    """Reads settings of some of the steps `names` from a YAML file; returns them in
-    that order.
-    """
-    steps = read_yaml(path)
-    check_names(steps, names, "`packstore run --help`", "step")
-    for name, settings in steps.items():
-        if not isinstance(settings, Mapping):
-            rule = "it must hold settings, name: value"
-            raise ConfigError(sentence(f"{path}, {name}", rule, kind_of(settings)))
-    return {name: steps[name] for name in names if name in steps}
-
-
 def _without_text(problem: str) -> str:
     """Returns a problem of PyYAML with the names of its tokens, and nothing else of the
     file.
@@ -173,11 +158,7 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
     """Reads arguments of ``packstore.pack``; relative paths count from the current
     folder.
     """
-    return check_job(read_yaml(path), str(path))
-
-
-def check_job(job: dict[str, Any], where: str) -> dict[str, Any]:
-    """Refuses what are no arguments of ``packstore.pack``; returns the others."""
+    job = read_yaml(path)
     check_names(job, (*ARGUMENTS, *PackConfig.names()), PackConfig.LISTED_BY)
     for name in job.keys() & ARGUMENTS.keys():
         type_, rule = ARGUMENTS[name]
@@ -185,7 +166,7 @@ def check_job(job: dict[str, Any], where: str) -> dict[str, Any]:
             msgspec.convert(job[name], type_)
         except msgspec.ValidationError:
             raise ConfigError(
-                sentence(f"{where}, {name}", rule, kind_of(job[name]))
+                sentence(f"{path}, {name}", rule, kind_of(job[name]))
             ) from None
     return job
 

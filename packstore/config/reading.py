@@ -118,7 +118,9 @@ class ReadConfig(Settings):
 
 
 CHECK_RETRIES: Mapping[str, Any] = {"retry_attempts": 2, "retry_backoff": 0.2}
-"""Storage options of ``packstore.check``, which should not wait for minutes."""
+"""Storage options of ``packstore.check`` and dry runs, which should not wait for
+minutes.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

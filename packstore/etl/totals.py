@@ -49,8 +49,8 @@ PROBLEMS = {
     "renders it as a "
     "chat, as_chat=False (--no-as-chat) says that it is right",
 }
-"""Findings that harm training: `pack` and `append` log them as warnings, `doctor`
-fails.
+"""Findings that harm training: `pack` and `append` log them as warnings, for
+`packstore.doctor` they are problems.
 """
 
 log = logging.getLogger("packstore")
@@ -315,7 +315,7 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> 
     where = f" (first: {first.where}: {first.detail})" if first else ""
     rule, remedy = (
         "at least one record must remain",
-        "Run `packstore doctor` on the input",
+        "Run `packstore pack --dry-run`, which lists them",
     )
     if counted["overlong"] == max(counted.values(), default=0):
         remedy = (

@@ -140,18 +140,16 @@ print([main(command.split()) for command in sys.argv[1:]])
 
 
 def test_a_command_names_the_extra_that_it_needs(tmp_path: Path) -> None:
-    commands = ["train --model m --train-dataset d --output-dir o", "run job.yaml"]
+    commands = ["train --model m --train-dataset d --output-dir o"]
     commands += ["evaluate d --model m", "ref-logps d r --model m", "publish d me/d"]
     packstore.pack(
         [{"prompt": [1], "chosen": [2], "rejected": [3]}], str(tmp_path / "d")
     )
-    job = "train: {model: m, train_dataset: d, output_dir: o}"
-    (tmp_path / "job.yaml").write_text(job, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *commands],
         cwd=tmp_path, capture_output=True, encoding="utf-8", check=False,
     )  # fmt: skip
-    assert done.stdout == f"{[1] * 5}\n"
+    assert done.stdout == f"{[1] * 4}\n"
     for line, command in zip(done.stderr.splitlines(), commands, strict=True):
         assert re.fullmatch(
             rf"packstore: error: packstore {command.split()[0]} needs the package '\w+', which "

@@ -67,7 +67,7 @@ def test_the_front_page_has_an_example_of_every_command(
     assert main([]) == 0
     page = capsys.readouterr().out
     assert max(map(len, page.splitlines())) <= 80
-    assert len(COMMANDS) == 19
+    assert len(COMMANDS) == 16
     for name in COMMANDS:
         assert f"\n  {name} " in page
         assert f"$ packstore {name} " in page

@@ -96,7 +96,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "stats",
             "stats --json",
         ),
-        *("verify", "clean", "doctor"),
+        *("verify", "clean", "pack --dry-run"),
     ],
 )
 def test_no_control_characters_are_printed(
@@ -110,9 +110,10 @@ def test_no_control_characters_are_printed(
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm-256color")
     places = [str(hostile / "made")]
-    if command == "doctor":
+    if command == "pack --dry-run":
         places = [
             str(hostile / "pairs.jsonl"),
+            str(hostile / "new"),
             "--tokenizer",
             str(hostile / "tokenizer.json"),
         ]

@@ -183,7 +183,6 @@ def test_a_dataset_that_several_jobs_made_has_no_config(
     "command",
     [
         ["pack", "--config", "/dev/zero"],
-        ["run", "/dev/zero"],
         ["train", "/dev/zero"],
     ],
 )

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -75,46 +74,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         reference=save_model(folder / "reference", 1),
         pairs=pairs.url,
     )
-
-
-def test_one_file_packs_and_trains(
-    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A dry run writes nothing, a rerun does what is missing, wrong names stop it."""
-    rows = write_jsonl(
-        tmp_path / "rows.jsonl", [{"prompt": [1], "chosen": [2, 3], "rejected": [4]}]
-    )
-    job = {
-        "pack": {"source": rows, "out": str(tmp_path / "packs"), "pack_size": 40},
-        "train": {
-            "model": made.policy,
-            "output_dir": str(tmp_path / "run"),
-            "use_cpu": True,
-        },
-    }
-    file = tmp_path / "job.yaml"
-
-    def run(*flags: str, **changes: Any) -> int:
-        file.write_text(json.dumps({**job, **changes}), encoding="utf-8")
-        return main(["run", str(file), *flags])
-
-    assert run("--dry-run") == 0
-    assert {path.name for path in tmp_path.iterdir()} == {"rows.jsonl", "job.yaml"}
-    for step, (name, message) in {
-        "trian": ("model", "unknown step 'trian'; .* Did you mean 'train'"),
-        "pack": ("pack_sise", "unknown setting 'pack_sise'.*pack_size"),
-        "train": ("learning_rat", "unknown setting 'learning_rat'.*learning_rate"),
-    }.items():
-        capsys.readouterr()
-        assert run(**{step: {**job.get(step, {}), name: 1}}) == 1
-        assert re.search(message, capsys.readouterr().err)
-    assert run() == 0
-    weights = (tmp_path / "run" / "model.safetensors").read_bytes()
-    capsys.readouterr()
-    assert run("--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["pack"]["records"]["packed"] == found["train"]["step"] == 1
-    assert (tmp_path / "run" / "model.safetensors").read_bytes() == weights
 
 
 def figures(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:

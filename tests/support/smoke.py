@@ -91,7 +91,7 @@ def core() -> str:
     assert "pairs.jsonl" in command("inspect", "texts")
     assert "supervised" in command("show", "texts", "--pack", "0")
     command("stats", "texts")
-    command("doctor", "pairs.jsonl", "--tokenizer", "tokenizer.json")
+    command("pack", "pairs.jsonl", "dry", "--tokenizer", "tokenizer.json", "--dry-run")
     assert "examples_per_step:" in command(
         "train", "--example", "dpo"
     )  # a file of the wheel

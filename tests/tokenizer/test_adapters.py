@@ -398,7 +398,6 @@ def test_reports_read_by_it_as_pack_does(adapter, folder):
 
 def test_reports_of_the_command_line(folder, capsys):
     for command in (
-        ["doctor", "in.jsonl"],
         ["estimate", "in.jsonl"],
         ["pack", "in.jsonl", "o", "--dry-run"],
     ):

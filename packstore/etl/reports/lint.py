@@ -64,7 +64,7 @@ def linted(reader: ExampleReader) -> Iterator[Part]:
     """
     if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
         raise ConfigError(
-            "doctor needs records and a tokenizer; check a dataset with verify."
+            "lint needs records and a tokenizer; check a dataset with verify."
         )
     prompts, records = Seen(), Seen()
     for examples, tally in reader.parts(

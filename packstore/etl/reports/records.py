@@ -155,7 +155,8 @@ def estimate(
     report.tally.dropped.pop("overlong", None)  # of no combination
     if not report.tally.kept:
         raise InputError(
-            "no record of the sample could be used: run `packstore doctor` on it."
+            "no record of the sample could be used; `packstore pack --dry-run` "
+            "says why."
         )
     choices: list[Choice] = []
     for (pack_size, layout), alike in groupby(
@@ -216,11 +217,10 @@ def dry_run(
     report = _read(reader, read_by, progress, projection, lint)
     report = projection.planned(report, [projection.choice(config, BatchConfig(), 1)])
     place = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
-    return report, [
-        *try_place(place),
-        *_version(place, config),
-        _drops(report.tally, config),
-    ]
+    findings = list(try_place(place))
+    if all(finding.ok for finding in findings):  # else looking for a version may raise
+        findings += _version(place, config)
+    return report, [*findings, _drops(report.tally, config)]
 
 
 def _lenient(config: PackConfig) -> PackConfig:

@@ -13,7 +13,6 @@ import pytest
 from small_jobs import SETTINGS, pairs
 
 import packstore
-from packstore.cli import main
 from packstore.errors import ConfigError
 from packstore.torch import SideWriter
 
@@ -30,7 +29,7 @@ def place(tmp_path: Path) -> str:
 
 
 def test_such_a_place_is_refused_before_anything_is_written(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    place: str, tmp_path: Path
 ) -> None:
     local = packstore.pack(pairs(20), str(tmp_path / "local"), **SETTINGS)
     acts: list[Callable[[], Any]] = [
@@ -42,8 +41,8 @@ def test_such_a_place_is_refused_before_anything_is_written(
         with pytest.raises(ConfigError, match=REFUSED):
             act()
     assert not (tmp_path / "far").exists()
-    assert main(["check", place]) == 1
-    assert "copy the folder data" in capsys.readouterr().out.replace("\n", " ")
+    (problem,) = [finding for finding in packstore.check(place) if not finding.ok]
+    assert "copy the folder data" in problem.text
 
 
 def test_a_copy_of_a_dataset_is_read_there(place: str, tmp_path: Path) -> None:
