@@ -1,7 +1,7 @@
 """Takes the pictures of pages in ``docs/screenshots``, with Chromium, of the project's
 own sample.
 
-python docs/screenshots.py [FOLDER]        # two minutes; needs chromium and the extra train
+python docs/screenshots.py [FOLDER]        # needs chromium and the extra train
 """
 
 from __future__ import annotations
@@ -16,18 +16,14 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo.py"
-SIZES = {"view": "1180,800", "stats": "1180,1120", "train": "1180,730"}
+SIZES = {"view": "1180,800", "stats": "1180,1120"}
 """Picture -> width and height of the window."""
 
 COMMANDS = """\
 pack demo/train.jsonl prefs --tokenizer demo/tokenizer --chat-template chatml --pack-size 512 \
 --layout shared_prefix --carry source
-pack demo/held-out.jsonl held-out --tokenizer demo/tokenizer --chat-template chatml --pack-size 512
 show prefs --pack 1 --count 3 --html view.html
 stats prefs --by source --html stats.html
-train --model model --train-dataset prefs --eval-dataset held-out --output-dir run \
---examples-per-step 16 --num-train-epochs 5 --learning-rate 4e-4 --logging-steps 2 \
---eval-steps 15 --html train.html
 """
 
 
@@ -39,7 +35,6 @@ def write_pages() -> None:
     Path("demo").mkdir()
     train, _ = demo["split_sample"]()
     demo["train_tokenizer"](train)
-    demo["tiny_model"](800).save_pretrained("model")
     for line in COMMANDS.splitlines():
         if main(line.split()):
             raise SystemExit(f"packstore {line} failed")

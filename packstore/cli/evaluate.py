@@ -5,9 +5,8 @@ dataset.
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
 import pyarrow.parquet as pq
 
 from packstore.cli import command, common
@@ -20,18 +19,9 @@ from packstore.cli._model import (
     process_group,
 )
 from packstore.config.training import TrainModelConfig
-from packstore.errors import ConfigError, display
+from packstore.errors import ConfigError
 from packstore.io.store.storage_errors import as_storage_errors
-from packstore.pages import charts, frame
-
-if TYPE_CHECKING:
-    import pyarrow as pa
-
-    from packstore.io.dataset.dataset import Dataset
-    from packstore.torch.losses.loss import PreferenceLoss
-
-MARGINS = ("rewards/margins", "rewards/chosen", "rewards/rejected")
-FACTS = ("examples", "loss", "perplexity", "rewards/accuracies", *MARGINS)
+from packstore.pages.frame import check_writable
 
 
 def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
@@ -88,7 +78,6 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
     )
     flags = {
         "--loss NAME": "default: dpo, or sft for kind sft",
-        "--html FILE": "also write a page with charts",
         "--examples FILE": "also write Parquet, a row for each example",
     }
     common.add_flags(parser, flags)
@@ -99,8 +88,6 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
 @command(
     _configure_evaluate,
     "  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
-    "  packstore evaluate held-out-8k --model run --ref-logps ref --html "
-    "evaluation.html\n"
     "  packstore evaluate held-out-8k --model run --ref-logps ref --examples "
     "rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
@@ -110,8 +97,8 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
 def _evaluate(args: argparse.Namespace) -> int:
     dataset = common.open_dataset(args)
     kind = dataset.manifest.kind
-    for path in filter(None, (args.html, args.examples)):
-        frame.check_writable(path)
+    if args.examples:
+        check_writable(args.examples)
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with process_group(args) as device:
         from packstore.torch.losses.loss import PreferenceLoss
@@ -133,62 +120,21 @@ def _evaluate(args: argparse.Namespace) -> int:
                 loss=loss,
                 reference=reference,
                 side=args.ref_logps,
-                rows=bool(args.html or args.examples),
+                rows=bool(args.examples),
                 progress=progress,
                 **inference_settings(args),
             )
     if not is_main_rank():
         return 0
-    metrics, rows = result["metrics"], result.get("rows")
+    metrics = result["metrics"]
     if args.examples:
         with as_storage_errors("write", args.examples, {}):
-            pq.write_table(rows, args.examples)
-    if args.html:
-        frame.write(args.html, _page(args, dataset, loss, metrics, rows))
+            pq.write_table(result["rows"], args.examples)
     shown = {metric: _text(metric, value) for metric, value in metrics.items()}
     common.print_table(
         args, f"{args.model} on {dataset.url}", shown, {"metrics": metrics}
     )
     return 0
-
-
-def _page(
-    args: argparse.Namespace,
-    dataset: Dataset,
-    loss: PreferenceLoss,
-    metrics: dict[str, float],
-    rows: pa.Table,
-) -> str:
-    references = map(
-        display, [args.reference_model] if args.reference_model else args.ref_logps
-    )
-    against = f" against {', '.join(references)}" if loss.reference else ""
-    note, pictures = "", []
-    for name in MARGINS:
-        if name in rows.column_names:
-            values = rows[name].to_numpy()
-            values = values[~np.isnan(values)]  # of examples with pairs
-            if len(values):
-                pictures.append(charts.histogram(name, values, ""))
-            if name == "rewards/margins":
-                wrong = int((values <= 0).sum())
-                note = (
-                    f"{wrong:,} of {len(values):,} examples have a margin of 0 or less."
-                )
-    return charts.charts_page(
-        f"Evaluation of {args.model}",
-        f"{dataset.url}, fingerprint {dataset.manifest.fingerprint[:12]}: "
-        f"{loss}{against}",
-        facts={name: _text(name, metrics[name]) for name in FACTS if name in metrics},
-        note=note,
-        charts=pictures,
-        tables={
-            "All metrics": (
-                ("metric", "all"),
-                [(n, _text(n, v)) for n, v in metrics.items()],
-            )
-        },
-    )
 
 
 def _text(name: str, value: float) -> str:

@@ -18,8 +18,6 @@ from packstore.config import (
     TokenizeConfig,
     WorkConfig,
 )
-from packstore.errors import display
-from packstore.pages import charts, frame
 
 if TYPE_CHECKING:
     from packstore.etl.reports.place import Finding
@@ -92,7 +90,6 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
         "what is tried", argument_default=argparse.SUPPRESS
     )
     common.add_flags(tried, TRIED)
-    common.add_flags(parser, {"--html FILE": "also write a page with charts"})
     common.add_settings(parser, "steps", BatchConfig, STEPS)
     common.add_settings(parser, "planning", PlanConfig, ("seed",))
     _add_settings(parser)
@@ -106,15 +103,11 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
 def _estimate(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import estimate
 
-    if args.html:
-        frame.check_writable(args.html)
     names = [flags.split()[0].strip("-").replace("-", "_") for flags in TRIED]
     given = {name: getattr(args, name) for name in names if name in args}
     given |= {**_given(args), **common.read_settings(args, BatchConfig)}
     with progress_of("estimate", args) as progress:
         report = estimate(**given, progress=progress)
-    if args.html:
-        frame.write(args.html, _page(report, ", ".join(map(display, args.source))))
     if args.json:
         common.print_result(parts_of(report, ESTIMATE_OF))
     else:
@@ -208,29 +201,6 @@ def _cells(choice: Choice) -> dict[str, str]:
         "steps": common.number(choice.steps),
         "per step": f"{choice.examples_per_step:.1f}",
     }
-
-
-def _page(report: Report, source: str) -> str:
-    fills: dict[str, list[tuple[float, float]]] = {}
-    for choice in report.choices:
-        name = f"{choice.layout}, {choice.strategy}"
-        fills.setdefault(name, []).append((choice.pack_size, choice.fill_rate))
-    cells = [_cells(choice) for choice in report.choices]
-    tokens = {f"an example, layout {name}": n for name, n in report.lengths.items()}
-    tokens["a sequence"] = tokens.pop("an example, layout sequence")
-    return charts.charts_page(
-        "Packing estimate",
-        f"{source}: {_summary(report)}",
-        note=_advice(report),
-        charts=[
-            charts.curves("Fill", "pack size", fills),
-            *(
-                charts.histogram(f"Tokens of {of}", n, "tokens")
-                for of, n in tokens.items()
-            ),
-        ],
-        tables={"Choices": ([*cells[0]], [[*row.values()] for row in cells])},
-    )
 
 
 def print_findings(findings: Iterable[Finding], records: int = 0) -> int:

@@ -287,7 +287,7 @@ def _page(dataset: Dataset, values: dict[str, Any], tables: Any) -> str:
             "strategy": m.strategy,
         },
         charts=[
-            charts.histogram(name, array, "")
+            charts.histogram(name, array)
             for name, array in values.items()
             if len(array) and array.min() < array.max()
         ],

@@ -11,9 +11,6 @@ from packstore.cli import command, common
 from packstore.cli._model import is_main_rank, join_logs
 from packstore.config.job import read_yaml
 from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
-from packstore.errors import display
-from packstore.pages.charts import train_page
-from packstore.pages.frame import check_writable, write
 
 FLAGS = [name for name in FURTHER if name != "debug"]
 """Of transformers' fields; its `debug` is for settings in a file, as ours shows
@@ -45,9 +42,6 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
         help="print a CONFIG to begin with",
     )
     parser.add_argument(
-        "--html", metavar="FILE", help="also write a page with the curves"
-    )
-    parser.add_argument(
         "--help-all",
         nargs=0,
         action=_HelpAll,
@@ -71,7 +65,7 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
 @command(
     _configure_train,
     "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
-    "  packstore train dpo.yaml --html run.html --report-to tensorboard\n"
+    "  packstore train dpo.yaml --report-to tensorboard\n"
     "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft "
     "--output-dir sft\n"
     "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
@@ -86,52 +80,37 @@ def _train(args: argparse.Namespace) -> int:
     config = TrainConfig.of(
         **settings | common.read_settings(args, TrainConfig) | further
     )
-    outcome = train_model(config, args.html)
+    outcome = _run(config)
     if is_main_rank():
         common.print_table(args, *outcome)
     return 0
 
 
-def train_model(config: TrainConfig, html: str | None = None) -> common.Result:
-    """Trains, and writes a page with the curves to the file `html`."""
+def _run(config: TrainConfig) -> common.Result:
+    """Train, or find the run already finished; return the table and its title."""
     from transformers import TrainerCallback
 
     from packstore.torch import train
 
-    history: list[dict[str, float]] = []
-    begun: list[int] = []
+    first_steps: list[int] = []
 
-    class Keep(TrainerCallback):  # type: ignore[misc]
+    class FirstStep(TrainerCallback):  # type: ignore[misc]
+        """Remembers the step at which training begins, or goes on."""
+
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            begun.append(state.global_step)
-
-        def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            history[:] = state.log_history
+            first_steps.append(state.global_step)
 
     join_logs()
-    if html and is_main_rank():
-        check_writable(html)
-    try:
-        result = train(config, callbacks=[Keep()])
-    finally:  # the curves of a run that failed are the first to look at
-        if html and is_main_rank() and history:
-            loss = (
-                config.loss if isinstance(config.loss, str) else " + ".join(config.loss)
-            )
-            subtitle = (
-                f"model {config.model}, dataset "
-                f"{display(config.train_dataset)}, loss {loss}"
-            )
-            write(
-                html, train_page(f"Training of {config.output_dir}", subtitle, history)
-            )
+    result = train(config, callbacks=[FirstStep()])
+
     figures = {**result.metrics, **result.evaluation}
-    figures.pop("examples", None)  # of the last record alone
+    figures.pop("examples", None)  # only of the last record
     rows: dict[str, object] = {
         "steps": result.step,
         "examples": result.examples,
         **{name: f"{value:.6g}" for name, value in figures.items()},
         "model": str(result.model),
     }
-    title = "trained" if begun != [result.step] else "already finished:"
+    has_trained = first_steps != [result.step]
+    title = "trained" if has_trained else "already finished:"
     return f"{title} {config.output_dir}", rows, result

@@ -16,7 +16,6 @@ from typing import Any
 import polars
 import pytest
 from children import run_python
-from page_tables import assert_closed, assert_shows, tables_of
 from small_jobs import write_jsonl
 
 import packstore
@@ -105,27 +104,16 @@ def test_from_end_to_end(
     assert main(["evaluate", made.pairs, *policy, "--ref-logps", side]) == 0
     out = capsys.readouterr().out
     assert "rewards/accuracies" in out
-    page = tmp_path / "page.html"
     table = tmp_path / "rows.parquet"
-    files = ["--html", str(page), "--examples", str(table)]
-    assert figures(capsys, made.pairs, *policy, "--ref-logps", side, *files) == online
+    stored = figures(
+        capsys, made.pairs, *policy, "--ref-logps", side, "--examples", str(table)
+    )
+    assert stored == online
     rows = polars.read_parquet(table)
     assert rows["example_id"].to_list() == list(range(20))
     assert rows["source"].to_list() == ["a", "b"] * 10
     joined = packstore.scan(made.pairs).collect().join(rows, on="example_id")
     assert len(joined) == 20
-    text = page.read_text(encoding="utf-8")
-    accuracy = online["metrics"]["rewards/accuracies"]
-    assert (
-        f"{round(20 * (1 - accuracy))} of 20 examples have a margin of 0 or less"
-        in text
-    )
-    assert "<script" not in text
-    assert_closed(text)
-    tables = tables_of(text)
-    assert tables["All metrics"].keys() == {"metric", *online["metrics"]}
-    for name, value in online["metrics"].items():
-        assert_shows(tables["All metrics"][name][0], value)
     unwritable = ["--examples", str(tmp_path / ("long" * 80))]
     assert (
         main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
@@ -159,14 +147,13 @@ def test_log_probs_of_what_was_appended(
     assert "none from source 1 on" in capsys.readouterr().err
 
 
-def test_a_run_and_its_page(
+def test_a_run_and_its_rerun(
     made: SimpleNamespace,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Also of a run that diverged: its curves are the first to look at."""
-    page, out = tmp_path / "run.html", str(tmp_path / "run")
+    out = str(tmp_path / "run")
     job = [
         "train",
         "--model",
@@ -175,24 +162,16 @@ def test_a_run_and_its_page(
         made.pairs,
         "--eval-dataset",
     ]
-    job += [made.pairs, "--html", str(page)]
+    job += [made.pairs]
     job += ["--max-steps", "4", "--logging-steps", "1", "--examples-per-step", "6"]
     job += ["--output-dir"]
     assert main([*job, out]) == 0
-    text = page.read_text(encoding="utf-8")
-    assert f'<h1 dir="auto">Training of {out}</h1>' in text
-    for caption in ("Loss", "Rewards", "Learning rate"):
-        assert f"<figcaption>{caption}</figcaption>" in text
-    assert_closed(text)
     capsys.readouterr()
     assert main([*job, out]) == 0  # a rerun
     assert f"already finished: {out}" in capsys.readouterr().out
     assert f"{out} is finished, at step 4: to go on, raise" in caplog.text
     assert main([*job, out, "--max-steps", "5"]) == 0
     assert f"trained {out}" in capsys.readouterr().out
-    page.unlink()
-    assert main([*job, f"{out}-2", "--learning-rate", "1e30"]) == 1
-    assert "<h2>All metrics</h2>" in page.read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -1,11 +1,10 @@
-"""The figures of ``estimate`` and ``stats`` are those of packing; pages show what is
-printed.
+"""The figures of ``estimate`` and ``stats`` are those of packing; the page of ``stats``
+shows what is printed.
 """
 
 from __future__ import annotations
 
 import json
-import math
 import random
 import re
 from pathlib import Path
@@ -19,7 +18,6 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import main
-from packstore.pages import charts
 
 RNG = random.Random(0)
 RECORDS: list[dict[str, Any]] = [
@@ -51,8 +49,7 @@ def figures(capsys: pytest.CaptureFixture[str], *command: object) -> Any:
 def test_the_figures_of_an_estimate_are_those_of_packing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = tmp_path / "page.html"
-    command = ["estimate", source, "--pack-sizes", "200,400", "--html", page]
+    command = ["estimate", source, "--pack-sizes", "200,400"]
     result = figures(capsys, *command)
     assert len(result["choices"]) == 4
     for i, choice in enumerate(result["choices"]):
@@ -63,22 +60,6 @@ def test_the_figures_of_an_estimate_are_those_of_packing(
             packed.manifest.pairs,
         )
         assert choice["fill_rate"] == pytest.approx(packed.manifest.fill_rate)
-    text = page.read_text(encoding="utf-8")
-    assert_closed(text)
-    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
-        ElementTree.fromstring(drawing)
-    _, *rows = tables_of(text)["Choices"].values()
-    names = (
-        "fill_rate",
-        "aligned_fill_rate",
-        "tokens_saved",
-        "packs",
-        "examples_per_pack",
-    )
-    names += ("overlong", "steps", "examples_per_step")
-    for choice, row in zip(result["choices"], rows, strict=True):
-        for name, shown in zip(names, row[2:], strict=True):
-            assert_shows(shown, choice[name])
     assert main([*map(str, command)]) == 0
     assert "recommended: pack size" in capsys.readouterr().out
 
@@ -99,15 +80,15 @@ def test_wrong_arguments_get_a_sentence(
     assert says in line
 
 
-def test_a_page_that_cannot_be_written_is_told_before_the_work(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_page_that_cannot_be_written_is_refused_before_the_work(
+    made: packstore.Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else the input, which is not there, would be."""
     for page in (tmp_path, tmp_path / "none" / "page.html"):
-        assert (
-            main(["estimate", str(tmp_path / "none.jsonl"), "--html", str(page)]) == 1
-        )
-        assert f"error: {page}: cannot be written: " in capsys.readouterr().err
+        assert main(["stats", made.url, "--html", str(page)]) == 1
+        told = capsys.readouterr()
+        assert str(page) in told.err
+        assert "row groups" not in told.err
+        assert not told.out
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +131,8 @@ def test_groups_equal_a_loop_over_the_packs(
         assert result["by"][group] == pytest.approx(expected, rel=1e-6)
     text = page.read_text(encoding="utf-8")
     assert_closed(text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(drawing)
     tables = tables_of(text)
     for title, named in (("Percentiles", result), (f"By {by}", result["by"])):
         for name, row in tables[title].items():
@@ -157,42 +140,3 @@ def test_groups_equal_a_loop_over_the_packs(
                 row, named[name].values() if name else (), strict=bool(name)
             ):
                 assert_shows(shown, value)
-
-
-def test_the_page_of_a_run_shows_every_metric() -> None:
-    records: list[dict[str, float]] = [
-        {"step": i, "epoch": 0, "loss": 1 / i, "rewards/accuracies": 0.5}
-        for i in range(1, 9)
-    ]
-    records[4]["loss"] = math.nan
-    records.append({"step": 8, "eval_loss": 0.4, "</svg><img src=x>\u202e": 0.25})
-    page = charts.train_page("run", "model", records)
-    for drawing in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
-        ElementTree.fromstring(drawing)
-    assert "<img" not in page
-    assert "\u202e" not in page
-    assert page.count("training, step") == 7 + 8
-    assert tables_of(page)["All metrics"]["loss"] == [
-        "1",
-        "0.125",
-        "0.125",
-        "8",
-        "1",
-        "1",
-    ]
-
-
-def test_the_page_of_a_run_shows_its_last_loss() -> None:
-    """Not its lowest, which a run that overfits has passed; nor a mean, of more than
-    400 steps.
-    """
-    values = [1.0, 0.25, *[0.625] * 900, 0.75]
-    records = [
-        {"step": step, "loss": value} for step, value in enumerate(values, start=1)
-    ]
-    page = charts.train_page("run", "model", records)
-    assert tables_of(page)["All metrics"]["loss"][:3] == ["1", "0.75", "0.25"]
-    figures = re.search(r"last loss</dt><dd>(.*?)</dd>", page)
-    assert figures is not None
-    assert figures[1] == "0.75"
-    assert "training, at the end 0.75<" in page

@@ -352,7 +352,7 @@ def test_no_command_shows_a_login(
         f"pack {source} {out} --tokenizer t.json --pack-size 512",
         f"append {out} {source} --tokenizer t.json",
         f"pack {source} {out}-3 --tokenizer t.json --dry-run",
-        f"estimate {source} --tokenizer t.json --html estimate.html",
+        f"estimate {source} --tokenizer t.json",
         f"concat {out} {out} {out}-2",
         *(
             f"{name} {out}"
@@ -368,7 +368,7 @@ def test_no_command_shows_a_login(
         main(command.split())
     told = capsys.readouterr()
     pages = [page.read_text(encoding="utf-8") for page in tmp_path.glob("*.html")]
-    assert len(pages) == 3
+    assert len(pages) == 2
     texts = (
         told.out,
         told.err,
