@@ -20,7 +20,7 @@ from packstore.etl.totals import Contents
 from packstore.io.inputs.files import Input
 from packstore.io.manifest import commit
 from packstore.io.manifest.manifest import manifest_bytes
-from packstore.io.manifest.partition_notes import Finished, PartitionNotes
+from packstore.io.manifest.partition_notes import FinishedShard, PartitionNotes
 from packstore.io.store.location import Location
 from packstore.version import VERSION
 
@@ -29,7 +29,7 @@ from packstore.version import VERSION
 class Written:
     """The packs of a partition in one dataset."""
 
-    shards: list[Finished]
+    shards: list[FinishedShard]
     planning: dict[str, Any] | None = None  # statistics of their plan
 
 
@@ -109,7 +109,7 @@ def reuse_finished_partition(
             return None
     partition = Partition(contents, [note.written for note in noted], resumed=True)
     if not all(
-        n.are_whole(w.shards) for n, w in zip(notes, partition.written, strict=True)
+        n.are_intact(w.shards) for n, w in zip(notes, partition.written, strict=True)
     ):
         return None
     partition.note(

@@ -28,7 +28,7 @@ from packstore.errors import (
     sentence,
 )
 from packstore.io.dataset.dataset import Dataset, open
-from packstore.io.manifest.commit import require_exclusive, versions
+from packstore.io.manifest.commit import list_versions, require_exclusive
 from packstore.io.store.clients import PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
@@ -134,7 +134,9 @@ def _list(location: Location) -> str:
 def _try_to_read(location: Location) -> Iterator[Finding]:
     try:
         dataset = (
-            open(location.url, location.storage_options) if versions(location) else None
+            open(location.url, location.storage_options)
+            if list_versions(location)
+            else None
         )
     except PackstoreError as error:
         yield Finding("dataset", "problem", message_with_notes(error))

@@ -1,16 +1,14 @@
-"""Versions of a dataset: numbered manifests, each written atomically, with a hash of
-its text.
+"""Versions of a dataset: numbered manifests, each written atomically, with a hash.
 
-They are ``_packstore/manifest-000001.json``, ``-000002`` and so on; the highest number
-is the current version. A manifest is created only if its number is free, so that
-exactly one of several writers commits, and a reader needs one listing and one read.
-Side datasets use the same scheme with the name ``side``
+The manifests are ``_packstore/manifest-000001.json``, ``-000002`` and so on; the
+highest number is the current version. A manifest is created only if its number is free,
+so that exactly one of several writers commits, and a reader needs one listing and one
+read. Side datasets use the same scheme with the name ``side``
 (:mod:`packstore.io.side.side`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from collections.abc import Mapping
@@ -30,40 +28,62 @@ from packstore.errors import (
 )
 from packstore.io.store.location import Location
 
-FOLDER, DATA = "_packstore", "data"
-"""Folders of a dataset: manifests and notes; shards."""
-MAX_MANIFEST_BYTES = 256 << 20
-"""Maximum bytes of a manifest, checked on write and on read."""
-MAX_COST, FREE_COST = 8, 64 << 20
-"""A manifest takes at most so many times its bytes in memory, and free bytes more."""
-_COSTS = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
-"""Bytes that values take at most in memory, by the characters of JSON that there are
-for each: a number in a list 40, an empty list 80, a text 32 besides its own, a name 80.
-"""
+FOLDER = "_packstore"
+"""Folder of manifests and notes in a dataset."""
+
+DATA = "data"
+"""Folder of shards in a dataset."""
+
+DATASET = "manifest"
+"""Prefix of the names of a dataset's manifests."""
 
 _SHARD = r"[0-9a-f]{12}(?:-p[0-9]{5,})?-[0-9]{5,}-[0-9a-f]{16}\.(?:parquet|arrow)"
 SHARD = re.compile(rf"{DATA}/(?:{_SHARD}|\.{_SHARD}\.[0-9a-f]{{32}})")
 """Path of a shard of any job; a hidden one is not finished."""
-DATASET = "manifest"
-"""Prefix of the names of a dataset's manifests."""
 
-_HASH, _END = "sha256", b"\n}\n"
-_LAST = re.compile(rb',\s*"([^"]*)"\s*:\s*("[^"]*"|[^"{}\[\]]*?)\s*}\s*')
+MAX_MANIFEST_BYTES = 256 << 20
+"""Maximum bytes of a manifest, checked on write and on read."""
+
+MAX_COST = 8
+"""Maximum memory of a parsed manifest, as a multiple of its bytes."""
+
+FREE_COST = 64 << 20
+"""Bytes of memory that any parsed manifest may take on top of `MAX_COST`."""
+
+# Upper bounds of the bytes that parsed values take in memory, by the character of JSON
+# that comes with each: 40 for a number in a list, 80 for an empty list, 32 for a text
+# besides its characters, 80 for a name.
+_COST_OF_CHARACTER = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
+
+_HASH_FIELD = "sha256"
+_END = b"\n}\n"
+_LAST_FIELD = re.compile(rb',\s*"([^"]*)"\s*:\s*("[^"]*"|[^"{}\[\]]*?)\s*}\s*')
 
 
 def manifest_path(version: int, name: str = DATASET) -> str:
-    """Returns the path of a manifest in its dataset."""
+    """Return the path of a manifest in its dataset."""
     return f"{FOLDER}/{name}-{version:06d}.json"
 
 
-def versions(location: Location, name: str = DATASET) -> dict[int, int]:
-    """Maps the committed versions of a dataset to the sizes of their manifests, oldest
-    first.
+def list_versions(location: Location, name: str = DATASET) -> dict[int, int]:
+    """Return the committed versions, oldest first, with the bytes of their manifests.
+
+    Versions are numbered from 1.
     """
     pattern = re.compile(rf"{name}-([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
-    matches = ((pattern.fullmatch(e.name), e.size) for e in location.files(FOLDER))
-    found = sorted((int(m.group(1)), size) for m, size in matches if m)
-    return {number: size for number, size in found if number}  # they begin with 1
+
+    sizes = {}
+    for entry in location.files(FOLDER):
+        match = pattern.fullmatch(entry.name)
+        if match is None:
+            continue
+        version = int(match.group(1))
+        if version > 0:
+            sizes[version] = entry.size
+    return dict(sorted(sizes.items()))
+
+
+# Reading
 
 
 def read_committed(
@@ -72,170 +92,327 @@ def read_committed(
     name: str = DATASET,
     sizes: Mapping[int, int] | None = None,
 ) -> tuple[bytes, str, int]:
-    """Returns a manifest's text without its hash, its place for error texts, its
-    version; `sizes` as :func:`versions` returns them.
+    """Read a manifest, and verify its hash.
+
+    Args:
+        location: of the dataset.
+        version: None: the current one.
+        name: prefix of the names of its manifests.
+        sizes: the result of :func:`list_versions`, if the caller has it.
+
+    Returns:
+        The text without its hash; its place for messages; the version.
+
+    Raises:
+        DatasetNotFoundError: the version does not exist.
+        IntegrityError: the text is not JSON, or differs from its hash.
+        FormatError: the text is too large, or repeats a name in an object.
+        StorageError: the store refuses.
     """
-    sizes = versions(location, name) if sizes is None else sizes
-    number = version if version is not None else max(sizes, default=0)
+    if sizes is None:
+        sizes = list_versions(location, name)
+    number = max(sizes, default=0) if version is None else version
     if number not in sizes:
         raise _not_found(location, version, list(sizes), name)
+
     path = manifest_path(number, name)
     where = location.join(path).display
     if sizes[number] > MAX_MANIFEST_BYTES:
-        raise manifest_too_large(where, str(sizes[number]))
+        raise manifest_too_large(where, size=str(sizes[number]))
+
     data = location.read_bytes(path)
-    _check_cost(data, where)
-    other, remedy = (
-        max((n for n in sizes if n != number), default=0),
-        "Restore it from a copy",
+    _check_memory_cost(data, where)
+    remedy = _remedy_for_damage(number, list(sizes))
+    _check_json(data, where, remedy)
+    return _remove_hash(data, where, remedy), where, number
+
+
+def _not_found(
+    location: Location, version: int | None, versions: list[int], name: str
+) -> DatasetNotFoundError:
+    """Return the error for a version, or a dataset, that does not exist."""
+    if versions:
+        text = sentence(
+            where=location.display,
+            rule=f"must have version {version}",
+            found=f"{versions[0]} to {versions[-1]}",
+        )
+        return DatasetNotFoundError(text)
+
+    if name == DATASET:
+        noun = "a dataset"
+        command = "pack"
+    else:
+        noun = f"a {name} dataset"
+        command = "ref-logps"
+    if not location.exists():
+        text = sentence(
+            where=location.display,
+            rule=f"must be {noun}",
+            found="no such folder",
+            remedy="Check the path",
+        )
+        return DatasetNotFoundError(text)
+    text = sentence(
+        where=location.display,
+        rule=f"must be {noun}",
+        found=f"no {FOLDER}/{name}-….json in it",
+        remedy=f"Name the folder that `packstore {command}` wrote",
     )
-    remedy += (
-        f", open version {other} (version={other}, --version {other})" if other else ""
-    )
-    if number > other:
+    return DatasetNotFoundError(text)
+
+
+def _remedy_for_damage(number: int, versions: list[int]) -> str:
+    """Return the remedy for a damaged manifest."""
+    newest_other = max((n for n in versions if n != number), default=0)
+
+    remedy = "Restore it from a copy"
+    if newest_other:
+        remedy += (
+            f", open version {newest_other} (version={newest_other}, "
+            f"--version {newest_other})"
+        )
+    if number > newest_other:
         remedy += ", or write another version (overwrite=True, --overwrite)"
+    return remedy
+
+
+def _check_memory_cost(data: bytes, where: str) -> None:
+    """Refuse a manifest of very many small values before it is parsed."""
+    cost = sum(data.count(c) * bound for c, bound in _COST_OF_CHARACTER.items())
+    if cost <= MAX_COST * len(data) + FREE_COST:
+        return
+    text = sentence(
+        where=where,
+        rule=f"a manifest must take at most {MAX_COST} times its bytes in memory",
+        found=f"{cost} from {len(data)}",
+        remedy="Write larger row groups (row_group_tokens)",
+    )
+    raise FormatError(text)
+
+
+def _check_json(data: bytes, where: str, remedy: str) -> None:
+    """Raise unless `data` is valid JSON, with distinct names in each object."""
     try:
         msgspec.json.decode(data, type=msgspec.Raw)
         _check_names(data, where)
-    except (
-        msgspec.DecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as error:  # torn, perhaps
-        found = f"{len(data)} bytes: {error}"
-        raise IntegrityError(
-            sentence(where, "must be valid JSON", found, remedy)
-        ) from error
-    return _without_hash(data, where, remedy), where, number
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Most likely a torn copy, and no mistake of a writer: an IntegrityError.
+        text = sentence(
+            where=where,
+            rule="must be valid JSON",
+            found=f"{len(data)} bytes: {error}",
+            remedy=remedy,
+        )
+        raise IntegrityError(text) from error
+
+
+_ESCAPED = re.compile(rb"[\0\1\\]")
+_ALL_BUT_BRACES = bytes(set(range(256)) - set(b"{}"))
+
+
+def _check_names(data: bytes, where: str) -> None:
+    """Refuse valid JSON with an object that has two members of one name.
+
+    JSON leaves open which of the two counts, so that readers would differ.
+    """
+    # Valid JSON never holds the bytes 0 and 1, so they can stand for escaped
+    # backslashes and quotes; the remaining quotes are the ends of texts.
+    pieces = data.replace(rb"\\", b"\0").replace(rb"\"", b"\1").split(b'"')
+    outside = pieces[::2]
+    texts = pieces[1::2]
+
+    open_objects: list[set[bytes]] = []
+    for before, text, after in zip(outside, texts, outside[1:], strict=False):
+        for brace in before.translate(None, _ALL_BUT_BRACES):
+            if brace == ord("{"):
+                open_objects.append(set())
+            else:
+                open_objects.pop()
+
+        is_name = after.lstrip()[:1] == b":"
+        if not is_name:
+            continue
+        name = _unescape(text)
+        if name in open_objects[-1]:
+            rule = "an object must not have two members of one name"
+            raise FormatError(sentence(where, rule, found=quote(name.decode())))
+        open_objects[-1].add(name)
+
+
+def _unescape(text: bytes) -> bytes:
+    """Return the characters of a text of JSON, as :func:`_check_names` has cut it."""
+    if not _ESCAPED.search(text):
+        return text
+    literal = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
+    return msgspec.json.decode(b'"%s"' % literal, type=str).encode()
+
+
+# Writing
 
 
 def require_exclusive(location: Location) -> None:
-    """Raises :class:`ConfigError` for a location where two writers could both
-    commit.
-    """
-    if not location.creates_exclusively:
-        rule = (
+    """Raise ConfigError for a location where two writers could both commit."""
+    if location.creates_exclusively:
+        return
+    text = sentence(
+        where=location.display,
+        rule=(
             "a dataset is written only where a file can be created only if it is absent"
-        )
-        remedy = "Write to a local disk, and copy the folder data, then _packstore"
-        found = "a filesystem that is not known to do so"
-        raise ConfigError(sentence(location.display, rule, found, remedy))
+        ),
+        found="a filesystem that is not known to do so",
+        remedy="Write to a local disk, and copy the folder data, then _packstore",
+    )
+    raise ConfigError(text)
 
 
-def refuse_existing(location: Location, overwrite: bool, name: str = DATASET) -> int:
-    """Returns the number of the next manifest."""
-    current = max(versions(location, name), default=0)
+def next_version(location: Location, overwrite: bool, name: str = DATASET) -> int:
+    """Return the number of the next manifest.
+
+    Raises:
+        DatasetExistsError: the place has a version, and `overwrite` is False.
+    """
+    current = max(list_versions(location, name), default=0)
     if current and not overwrite:
-        parts = "must not hold a dataset yet", f"version {current} of one"
-        remedy = "Name another place, or overwrite it (overwrite=True, --overwrite)"
-        raise DatasetExistsError(sentence(location.display, *parts, remedy))
+        text = sentence(
+            where=location.display,
+            rule="must not hold a dataset yet",
+            found=f"version {current} of one",
+            remedy="Name another place, or overwrite it (overwrite=True, --overwrite)",
+        )
+        raise DatasetExistsError(text)
     return current + 1
 
 
-def commit(location: Location, data: bytes, version: int, name: str = DATASET) -> None:
-    """Writes the text of a manifest, with its hash, if its number is free
-    (``create_bytes``).
+def commit(location: Location, text: bytes, version: int, name: str = DATASET) -> None:
+    """Write the text of a manifest, with its hash, if its number is free.
 
-    `version` is that of :func:`refuse_existing` at the start of the job. The same text
-    under it counts as written: an equal job was first, or this put was sent twice.
+    The same text under that number counts as written: an equal job was first, or the
+    request was sent twice.
+
+    Args:
+        location: of the dataset.
+        text: canonical JSON.
+        version: the result of :func:`next_version` at the start of the job.
+        name: prefix of the names of its manifests.
+
+    Raises:
+        DatasetExistsError: another writer committed first.
+        FormatError: the text is too large.
+        StorageError: the store refuses.
     """
-    data, path = with_hash(data), manifest_path(version, name)
+    data = with_hash(text)
+    path = manifest_path(version, name)
+    where = location.join(path).display
     if len(data) > MAX_MANIFEST_BYTES:
-        raise manifest_too_large(location.join(path).display, str(len(data)))
-    _check_cost(data, location.join(path).display)
-    with contextlib.suppress(DatasetExistsError):
-        if version == refuse_existing(location, True, name):
-            try:
-                location.create_bytes(path, data)
-            except StorageError as error:
-                if not error.written:
-                    raise
-                rule = (
-                    f"version {version} is committed, but might not survive a power cut"
-                )
-                raise StorageError(
-                    sentence(location.display, rule, remedy=str(error))
-                ) from error
-            return
-    if version not in versions(location, name) or location.read_bytes(path) != data:
+        raise manifest_too_large(where, size=str(len(data)))
+    _check_memory_cost(data, where)
+
+    # A number may be free because `clean` has removed the version of another writer: it
+    # counts only if no later version exists.
+    is_next = version == next_version(location, overwrite=True, name=name)
+    if is_next and _create_manifest(location, path, data, version):
+        return
+
+    is_committed = version in list_versions(location, name)
+    if not is_committed or location.read_bytes(path) != data:
         raise lost_commit_race(location)
+
+
+def _create_manifest(location: Location, path: str, data: bytes, version: int) -> bool:
+    """Create the file of a manifest; return False if another one is there."""
+    try:
+        location.create_bytes(path, data)
+    except DatasetExistsError:
+        return False
+    except StorageError as error:
+        if not error.written:
+            raise
+        text = sentence(
+            where=location.display,
+            rule=f"version {version} is committed, but might not survive a power cut",
+            remedy=str(error),
+        )
+        raise StorageError(text) from error
+    return True
+
+
+def lost_commit_race(location: Location) -> DatasetExistsError:
+    """Return the error for a writer after another has committed."""
+    text = sentence(
+        where=location.display,
+        rule="only one writer may commit at a time",
+        found="that another one just did",
+        remedy="Look at its dataset, then run again if it is not yours",
+    )
+    return DatasetExistsError(text)
+
+
+def manifest_too_large(where: str, size: str) -> FormatError:
+    """Return the error for a manifest of `size` bytes, more than readers accept."""
+    text = sentence(
+        where=where,
+        rule=f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes",
+        found=size,
+        remedy="Write larger row groups (row_group_tokens)",
+    )
+    return FormatError(text)
+
+
+# Files that a manifest names
 
 
 def require_files(
     location: Location, files: Mapping[str, int], rule: str, remedy: str
 ) -> None:
-    """Refuses a dataset that lacks one of `files` (path -> bytes), with this rule and
-    remedy.
+    """Raise MissingFilesError, with this rule and remedy, if a file is absent.
+
+    Args:
+        location: of the dataset.
+        files: path -> bytes; another size counts as absent.
+        rule: for the message.
+        remedy: for the message.
     """
-    folders = {path.rpartition("/")[0] for path in files}
-    listed = {
-        f"{folder}/{e.name}": e.size
-        for folder in folders
-        for e in location.files(folder)
-    }
-    lacking = [path for path, size in files.items() if listed.get(path) != size]
-    # A listing may be older than the file.
-    lacking = [path for path in lacking if _size(location, path) != files[path]]
-    if lacking:
-        counts = f"{len(lacking)} of its {len(files)} files missing or of another size"
-        found = f"{counts} (first: {lacking[0]})"
-        raise MissingFilesError(sentence(location.display, rule, found, remedy))
+    stored_sizes = {}
+    for folder in {path.rpartition("/")[0] for path in files}:
+        for entry in location.files(folder):
+            stored_sizes[f"{folder}/{entry.name}"] = entry.size
+
+    absent = []
+    for path, size in files.items():
+        if stored_sizes.get(path) == size:
+            continue
+        # A listing may be older than the file.
+        if _size_if_present(location, path) != size:
+            absent.append(path)
+
+    if absent:
+        counts = f"{len(absent)} of its {len(files)} files missing or of another size"
+        text = sentence(
+            where=location.display,
+            rule=rule,
+            found=f"{counts} (first: {absent[0]})",
+            remedy=remedy,
+        )
+        raise MissingFilesError(text)
 
 
 def require_committed(
     location: Location, files: Mapping[str, int], version: int
 ) -> None:
-    """Checks after a commit that the version has all its files; raises like
-    `require_files`.
-    """
-    rule = f"version {version}, which was just committed, must have all its files"
-    remedy = (
-        "Somebody removed them meanwhile: make it again with overwrite=True "
-        "(--overwrite)"
+    """Raise MissingFilesError if a version lacks files right after its commit."""
+    require_files(
+        location,
+        files,
+        rule=f"version {version}, which was just committed, must have all its files",
+        remedy=(
+            "Somebody removed them meanwhile: make it again with overwrite=True "
+            "(--overwrite)"
+        ),
     )
-    require_files(location, files, rule, remedy)
 
 
-def with_hash(text: bytes) -> bytes:
-    """Appends its hash as the last field of canonical JSON, so that flipped bits are
-    detected.
-    """
-    body = text.removesuffix(_END)
-    return body + b',\n "%s": %s%s' % (_HASH.encode(), _sha256(body), _END)
-
-
-def _without_hash(data: bytes, where: str, remedy: str) -> bytes:
-    """Verifies and removes the hash; returns the JSON object, or `data` if it has no
-    hash.
-    """
-    comma = data.rfind(b",")
-    last = _LAST.fullmatch(data, comma) if comma >= 0 else None
-    if last is None:
-        return data
-    named, matches = (
-        last[1] == _HASH.encode(),
-        last[2] == _sha256(memoryview(data)[:comma]),
-    )
-    if named and matches:
-        return data[:comma] + _END
-    if named:
-        rule = f"the text before field {_HASH!r} must have the sha256 that it names"
-        raise IntegrityError(
-            sentence(where, rule, "another: the file is damaged", remedy)
-        )
-    if matches:
-        # One flipped bit in its name would make the hash a field that readers ignore. A
-        # value that matches shows that it is not the last field of another writer.
-        rule = f"the field with the hash of the manifest must be named {_HASH!r}"
-        raise IntegrityError(sentence(where, rule, quote(last[1]), remedy))
-    return data
-
-
-def _sha256(text: bytes | memoryview) -> bytes:
-    return b'"%s"' % hashlib.sha256(text).hexdigest().encode()
-
-
-def _size(location: Location, path: str) -> int | None:
+def _size_if_present(location: Location, path: str) -> int | None:
     try:
         return location.size(path)
     except StorageError as error:
@@ -244,74 +421,51 @@ def _size(location: Location, path: str) -> int | None:
         raise
 
 
-def _not_found(
-    location: Location, version: int | None, known: list[int], name: str
-) -> DatasetNotFoundError:
-    where, noun, command = location.display, "a dataset", "pack"
-    if name != DATASET:
-        noun, command = f"a {name} dataset", "ref-logps"
-    if known:
+# The hash of a manifest
+
+
+def with_hash(text: bytes) -> bytes:
+    """Append its hash to canonical JSON, as the last field, to detect flipped bits."""
+    body = text.removesuffix(_END)
+    return body + b',\n "%s": %s%s' % (_HASH_FIELD.encode(), _quoted_sha256(body), _END)
+
+
+def _remove_hash(data: bytes, where: str, remedy: str) -> bytes:
+    """Verify and remove the hash; return `data` as it is if it has none."""
+    comma = data.rfind(b",")
+    last_field = _LAST_FIELD.fullmatch(data, comma) if comma >= 0 else None
+    if last_field is None:
+        return data
+
+    has_name = last_field[1] == _HASH_FIELD.encode()
+    has_value = last_field[2] == _quoted_sha256(memoryview(data)[:comma])
+    if has_name and has_value:
+        return data[:comma] + _END
+    if has_name:
         text = sentence(
-            where, f"must have version {version}", f"{known[0]} to {known[-1]}"
+            where=where,
+            rule=(
+                f"the text before field {_HASH_FIELD!r} must have the sha256 that it "
+                "names"
+            ),
+            found="another: the file is damaged",
+            remedy=remedy,
         )
-    elif not location.exists():
-        text = sentence(where, f"must be {noun}", "no such folder", "Check the path")
-    else:
-        remedy = f"Name the folder that `packstore {command}` wrote"
+        raise IntegrityError(text)
+    if has_value:
+        # One flipped bit in its name would make the hash a field that readers ignore. A
+        # value that matches shows that it is not the last field of another writer.
         text = sentence(
-            where, f"must be {noun}", f"no {FOLDER}/{name}-….json in it", remedy
+            where=where,
+            rule=(
+                f"the field with the hash of the manifest must be named {_HASH_FIELD!r}"
+            ),
+            found=quote(last_field[1]),
+            remedy=remedy,
         )
-    return DatasetNotFoundError(text)
+        raise IntegrityError(text)
+    return data
 
 
-def lost_commit_race(location: Location) -> DatasetExistsError:
-    """Returns the error for a writer after another has committed."""
-    parts = "only one writer may commit at a time", "that another one just did"
-    remedy = "Look at its dataset, then run again if it is not yours"
-    return DatasetExistsError(sentence(location.display, *parts, remedy))
-
-
-def _check_cost(data: bytes, where: str) -> None:
-    """Refuses, before it is parsed, a manifest of very many small values."""
-    cost, most = (
-        sum(data.count(c) * n for c, n in _COSTS.items()),
-        MAX_COST * len(data) + FREE_COST,
-    )
-    if cost > most:
-        rule = f"a manifest must take at most {MAX_COST} times its bytes in memory"
-        found = f"{cost} from {len(data)}"
-        remedy = "Write larger row groups (row_group_tokens)"
-        raise FormatError(sentence(where, rule, found, remedy))
-
-
-def _check_names(data: bytes, where: str) -> None:
-    """Refuses valid JSON in which an object has two members of one name: readers would
-    differ.
-    """
-    # No text of valid JSON holds the bytes 0 and 1, so they can stand for what is
-    # escaped.
-    parts = data.replace(rb"\\", b"\0").replace(rb"\"", b"\1").split(b'"')
-    objects = [set[bytes]()]
-    for between, text, after in zip(parts[::2], parts[1::2], parts[2::2], strict=False):
-        for brace in between.translate(None, _NO_BRACES):
-            objects.append(set()) if brace == ord("{") else objects.pop()
-        if after.lstrip()[:1] == b":":
-            if _ESCAPED.search(text):
-                whole = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
-                text = msgspec.json.decode(b'"%s"' % whole).encode()
-            if text in objects[-1]:
-                rule = "an object must not have two members of one name"
-                raise FormatError(sentence(where, rule, quote(text.decode())))
-            objects[-1].add(text)
-
-
-_ESCAPED = re.compile(rb"[\0\1\\]")
-_NO_BRACES = bytes(set(range(256)) - set(b"{}"))
-
-
-def manifest_too_large(where: str, found: str) -> FormatError:
-    """Returns the error for a manifest that is larger than readers accept."""
-    rule = f"a manifest must have at most {MAX_MANIFEST_BYTES} bytes"
-    return FormatError(
-        sentence(where, rule, found, "Write larger row groups (row_group_tokens)")
-    )
+def _quoted_sha256(text: bytes | memoryview) -> bytes:
+    return b'"%s"' % hashlib.sha256(text).hexdigest().encode()

@@ -1,4 +1,7 @@
-"""The manifest: one JSON file that describes a dataset; writing it is the commit."""
+"""The manifest: one JSON file that describes a dataset; writing it is the commit.
+
+``schemas/format.md`` has the rules that are checked here.
+"""
 
 from __future__ import annotations
 
@@ -44,36 +47,45 @@ from packstore.format.typed_json import (
     require_known,
 )
 from packstore.io.manifest.commit import read_committed
-from packstore.io.manifest.partition_notes import Finished
+from packstore.io.manifest.partition_notes import FinishedShard
 from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import (
     PackCounter,
     PackShape,
+    RowGroups,
     ShardInfo,
     Statistics,
     Totals,
 )
 from packstore.io.store.location import Location, check_relative
 
-MAX_FOOTER_BYTES, GROUP_FOOTER_BYTES = 1 << 24, 1 << 16
-"""Maximum bytes of a footer: a constant part, and a part for each row group."""
+MAX_FOOTER_BYTES = 1 << 24
+"""Maximum bytes of a footer, without its part for each row group."""
+
+GROUP_FOOTER_BYTES = 1 << 16
+"""Maximum bytes of a footer for each row group."""
 
 FILE_FORMATS = ("parquet", "arrow")
+
 _SHARD_FIELDS = {f.name for f in dataclasses.fields(ShardInfo)} - {"further"}
-_BUCKETS = {str(1 << bits) for bits in range(31)}
-_SUMS = ("examples", "sequences", "tokens", "supervised_tokens", "bytes")
+_HISTOGRAM_KEYS = {str(1 << bits) for bits in range(31)}
+
+# Fields of a manifest, and of its records, that are written only if they hold anything.
+_OMITTED_IF_EMPTY = ("pack_index", "further_files", "writer_features")
+_RECORDS_OMITTED_IF_EMPTY = ("fields_used", "fields_not_used")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Counts of input records: ``read == packed + sum(dropped)``; `packed` includes
-    `noted`.
+    """Counts of input records: ``read == packed + sum(dropped)``.
+
+    `noted` records are among the packed ones.
     """
 
     read: Count
     packed: Count
-    dropped: Mapping[str, Count]
-    noted: Mapping[str, Count]
+    dropped: Mapping[str, Count]  # reason -> records
+    noted: Mapping[str, Count]  # event -> records
     # field -> records that have it
     fields_used: Mapping[str, Count] = field(default_factory=dict)
     fields_not_used: Mapping[str, Count] = field(default_factory=dict)
@@ -95,17 +107,14 @@ class Manifest:
     totals: Totals
     statistics: Statistics
     records: Records
-    provenance: Mapping[
-        str, Any
-    ]  # `sources`, `tokenizer`, `settings`, `package_version`
+    # `sources`, `tokenizer`, `settings`, `package_version`
+    provenance: Mapping[str, Any]
     shards: tuple[ShardInfo, ...]  # in dataset order
-    pack_index: StoredFile | None = (
-        None  # the file with the sizes of every pack, if written
-    )
+    # the file with the sizes of every pack, if written
+    pack_index: StoredFile | None = None
     further_files: tuple[StoredFile, ...] = ()  # of a later release
-    writer_features: tuple[
-        str, ...
-    ] = ()  # who extends or cleans it must support all of them
+    # who extends or cleans the dataset must support all of them
+    writer_features: tuple[str, ...] = ()
 
     def _repr_html_(self) -> str:
         return card("Manifest", self.facts)
@@ -113,30 +122,37 @@ class Manifest:
     @property
     def facts(self) -> dict[str, object]:
         """Kind, counts, fill, tokenizer and sources, for people."""
-        tokenizer, names = self.provenance.get("tokenizer") or {}, self.source_names
-        more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-        return {
+        packs = f"{self.num_packs:,} of {self.pack_size:,} tokens"
+        records = self.records
+        facts: dict[str, object] = {
             "kind": self.kind,
             "examples": self.totals.examples,
-            "packs": f"{self.num_packs:,} of {self.pack_size:,} tokens, layout "
-            f"{self.layout}",
+            "packs": f"{packs}, layout {self.layout}",
             "tokens": f"{self.totals.tokens:,}, fill {self.fill_rate:.2%}",
-            "records": f"{self.records.read:,} read, {self.records.packed:,} packed",
-            **{
-                f"dropped: {reason}": count
-                for reason, count in self.records.dropped.items()
-            },
-            "tokenizer": tokenizer.get("name")
-            or tokenizer.get("path")
-            or "token ids were given",
-            "sources": ", ".join(names[:3]) + more or "records in memory",
+            "records": f"{records.read:,} read, {records.packed:,} packed",
         }
+        for reason, count in records.dropped.items():
+            facts[f"dropped: {reason}"] = count
+        facts["tokenizer"] = self._tokenizer_name or "token ids were given"
+        facts["sources"] = self._first_sources or "records in memory"
+        return facts
+
+    @property
+    def _tokenizer_name(self) -> str | None:
+        tokenizer = self.provenance.get("tokenizer") or {}
+        return tokenizer.get("name") or tokenizer.get("path")
+
+    @property
+    def _first_sources(self) -> str:
+        names = self.source_names
+        text = ", ".join(names[:3])
+        if len(names) > 3:
+            text += f" and {len(names) - 3:,} more"
+        return text
 
     @property
     def num_responses(self) -> int | None:
-        """Number of sequences K of each example; None for kind ``scored``, where it
-        varies.
-        """
+        """Number of sequences K of each example; None if it varies (kind `scored`)."""
         return KINDS[self.kind]
 
     @property
@@ -150,15 +166,17 @@ class Manifest:
         return self.totals.examples if self.kind == "preference" else 0
 
     @property
-    def stored(self) -> tuple[ShardInfo | StoredFile, ...]:
+    def stored_files(self) -> tuple[ShardInfo | StoredFile, ...]:
         """Every file that the manifest names."""
-        index = () if self.pack_index is None else (self.pack_index,)
-        return (*self.shards, *self.further_files, *index)
+        files: list[ShardInfo | StoredFile] = [*self.shards, *self.further_files]
+        if self.pack_index is not None:
+            files.append(self.pack_index)
+        return tuple(files)
 
     @property
     def files(self) -> dict[str, int]:
         """Bytes of each file that the manifest names, by path."""
-        return {file.path: file.bytes for file in self.stored}
+        return {file.path: file.bytes for file in self.stored_files}
 
     @property
     def fill_rate(self) -> float:
@@ -168,24 +186,25 @@ class Manifest:
     @property
     def vocab_size(self) -> int | None:
         """Exclusive upper bound of token ids, if the tokenizer's size was recorded."""
-        size = (self.provenance.get("tokenizer") or {}).get("vocab_size")
+        tokenizer = self.provenance.get("tokenizer") or {}
+        size = tokenizer.get("vocab_size")
         return size if isinstance(size, int) else None
 
     @property
     def source_names(self) -> list[str]:
-        """Names of the input files, or their whole paths where names repeat."""
-        paths = [
-            str(source.get("path")) for source in self.provenance.get("sources") or ()
-        ]
+        """Names of the input files, or their full paths where names repeat."""
+        sources = self.provenance.get("sources") or ()
+        paths = [str(source.get("path")) for source in sources]
         names = [PurePosixPath(path).name for path in paths]
-        times = Counter(names)
-        return [n if times[n] == 1 else p for n, p in zip(names, paths, strict=True)]
+        occurrences = Counter(names)
+        return [
+            name if occurrences[name] == 1 else path
+            for name, path in zip(names, paths, strict=True)
+        ]
 
     @property
     def lineage(self) -> str:
-        """Id shared by all datasets whose examples have equal tokens under
-        equal ids.
-        """
+        """Id shared by all datasets with equal tokens under equal example ids."""
         return str(self.provenance.get("lineage", self.fingerprint))
 
     @property
@@ -200,132 +219,160 @@ class Manifest:
 
     @property
     def stored_schema(self) -> pa.Schema:
-        """The Arrow schema of the shards; others than `carried` have type
-        `ANY_LIST`.
-        """
-        carry = {**dict.fromkeys(self.carry, ""), **self.carried}
-        spans = "label_spans" in self.features
-        return pack_schema(self.kind, self.layout, label_spans=spans, carry=carry)
+        """The Arrow schema of the shards; unknown columns have type `ANY_LIST`."""
+        known_types = self.carried
+        carry = {name: known_types.get(name, "") for name in self.carry}
+        has_spans = "label_spans" in self.features
+        return pack_schema(self.kind, self.layout, label_spans=has_spans, carry=carry)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 (hex) of the packs and their order, independent of the other
-        fields.
-        """
-        what = [
+        """sha256 (hex) of the packs and their order, independent of other fields."""
+        parts = [
             FORMAT_VERSION,
             self.kind,
             self.layout,
             self.pack_size,
             self.file_format,
-        ]
-        parts = [
-            *what,
             *self.features,
-            *(f"{s.sha256}+{s.example_id_base}" for s in self.shards),
         ]
-        return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
+        for shard in self.shards:
+            parts.append(f"{shard.sha256}+{shard.example_id_base}")
+        text = "\n".join(str(part) for part in parts)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def require_writable(self, where: str) -> None:
-        """Raises UnsupportedFormatError if only a later release can extend or
-        clean it.
-        """
-        if self.writer_features:
-            rule = "who extends or cleans it must know its writer_features"
-            remedy = "Upgrade packstore to change this dataset"
-            found = ", ".join(map(quote, self.writer_features))
-            raise UnsupportedFormatError(sentence(where, rule, found, remedy))
+        """Raise UnsupportedFormatError if only a later release can extend or clean."""
+        if not self.writer_features:
+            return
+        text = sentence(
+            where=where,
+            rule="who extends or cleans it must know its writer_features",
+            found=", ".join(quote(feature) for feature in self.writer_features),
+            remedy="Upgrade packstore to change this dataset",
+        )
+        raise UnsupportedFormatError(text)
 
     def require_readable(self, where: str) -> None:
-        """Raises UnsupportedFormatError if a reader skips a column, which nobody may
-        pack anew.
+        """Raise UnsupportedFormatError if a reader would skip a column.
+
+        To pack such a dataset anew would lose the column.
         """
-        for name in self.carry.keys() - self.carried.keys():
-            rule = "carried columns that are packed anew must be known"
-            found = f"{quote(name)} of type {quote(self.carry[name])}"
-            raise UnsupportedFormatError(sentence(where, rule, found, UPGRADE))
+        known_types = self.carried
+        for name, type_name in self.carry.items():
+            if name in known_types:
+                continue
+            text = sentence(
+                where=where,
+                rule="carried columns that are packed anew must be known",
+                found=f"{quote(name)} of type {quote(type_name)}",
+                remedy=UPGRADE,
+            )
+            raise UnsupportedFormatError(text)
 
     def to_json(self) -> bytes:
-        """Returns canonical JSON: fields as declared, a line for each field and
-        shard.
-        """
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        shards = [_dump_shard(shard) for shard in fields.pop("shards")]
-        head = {"format_version": FORMAT_VERSION, "features": fields.pop("features")}
-        head |= {
-            "kind": fields.pop("kind"),
+        """Return canonical JSON: a line for each field, in order, and each shard."""
+        fields: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "features": self.features,
+            "kind": self.kind,
             "num_responses": self.num_responses,
-        } | fields
-        for name in ("pack_index", "further_files", "writer_features"):
-            if not head[name]:
-                del head[name]
-        counts, optional = (
-            dataclasses.asdict(self.records),
-            ("fields_used", "fields_not_used"),
-        )
-        head["records"] = {n: v for n, v in counts.items() if v or n not in optional}
-        lines = [
-            b' "%s": %s' % (name.encode(), dump_json(value))
-            for name, value in head.items()
-        ]
-        rows = b",\n".join(b"  " + shard for shard in shards)
-        lines.append(b' "shards": [\n%s\n ]' % rows if shards else b' "shards": []')
+        }
+        for declared in dataclasses.fields(self):
+            if declared.name != "shards":
+                fields[declared.name] = getattr(self, declared.name)
+        for name in _OMITTED_IF_EMPTY:
+            if not fields[name]:
+                del fields[name]
+        fields["records"] = _records_to_json(self.records)
+
+        lines = []
+        for name, value in fields.items():
+            lines.append(b' "%s": %s' % (name.encode(), dump_json(value)))
+        shards = b",\n".join(b"  " + _shard_to_json(shard) for shard in self.shards)
+        if shards:
+            lines.append(b' "shards": [\n%s\n ]' % shards)
+        else:
+            lines.append(b' "shards": []')
         return b"{\n" + b",\n".join(lines) + b"\n}\n"
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "manifest") -> Manifest:
-        """Parses the manifest in `data`; keeps unknown fields of shards, ignores
-        others.
+        """Parse and validate a manifest.
+
+        Unknown fields of shards are kept, others are ignored.
+
+        Args:
+            data: JSON, without the hash.
+            where: its place, for messages.
+
+        Raises:
+            FormatError: a field is absent or of another type, or parts contradict each
+                other.
+            UnsupportedFormatError: it needs a later release.
         """
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
-        rule = "features must not repeat"
         require_equal(
-            where, rule, features=len(head.features), names=len({*head.features})
+            where,
+            "features must not repeat",
+            features=len(head.features),
+            names=len(set(head.features)),
         )
         check_last(head.sha256, where)
-        index = bytes(head.pack_index).decode()
+        pack_index = bytes(head.pack_index).decode()
         require(
-            index != "null",
+            pack_index != "null",
             where,
             "pack_index must be a JSON object",
-            {"pack_index": index},
+            {"pack_index": pack_index},
         )
+
         manifest = decode(data, cls, where)
-        further = [
-            {n: msgspec.json.decode(s[n]) for n in s if n not in _SHARD_FIELDS}
-            for s in head.shards
-        ]
-        if any(further):
-            pairs = zip(manifest.shards, further, strict=True)
-            manifest = replace(
-                manifest, shards=tuple(replace(s, further=f) for s, f in pairs)
-            )
+        manifest = _with_further_fields(manifest, head.shards)
         check_manifest(manifest, where)
-        responses, k = (
-            bytes(head.num_responses).decode(),
-            json.dumps(manifest.num_responses),
+
+        num_responses = bytes(head.num_responses).decode()
+        expected = json.dumps(manifest.num_responses)
+        require(
+            num_responses == expected,
+            where,
+            f"num_responses must be {expected}, as the kind is {manifest.kind}",
+            {"num_responses": num_responses},
         )
-        rule = f"num_responses must be {k}, as the kind is {manifest.kind}"
-        require(responses == k, where, rule, {"num_responses": responses})
         return manifest
+
+
+def read_manifest(
+    location: Location, version: int | None = None
+) -> tuple[Manifest, int]:
+    """Return the manifest of a dataset, by default the current one, and its version."""
+    data, where, number = read_committed(location, version)
+    return Manifest.from_json(data, where), number
 
 
 def build_manifest(
     shape: PackShape,
     config: PackConfig,
-    parts: Sequence[Finished],
+    parts: Sequence[FinishedShard],
     tally: Tally,
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
-    """Builds the manifest of a dataset that was just written; see :class:`Manifest`."""
+    """Return the manifest of a dataset that was just written; see :class:`Manifest`."""
     counter = PackCounter()
     for part in parts:
         counter.merge(part.counter)
-    events = {"dropped": tally.dropped, "noted": tally.events}
-    events |= {"fields_used": tally.used, "fields_not_used": tally.unused}
-    counts = {name: dict(sorted(counted.items())) for name, counted in events.items()}
+    num_bytes = sum(part.shard.bytes for part in parts)
+
+    records = Records(
+        read=tally.read,
+        packed=tally.kept,
+        dropped=_sorted_by_name(tally.dropped),
+        noted=_sorted_by_name(tally.events),
+        fields_used=_sorted_by_name(tally.used),
+        fields_not_used=_sorted_by_name(tally.unused),
+    )
     return Manifest(
         kind=shape.kind,
         layout=shape.layout,
@@ -336,30 +383,59 @@ def build_manifest(
         file_format=config.format,
         features=("label_spans",) if config.labels == "spans" else (),
         carry=dict(shape.carry),
-        totals=counter.totals(sum(part.shard.bytes for part in parts)),
+        totals=counter.totals(num_bytes),
         statistics=counter.statistics(shape.pack_size, planning),
-        records=Records(read=tally.read, packed=tally.kept, **counts),
+        records=records,
         provenance=provenance,
         shards=tuple(part.shard for part in parts),
     )
 
 
+def _sorted_by_name(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
+
+
+# To JSON
+
+
+def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
+    """Return JSON; raise FormatError if a text is not valid Unicode."""
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | option)
+    except orjson.JSONEncodeError as error:
+        text = sentence(where, rule="its texts must be valid Unicode", found=str(error))
+        raise FormatError(text) from error
+
+
 def manifest_bytes(shards: Sequence[ShardInfo]) -> int:
-    """Returns the bytes that `shards` take in a manifest."""
-    return sum(len(_dump_shard(shard)) for shard in shards)
+    """Return the bytes that `shards` take in a manifest."""
+    return sum(len(_shard_to_json(shard)) for shard in shards)
 
 
-def read_manifest(
-    location: Location, version: int | None = None
-) -> tuple[Manifest, int]:
-    """Returns the manifest of a dataset, by default the current one, and its
-    version.
-    """
-    data, where, number = read_committed(location, version)
-    return Manifest.from_json(data, where), number
+def _records_to_json(records: Records) -> dict[str, Any]:
+    fields = dataclasses.asdict(records)
+    for name in _RECORDS_OMITTED_IF_EMPTY:
+        if not fields[name]:
+            del fields[name]
+    return fields
+
+
+def _shard_to_json(shard: ShardInfo) -> bytes:
+    crc32 = shard.row_groups.crc32.astype(">u4").tobytes().hex()
+    fields = {
+        **vars(shard),
+        "row_groups": {**vars(shard.row_groups), "crc32": crc32},
+    }
+    later_fields = fields.pop("further")
+    return dump_json({**fields, **later_fields})
+
+
+# From JSON: types that are checked besides the fields of `Manifest`
 
 
 class _Head(msgspec.Struct):
+    """Fields that decide whether and how the others are read."""
+
     format_version: Count
     features: list[str]
     num_responses: msgspec.Raw
@@ -414,6 +490,8 @@ class _Repacked(msgspec.Struct):
 
 
 class _Provenance(msgspec.Struct):
+    """The members of the provenance that packstore reads; it may have others."""
+
     sources: list[_Source]
     settings: _Settings
     package_version: str
@@ -423,63 +501,111 @@ class _Provenance(msgspec.Struct):
     combined_from: list[_Origin] = []
 
 
-class _About(msgspec.Struct):
-    """Types of what :class:`Manifest` keeps as it is: of all members that anything here
-    uses.
-    """
+class _ProvenanceField(msgspec.Struct):
+    """A struct with the field itself, so that errors name it in their paths."""
 
     provenance: _Provenance
 
 
+def _with_further_fields(
+    manifest: Manifest, shards: Sequence[Mapping[str, msgspec.Raw]]
+) -> Manifest:
+    """Return the manifest with the fields of its shards that a later release wrote."""
+    later_fields = [
+        {
+            name: msgspec.json.decode(value)
+            for name, value in fields.items()
+            if name not in _SHARD_FIELDS
+        }
+        for fields in shards
+    ]
+    if not any(later_fields):
+        return manifest
+    complete = [
+        replace(shard, further=fields)
+        for shard, fields in zip(manifest.shards, later_fields, strict=True)
+    ]
+    return replace(manifest, shards=tuple(complete))
+
+
+# Rules of a manifest
+
+
 def check_manifest(manifest: Manifest, where: str) -> None:
-    """Raises :class:`FormatError` if the parts of a manifest contradict each other."""
-    records, totals, shards = manifest.records, manifest.totals, manifest.shards
-    for name, choices in {
-        "kind": KINDS,
-        "layout": LAYOUTS,
-        "file_format": FILE_FORMATS,
-    }.items():
-        require_known(where, f"field {name}", choices, getattr(manifest, name))
+    """Raise FormatError if the parts of a manifest contradict each other."""
+    require_known(where, "field kind", KINDS, manifest.kind)
+    require_known(where, "field layout", LAYOUTS, manifest.layout)
+    require_known(where, "field file_format", FILE_FORMATS, manifest.file_format)
+    _check_records(manifest, where)
+    check_columns(manifest.carry, where)
+    _check_totals(manifest, where)
+    for key in manifest.statistics.length_histogram:
+        rule = "keys of length_histogram must be powers of two below 2^31"
+        require(key in _HISTOGRAM_KEYS, where, rule, {"key": quote(key)})
+    require_different_paths([file.path for file in manifest.stored_files], where)
+    for file in manifest.further_files:
+        _check_further_file(file, where)
+    for shard in manifest.shards:
+        _check_shard(shard, manifest, f"{where}, shard {shard.path}")
+    if manifest.pack_index is not None:
+        _check_pack_index(manifest.pack_index, manifest, f"{where}, pack_index")
+    convert({"provenance": manifest.provenance}, _ProvenanceField, where)
+
+
+def _check_records(manifest: Manifest, where: str) -> None:
+    records = manifest.records
+    num_accounted = records.packed + sum(records.dropped.values())
     counts = {
         "read": records.read,
         "packed": records.packed,
         "dropped": dict(records.dropped),
     }
-    whole = records.read == records.packed + sum(records.dropped.values())
-    require(whole, where, "records read must be those packed and those dropped", counts)
-    rule = "records packed must be the examples"
-    require_equal(where, rule, packed=records.packed, examples=totals.examples)
-    check_columns(manifest.carry, where)
-    for name in ("packs", *_SUMS):
-        real = sum(getattr(s, "rows" if name == "packs" else name) for s in shards)
-        rule = f"total {name} must be the sum over shards"
-        require_equal(where, rule, total=getattr(totals, name), sum=real)
-    for bound in manifest.statistics.length_histogram:
-        rule = "keys of length_histogram must be powers of two below 2^31"
-        require(bound in _BUCKETS, where, rule, {"key": quote(bound)})
-    require_different_paths([file.path for file in manifest.stored], where)
-    for file in manifest.further_files:
-        named = file.sha256[:16] in file.path.rpartition("/")[2]
-        ok = file.path.startswith("data/") and named
-        rule = (
-            "a further file must lie in data/, and its name hold 16 digits of its "
-            "sha256"
+    rule = "records read must be those packed and those dropped"
+    require(records.read == num_accounted, where, rule, counts)
+    require_equal(
+        where,
+        "records packed must be the examples",
+        packed=records.packed,
+        examples=manifest.totals.examples,
+    )
+
+
+def _check_totals(manifest: Manifest, where: str) -> None:
+    totals = manifest.totals
+    require_equal(
+        where,
+        "total packs must be the sum over shards",
+        total=totals.packs,
+        sum=sum(shard.rows for shard in manifest.shards),
+    )
+    for name in ("examples", "sequences", "tokens", "supervised_tokens", "bytes"):
+        require_equal(
+            where,
+            f"total {name} must be the sum over shards",
+            total=getattr(totals, name),
+            sum=sum(getattr(shard, name) for shard in manifest.shards),
         )
-        require(ok, where, rule, {"path": file.path})
-    for shard in shards:
-        _check_shard(shard, manifest, f"{where}, shard {shard.path}")
-    if (index := manifest.pack_index) is not None:
-        place, limit = (
-            f"{where}, pack_index",
-            65536 + 4096 * len(shards) + 32 * totals.packs,
-        )
-        figures = {"bytes": index.bytes, "limit": limit}
-        require(
-            index.bytes <= limit, place, "its bytes must be few for its packs", figures
-        )
-        plain = not index.path.endswith(".parquet")
-        require(plain, place, "its name must not end in .parquet", {"path": index.path})
-    convert({"provenance": manifest.provenance}, _About, where)
+
+
+def _check_further_file(file: StoredFile, where: str) -> None:
+    _, _, name = file.path.rpartition("/")
+    is_in_data = file.path.startswith("data/")
+    has_hash = file.sha256[:16] in name
+    rule = "a further file must lie in data/, and its name hold 16 digits of its sha256"
+    require(is_in_data and has_hash, where, rule, {"path": file.path})
+
+
+def _check_pack_index(index: StoredFile, manifest: Manifest, where: str) -> None:
+    # Generous, but it bounds the memory of a reader.
+    limit = 65536 + 4096 * len(manifest.shards) + 32 * manifest.totals.packs
+    rule = "its bytes must be few for its packs"
+    sizes = {"bytes": index.bytes, "limit": limit}
+    require(index.bytes <= limit, where, rule, sizes)
+
+    # Readers such as `datasets` take every Parquet file of a folder for rows.
+    is_table = index.path.endswith(".parquet")
+    rule = "its name must not end in .parquet"
+    require(not is_table, where, rule, {"path": index.path})
 
 
 def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
@@ -487,85 +613,88 @@ def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
     lengths = {name: len(column) for name, column in vars(groups).items()}
     require_equal(where, "row_groups must have columns of one length", **lengths)
     for name in ("rows", "examples", "tokens"):
-        real = int(getattr(groups, name).sum())
-        rule = f"its {name} must be the sum over row groups"
-        require_equal(where, rule, shard=getattr(shard, name), sum=real)
-    figures = {"footer": shard.footer_bytes, "file": shard.bytes}
-    require(
-        shard.footer_bytes <= shard.bytes,
-        where,
-        "its footer must fit in the file",
-        figures,
-    )
-    limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(groups)
+        require_equal(
+            where,
+            f"its {name} must be the sum over row groups",
+            shard=getattr(shard, name),
+            sum=int(getattr(groups, name).sum()),
+        )
+    _check_footer(shard, where)
+
+    responses = manifest.num_responses
+    if responses is not None:
+        counts = {"sequences": shard.sequences, "examples": shard.examples}
+        rule = f"sequences must be {responses} times the examples"
+        require(shard.sequences == responses * shard.examples, where, rule, counts)
+    _check_row_groups(groups, manifest.pack_size, where)
+
+
+def _check_footer(shard: ShardInfo, where: str) -> None:
+    sizes = {"footer": shard.footer_bytes, "file": shard.bytes}
+    rule = "its footer must fit in the file"
+    require(shard.footer_bytes <= shard.bytes, where, rule, sizes)
+
+    limit = MAX_FOOTER_BYTES + GROUP_FOOTER_BYTES * len(shard.row_groups)
     rule = f"its footer must have {limit} bytes at most"
-    require(shard.footer_bytes <= limit, where, rule, figures)
-    if k := manifest.num_responses:
-        figures = {"sequences": shard.sequences, "examples": shard.examples}
-        rule = f"sequences must be {k} times the examples"
-        require(shard.sequences == k * shard.examples, where, rule, figures)
-    full = (groups.rows > 0) & (groups.examples >= groups.rows)
-    full &= (groups.longest > 0) & (groups.longest <= groups.tokens)
-    full &= groups.tokens <= groups.rows * manifest.pack_size
-    if not full.all():
-        bad = int(np.argmin(full))
-        names = ("rows", "examples", "tokens", "longest")
-        figures = {name: int(getattr(groups, name)[bad]) for name in names}
-        rule = "every pack must hold an example and at most pack_size tokens"
-        require(False, f"{where}, row group {bad}", rule, figures)
+    require(shard.footer_bytes <= limit, where, rule, sizes)
+
+
+def _check_row_groups(groups: RowGroups, pack_size: int, where: str) -> None:
+    has_rows = groups.rows > 0
+    has_examples = groups.examples >= groups.rows
+    has_length = (groups.longest > 0) & (groups.longest <= groups.tokens)
+    fits = groups.tokens <= groups.rows * pack_size
+    is_valid = has_rows & has_examples & has_length & fits
+    if is_valid.all():
+        return
+
+    number = int(np.argmin(is_valid))
+    figures = {
+        "rows": int(groups.rows[number]),
+        "examples": int(groups.examples[number]),
+        "tokens": int(groups.tokens[number]),
+        "longest": int(groups.longest[number]),
+    }
+    rule = "every pack must hold an example and at most pack_size tokens"
+    require(False, f"{where}, row group {number}", rule, figures)
+
+
+# Rules that manifests of side datasets share
 
 
 def check_columns(names: Iterable[str], where: str) -> None:
-    """Raises :class:`FormatError` unless the names of further columns are allowed."""
+    """Raise FormatError unless the names of further columns are allowed."""
+    rule = (
+        "columns must have names of their own, of letters, digits and _, a letter first"
+    )
     for name in names:
-        ok = COLUMN_NAME.fullmatch(name.removeprefix("_")) and name not in COLUMNS
-        rule = (
-            "columns must have names of their own, of letters, digits and _, a "
-            "letter first"
-        )
-        require(bool(ok), where, rule, {"name": quote(name)})
+        is_name = COLUMN_NAME.fullmatch(name.removeprefix("_")) is not None
+        is_free = name not in COLUMNS
+        require(is_name and is_free, where, rule, {"name": quote(name)})
 
 
 def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
-    """Returns the further columns, name to type, that this release reads; others are
-    skipped.
+    """Return the further columns, name to type, that this release reads.
+
+    Columns of other types, or with an underscore first, are skipped.
     """
-    return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
+    return {
+        name: type_name
+        for name, type_name in columns.items()
+        if type_name in types and not name.startswith("_")
+    }
 
 
 def check_last(sha256: msgspec.Raw, where: str) -> None:
-    """Raises :class:`FormatError` for a hash of the manifest that is not its last
-    field.
-    """
-    require(
-        not bytes(sha256),
-        where,
-        "sha256 must be the last field",
-        {"another": "follows it"},
-    )
+    """Raise FormatError if a hash of the manifest is not its last field."""
+    is_last = not bytes(sha256)  # the last one was verified and removed
+    rule = "sha256 must be the last field"
+    require(is_last, where, rule, {"another": "follows it"})
 
 
 def require_different_paths(paths: Sequence[str], where: str) -> None:
-    """Raises :class:`FormatError` unless `paths` differ, and are valid in a dataset."""
+    """Raise FormatError unless `paths` differ, and are valid in a dataset."""
     for path in paths:
         check_relative(path, where)
     rule = "its files must have different paths"
     require_equal(where, rule, files=len(paths), paths=len(set(paths)))
-
-
-def dump_json(value: Any, where: str = "manifest", option: int = 0) -> bytes:
-    """Returns JSON; raises FormatError if a text is not valid Unicode."""
-    try:
-        return orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY | option)
-    except orjson.JSONEncodeError as error:
-        raise FormatError(
-            sentence(where, "its texts must be valid Unicode", str(error))
-        ) from error
-
-
-def _dump_shard(shard: ShardInfo) -> bytes:
-    crc32 = shard.row_groups.crc32.astype(">u4").tobytes().hex()
-    groups = {**vars(shard.row_groups), "crc32": crc32}
-    fields = {**vars(shard), "row_groups": groups}
-    further = fields.pop("further")
-    return dump_json({**fields, **further})

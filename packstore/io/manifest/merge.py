@@ -1,8 +1,8 @@
 """Merges the manifests of several datasets into one, without rewriting shards.
 
 Example ids stay distinct and still identify the record: the source numbers of a part
-are shifted by the sources of the parts before it, and ``provenance.sources`` lists all
-sources in that order.
+are shifted by the number of sources in the parts before it, and ``provenance.sources``
+lists all sources in that order.
 """
 
 from __future__ import annotations
@@ -10,165 +10,242 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from packstore.config import fingerprint
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.manifest.manifest import Manifest, Records
+from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import PackCounter, ShardInfo
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
-"""Maximum number of sources: ids have 63 bits, the lower ones number the records of a
-source.
+"""Maximum number of sources: example ids have 63 bits, the lower `SOURCE_SHIFT` of them
+for the record's number in its source.
 """
 
-_SHAPE = (
-    "kind",
-    "layout",
-    "pack_size",
-    "file_format",
-    "features",
-    "carry",
-    "pad_to_multiple",
+_SHARED_FIELDS = ("kind", "layout", "pack_size", "file_format", "features", "carry")
+_SHARED_IDENTITY_FIELDS = (
+    "bos_id",
+    "eos_id",
+    "chat_template_sha256",
+    "tool_use_template_sha256",
+    "chat_template_date",
 )
-_TEMPLATES = ("chat_template_sha256", "tool_use_template_sha256", "chat_template_date")
 
 
 class Member(NamedTuple):
-    """A dataset to merge: its URL without secrets; its manifest, with paths from the
-    new one.
-    """
+    """A dataset to merge."""
 
-    url: str
-    manifest: Manifest
+    url: str  # without secrets
+    manifest: Manifest  # with paths relative to the merged dataset
 
 
 def merge(members: Sequence[Member]) -> Manifest:
-    """Returns the manifest of the packs of `members` in order; it names no pack
-    index.
+    """Return the manifest of the packs of `members` in order; it names no pack index.
+
+    Raises:
+        ConfigError: no members, or too many sources.
+        CompatibilityError: one manifest cannot describe all members.
+        UnsupportedFormatError: only a later release may extend a member.
     """
     check_members(members)
     manifests = [member.manifest for member in members]
-    counter, plans, shards, sources = (
-        PackCounter(),
-        list[Any](),
-        list[ShardInfo](),
-        list[Any](),
-    )
-    for m in manifests:
-        counter.merge(PackCounter.of_dataset(m.totals, m.statistics))
-        plan = m.statistics.planning.get("parts")
-        plans += plan if isinstance(plan, list) else [dict(m.statistics.planning)]
-        base = len(sources) << SOURCE_SHIFT  # so that ids stay distinct
-        shards += [
-            replace(s, example_id_base=s.example_id_base + base) for s in m.shards
-        ]
-        sources += m.provenance["sources"]
-    first, came_from = manifests[0], [origin for m in members for origin in origins(m)]
-    lineage = [[origin["lineage"], origin["sources"]] for origin in came_from]
+    first = manifests[0]
+
+    counter = PackCounter()
+    planning_parts: list[Any] = []
+    for manifest in manifests:
+        counter.merge(PackCounter.of_dataset(manifest.totals, manifest.statistics))
+        planning_parts += _planning_parts(manifest)
+
+    shards: list[ShardInfo] = []
+    sources: list[Any] = []
+    further_files: dict[StoredFile, None] = {}  # a set that keeps the order
+    for manifest in manifests:
+        id_shift = len(sources) << SOURCE_SHIFT
+        for shard in manifest.shards:
+            base = shard.example_id_base + id_shift
+            shards.append(replace(shard, example_id_base=base))
+        sources += manifest.provenance["sources"]
+        further_files.update(dict.fromkeys(manifest.further_files))
+
+    num_bytes = sum(manifest.totals.bytes for manifest in manifests)
     return replace(
         first,
-        totals=counter.totals(sum(m.totals.bytes for m in manifests)),
-        statistics=counter.statistics(first.pack_size, {"parts": plans}),
-        records=_records([m.records for m in manifests]),
-        provenance={
-            **{k: v for k, v in first.provenance.items() if k != "repacked_from"},
-            "lineage": fingerprint({"parts": lineage}),
-            "sources": sources,
-            "package_version": VERSION,
-            "combined_from": came_from,
-        },
+        totals=counter.totals(num_bytes),
+        statistics=counter.statistics(first.pack_size, {"parts": planning_parts}),
+        records=_sum_records([manifest.records for manifest in manifests]),
+        provenance=_merge_provenance(members, sources),
         shards=tuple(shards),
         pack_index=None,
-        further_files=tuple(
-            dict.fromkeys(file for m in manifests for file in m.further_files)
-        ),
+        further_files=tuple(further_files),
     )
+
+
+def _planning_parts(manifest: Manifest) -> list[Any]:
+    """Return the planner's figures of each part of a dataset."""
+    planning = manifest.statistics.planning
+    parts = planning.get("parts")
+    return parts if isinstance(parts, list) else [dict(planning)]
+
+
+def _merge_provenance(
+    members: Sequence[Member], sources: Sequence[Any]
+) -> dict[str, Any]:
+    combined_from = [origin for member in members for origin in origins(member)]
+    lineages = [[origin["lineage"], origin["sources"]] for origin in combined_from]
+
+    provenance = dict(members[0].manifest.provenance)
+    provenance.pop("repacked_from", None)
+    return {
+        **provenance,
+        "lineage": fingerprint({"parts": lineages}),
+        "sources": sources,
+        "package_version": VERSION,
+        "combined_from": combined_from,
+    }
+
+
+def _sum_records(parts: Sequence[Records]) -> Records:
+    return Records(
+        read=sum(part.read for part in parts),
+        packed=sum(part.packed for part in parts),
+        dropped=_sum_counts([part.dropped for part in parts]),
+        noted=_sum_counts([part.noted for part in parts]),
+        fields_used=_sum_counts([part.fields_used for part in parts]),
+        fields_not_used=_sum_counts([part.fields_not_used for part in parts]),
+    )
+
+
+def _sum_counts(parts: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sum of counts by name, sorted by name."""
+    total: Counter[str] = Counter()
+    for part in parts:
+        total.update(part)
+    return dict(sorted(total.items()))
+
+
+# Which datasets can be merged
 
 
 def check_members(members: Sequence[Member]) -> None:
-    """Refuses datasets that cannot be merged; raises like :func:`merge`."""
+    """Refuse datasets that cannot be merged; raise like :func:`merge`."""
     if not members:
         raise ConfigError("there must be at least one dataset to combine; found none.")
     for member in members:
         member.manifest.require_writable(member.url)
-        check_alike(members[0], member)
-    sources = sum(len(member.manifest.provenance["sources"]) for member in members)
-    if sources > MAX_SOURCES:
+        require_mergeable(members[0], member)
+
+    num_sources = sum(len(m.manifest.provenance["sources"]) for m in members)
+    if num_sources > MAX_SOURCES:
         raise ConfigError(
-            f"there must be at most {MAX_SOURCES} sources; found {sources}."
+            f"there must be at most {MAX_SOURCES} sources; found {num_sources}."
         )
 
 
-def check_alike(first: Member, other: Member) -> None:
-    """Raises CompatibilityError for datasets that one manifest cannot describe."""
-    differences = [
-        f"{name} {quote(a, 40)} and {quote(b, 40)}"
-        for name in _SHAPE
-        if (a := _value(first.manifest, name)) != (b := _value(other.manifest, name))
-    ]
-    a, b = (m.manifest.provenance.get("tokenizer") or {} for m in (first, other))
-    if a and b:  # datasets from token ids record no tokenizer
-        names: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
-        if not all(tokenizer.get(name) for tokenizer in (a, b) for name in names):
-            names = ("sha256",)
-        differences += [
-            f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
-            for name in (*names, "bos_id", "eos_id", *_TEMPLATES)
-            if a.get(name) != b.get(name)
-        ]
-    elif a or b:
-        differences.append("a tokenizer that is known and one that is not")
+def require_mergeable(first: Member, second: Member) -> None:
+    """Raise CompatibilityError for datasets that one manifest cannot describe."""
+    differences = _field_differences(first.manifest, second.manifest)
+    differences += _tokenizer_differences(first.manifest, second.manifest)
     if differences:
-        where = f"{first.url} and {other.url}"
-        rule = "datasets that are combined must have been made alike"
-        remedy = "Pack one of them anew like the other"
-        raise CompatibilityError(sentence(where, rule, "; ".join(differences), remedy))
+        text = sentence(
+            where=f"{first.url} and {second.url}",
+            rule="datasets that are combined must have been made alike",
+            found="; ".join(differences),
+            remedy="Pack one of them anew like the other",
+        )
+        raise CompatibilityError(text)
 
 
-def _value(manifest: Manifest, name: str) -> Any:
-    if name == "pad_to_multiple":
-        return manifest.provenance.get("settings", {}).get(name, 1)
-    value = getattr(manifest, name)
+def _field_differences(first: Manifest, second: Manifest) -> list[str]:
+    differences = []
+    for name in _SHARED_FIELDS:
+        a = _comparable(getattr(first, name))
+        b = _comparable(getattr(second, name))
+        if a != b:
+            differences.append(f"{name} {quote(a, 40)} and {quote(b, 40)}")
+
+    a = _pad_to_multiple(first)
+    b = _pad_to_multiple(second)
+    if a != b:
+        differences.append(f"pad_to_multiple {quote(a, 40)} and {quote(b, 40)}")
+    return differences
+
+
+def _comparable(value: Any) -> Any:
+    """Return a value that is equal only with the same order of columns."""
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
+def _pad_to_multiple(manifest: Manifest) -> int:
+    value: int = manifest.provenance.get("settings", {}).get("pad_to_multiple", 1)
+    return value
+
+
+def _tokenizer_differences(first: Manifest, second: Manifest) -> list[str]:
+    a = first.provenance.get("tokenizer")
+    b = second.provenance.get("tokenizer")
+    if not a and not b:  # datasets from token ids record no tokenizer
+        return []
+    if not a or not b:
+        return ["a tokenizer that is known and one that is not"]
+
+    # Files of one tokenizer may differ in settings that change no ids. Hashes of the
+    # vocabulary and of encoded texts decide, if both datasets have them.
+    identity: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
+    if not all(a.get(name) and b.get(name) for name in identity):
+        identity = ("sha256",)
+    return [
+        f"tokenizer {name} {quote(a.get(name), 20)} and {quote(b.get(name), 20)}"
+        for name in identity + _SHARED_IDENTITY_FIELDS
+        if a.get(name) != b.get(name)
+    ]
+
+
+# The parts of a merged dataset
+
+
 def origins(member: Member) -> list[dict[str, Any]]:
-    """Returns the datasets that `member` was combined from, or `member` itself."""
-    about, m = member.manifest.provenance, member.manifest
-    if "combined_from" in about:
-        return list(about["combined_from"])
-    ids = {"path": member.url, "fingerprint": m.fingerprint, "lineage": m.lineage}
-    return [{**ids, "sources": len(about["sources"]), "shards": len(m.shards)}]
-
-
-def runs(parts: Sequence[Mapping[str, Any]]) -> Iterator[tuple[int, int, str]]:
-    """Yields first, end (exclusive) and lineage of each part, and of each run of parts
-    as one.
-    """
-    for first, part in enumerate(parts):
-        yield first, first + 1, part["lineage"]
-        text = hashlib.sha256(
-            b'{"parts":['
-        )  # as in `merge`, without its quadratic cost
-        for end, other in enumerate(parts[first:], first + 1):
-            comma = "," if end > first + 1 else ""
-            text.update(f'{comma}["{other["lineage"]}",{other["sources"]}]'.encode())
-            whole = text.copy()
-            whole.update(b"]}")
-            yield first, end, whole.hexdigest()
-
-
-def _records(parts: Sequence[Records]) -> Records:
-    sums: dict[str, Any] = {
-        n: sum(getattr(p, n) for p in parts) for n in ("read", "packed")
+    """Return the datasets that `member` was combined from, or `member` itself."""
+    manifest = member.manifest
+    if "combined_from" in manifest.provenance:
+        return list(manifest.provenance["combined_from"])
+    origin = {
+        "path": member.url,
+        "fingerprint": manifest.fingerprint,
+        "lineage": manifest.lineage,
+        "sources": len(manifest.provenance["sources"]),
+        "shards": len(manifest.shards),
     }
-    for name in (field.name for field in fields(Records) if field.name not in sums):
-        total: Counter[str] = Counter()
-        for part in parts:
-            total.update(getattr(part, name))
-        sums[name] = dict(sorted(total.items()))
-    return Records(**sums)
+    return [origin]
+
+
+def lineages_of_parts(
+    parts: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[int, int, str]]:
+    """Yield the lineage of each part, and of each run of consecutive parts.
+
+    Args:
+        parts: ``combined_from`` of a merged dataset.
+
+    Yields:
+        The first part, the end (exclusive), and the lineage that a dataset of these
+        parts has.
+    """
+    for first, first_part in enumerate(parts):
+        yield first, first + 1, first_part["lineage"]
+
+        # The hash of `fingerprint({"parts": …})`, extended part by part: to compute
+        # each one anew would cost time quadratic in the length of the run.
+        digest = hashlib.sha256(b'{"parts":[')
+        separator = ""
+        for end, part in enumerate(parts[first:], first + 1):
+            entry = f'{separator}["{part["lineage"]}",{part["sources"]}]'
+            digest.update(entry.encode())
+            separator = ","
+            closed = digest.copy()
+            closed.update(b"]}")
+            yield first, end, closed.hexdigest()

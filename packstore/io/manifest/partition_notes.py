@@ -4,7 +4,7 @@
 other values that the manifest needs. It is written in one put after the shards, as
 object stores can neither append nor rename. It has two lines: the hash of the second,
 and a JSON object. The commit removes the notes of its job; ``packstore clean`` removes
-those of jobs that never commit.
+the notes of jobs that never commit.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_origin
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from packstore.errors import PackstoreError, StorageError
 from packstore.format.arrays import PackSizes
@@ -33,14 +34,13 @@ PARTITIONS = f"{FOLDER}/partitions"
 """Folder of the notes."""
 
 _NAME = re.compile(r"([0-9a-f]{12})-[0-9]{5,}\.json")
-_CHECKS = 4
-"""Shards hashed in parallel."""
+_NUM_HASHED_AT_ONCE = 4
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
-class Finished:
+class FinishedShard:
     """A stored shard, with the totals and the sizes of its packs."""
 
     shard: ShardInfo
@@ -49,77 +49,93 @@ class Finished:
 
 
 class PartitionNotes:
-    """The notes of one run, 12 hexadecimal digits; safe for concurrent threads and
-    machines.
+    """The notes of one run; safe for concurrent threads and machines.
+
+    Args:
+        location: of the dataset.
+        run: 12 hexadecimal digits, a hash of everything that decides the bytes.
     """
 
     def __init__(self, location: Location, run: str) -> None:
-        self.location, self.run = location, run
+        self.location = location
+        self.run = run
 
     def put(self, number: int, value: object) -> None:
-        """Writes or replaces the note of a partition whose shards are all stored."""
-        text = msgspec.json.encode(value, enc_hook=lambda array: array.tolist())
-        replace_bytes(self.location, self._path(number), _hash_of(text) + text + b"\n")
+        """Write or replace the note of a partition after its shards are stored."""
+        text = msgspec.json.encode(value, enc_hook=_array_to_list)
+        data = _hash_line(text) + text + b"\n"
+        replace_bytes(self.location, self._path(number), data)
 
     def read(self, number: int, kind: type[T]) -> T | None:
-        """Returns the note of a partition; None if there is none, or it is damaged."""
+        """Return the note of a partition; None if there is none, or it is damaged."""
         try:
             data = self.location.read_bytes(self._path(number))
         except StorageError as error:
             if error.is_missing:
                 return None
             raise
-        text = data.partition(b"\n")[2].removesuffix(b"\n")
-        with contextlib.suppress(msgspec.DecodeError):  # of another release
-            if data.startswith(_hash_of(text)):
-                return msgspec.json.decode(text, type=kind, dec_hook=_typed)
-        return None
 
-    def are_whole(self, shards: Sequence[Finished]) -> bool:
-        """Returns True if every stored shard has the recorded hash."""
+        _, _, second_line = data.partition(b"\n")
+        text = second_line.removesuffix(b"\n")
+        if not data.startswith(_hash_line(text)):
+            return None
+        try:
+            return msgspec.json.decode(text, type=kind, dec_hook=_decode_other_types)
+        except msgspec.DecodeError:  # of another release
+            return None
 
-        def is_whole(shard: ShardInfo) -> bool:
-            try:
-                with self.location.open_read(shard.path) as file:
-                    return (
-                        hashlib.file_digest(file, "sha256").hexdigest() == shard.sha256
-                    )
-            except StorageError as error:
-                if error.is_missing:
-                    return False
-                raise
+    def are_intact(self, shards: Sequence[FinishedShard]) -> bool:
+        """Return True if every stored shard has the recorded hash."""
+        infos = [finished.shard for finished in shards]
+        with ThreadPoolExecutor(_NUM_HASHED_AT_ONCE) as pool:
+            return all(pool.map(self._is_intact, infos))
 
-        with ThreadPoolExecutor(_CHECKS) as pool:
-            return all(pool.map(is_whole, (s.shard for s in shards)))
+    def _is_intact(self, shard: ShardInfo) -> bool:
+        try:
+            with self.location.open_read(shard.path) as file:
+                digest = hashlib.file_digest(file, "sha256")
+        except StorageError as error:
+            if error.is_missing:
+                return False
+            raise
+        return digest.hexdigest() == shard.sha256
 
     def count_other_runs(self) -> int:
-        """Counts the notes of other runs."""
-        return sum(run != self.run for run, _ in self._listed())
+        """Return the number of notes of other runs."""
+        return sum(run != self.run for run, _ in self._list())
 
     def remove(self) -> None:
-        """Removes the notes of this run; leaves those it cannot remove to `clean`."""
+        """Remove the notes of this run; leave failures to `clean`."""
         with contextlib.suppress(PackstoreError):
-            remove_all(
-                self.location, [path for run, path in self._listed() if run == self.run]
-            )
+            paths = [path for run, path in self._list() if run == self.run]
+            remove_all(self.location, paths)
         remove_empty(self.location, PARTITIONS)
 
-    def _listed(self) -> list[tuple[str, str]]:
-        names = (entry.name for entry in self.location.files(PARTITIONS))
-        return [
-            (m[1], f"{PARTITIONS}/{m[0]}") for n in names if (m := _NAME.fullmatch(n))
-        ]
+    def _list(self) -> list[tuple[str, str]]:
+        """Return the run and the path of every note."""
+        notes = []
+        for entry in self.location.files(PARTITIONS):
+            match = _NAME.fullmatch(entry.name)
+            if match is not None:
+                notes.append((match[1], f"{PARTITIONS}/{entry.name}"))
+        return notes
 
     def _path(self, number: int) -> str:
         return f"{PARTITIONS}/{self.run}-{number:05d}.json"
 
 
-def _hash_of(text: bytes) -> bytes:
+def _hash_line(text: bytes) -> bytes:
     return b'{"sha256":"%s"}\n' % hashlib.sha256(text).hexdigest().encode()
 
 
-def _typed(kind: Any, value: Any) -> Any:
-    """Converts the types that msgspec does not support: counters and numpy arrays."""
+def _array_to_list(array: npt.NDArray[Any]) -> list[Any]:
+    values: list[Any] = array.tolist()
+    return values
+
+
+def _decode_other_types(kind: Any, value: Any) -> Any:
+    """Convert the types that msgspec does not support: counters and numpy arrays."""
     if get_origin(kind) is Counter:
         return Counter(value)
-    return np.array(value, np.uint32 if kind == Checksums else np.int64)
+    dtype = np.uint32 if kind == Checksums else np.int64
+    return np.array(value, dtype)

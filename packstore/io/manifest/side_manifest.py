@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import orjson
@@ -38,14 +38,14 @@ from packstore.io.manifest.manifest import (
     known_columns,
     require_different_paths,
 )
-from packstore.io.manifest.merge import runs
+from packstore.io.manifest.merge import lineages_of_parts
 from packstore.io.manifest.stored_file import StoredFile
 
 SIDE_VERSION = 1
 """Readers refuse a side dataset of a higher version."""
 
 SIDE = "side"
-"""Prefix of the names of its manifests."""
+"""Prefix of the names of manifests of side datasets."""
 
 PART_FOLDER = "parts-"
 """Prefix of the folder of a run whose parts are not yet a version."""
@@ -53,15 +53,15 @@ PART_FOLDER = "parts-"
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 
+PER_SEQUENCE = "list<float32>"
+"""Type of a column with one value for each sequence of an example."""
+
 SIDE_TYPES = {
     **CARRY_TYPES,
     "float32": pa.float32(),
-    "list<float32>": list_of(pa.float32()),
+    PER_SEQUENCE: list_of(pa.float32()),
 }
-"""Types of columns, with one value for each example; of the list one for each sequence.
-"""
-
-PER_SEQUENCE = "list<float32>"
+"""Types of columns by name; but for `PER_SEQUENCE` one value for each example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +72,8 @@ class SideShard(StoredFile):
 
 
 class _Head(msgspec.Struct):
+    """Fields that decide whether and how the others are read."""
+
     side_version: Whole
     features: list[str]
     sha256: msgspec.Raw = msgspec.Raw(b"")
@@ -83,7 +85,7 @@ class SideManifest:
 
     kind: str  # of the examples: `preference`, `sft` or `scored`
     lineage: Sha256  # of the source dataset; see :attr:`Manifest.lineage`
-    fingerprint: Sha256  # of that dataset
+    fingerprint: Sha256  # of the source dataset
     columns: Mapping[str, str]  # name -> a name in `SIDE_TYPES`
     # origin of the values (model, dtype, …): texts, numbers, booleans
     provenance: Mapping[str, str | int | float | bool | None]
@@ -91,14 +93,14 @@ class SideManifest:
     shards: tuple[SideShard, ...]  # in any order
 
     @property
-    def known(self) -> dict[str, str]:
+    def known_columns(self) -> dict[str, str]:
         """The columns that this release reads, name to type."""
         return known_columns(self.columns, SIDE_TYPES)
 
     @property
     def examples(self) -> int:
         """Number of examples with values."""
-        return sum(s.rows for s in self.shards)
+        return sum(shard.rows for shard in self.shards)
 
     @property
     def files(self) -> dict[str, int]:
@@ -107,117 +109,177 @@ class SideManifest:
 
     @property
     def schema(self) -> pa.Schema:
-        """The Arrow schema of the shards; columns of a later release have type
-        `ANY`.
-        """
+        """The Arrow schema of the shards; unknown columns have type `ANY`."""
+        known_types = self.known_columns
         fields = [pa.field("example_ids", pa.int64(), nullable=False)]
         for name in self.columns:
-            type_ = SIDE_TYPES[self.known[name]] if name in self.known else ANY
-            fields.append(pa.field(name, type_, nullable=type_ == ANY))
+            if name in known_types:
+                type_ = SIDE_TYPES[known_types[name]]
+                column = pa.field(name, type_, nullable=False)
+            else:
+                column = pa.field(name, ANY, nullable=True)
+            fields.append(column)
         return pa.schema(fields, {"packstore.side_version": str(SIDE_VERSION)})
 
     def to_json(self) -> bytes:
-        """Returns canonical JSON: equal manifests give equal bytes."""
-        head = {
+        """Return canonical JSON: equal manifests give equal bytes."""
+        fields = {
             "side_version": SIDE_VERSION,
             "features": [],
             **dataclasses.asdict(self),
         }
-        lines = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
-        return dump_json(head, "side manifest", lines)
+        layout = orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        return dump_json(fields, "side manifest", layout)
 
     @classmethod
     def from_json(cls, data: bytes, where: str = "side manifest") -> Self:
-        """Parses the manifest in `data`; ignores unknown fields."""
+        """Parse and validate a manifest; ignore unknown fields.
+
+        Args:
+            data: JSON, without the hash.
+            where: its place, for messages.
+
+        Raises:
+            FormatError: a field is absent or of another type, or parts contradict each
+                other.
+            UnsupportedFormatError: it needs a later release.
+        """
         head = decode(data, _Head, where)
         if head.side_version != SIDE_VERSION or head.features:
-            rule = f"its version must be {SIDE_VERSION}, and it must need no features"
-            found = f"version {head.side_version}, features {quote(head.features)}"
-            remedy = "Upgrade packstore to read this side dataset"
-            raise UnsupportedFormatError(sentence(where, rule, found, remedy))
+            text = sentence(
+                where=where,
+                rule=(
+                    f"its version must be {SIDE_VERSION}, and it must need no features"
+                ),
+                found=f"version {head.side_version}, features {quote(head.features)}",
+                remedy="Upgrade packstore to read this side dataset",
+            )
+            raise UnsupportedFormatError(text)
         check_last(head.sha256, where)
         manifest = decode(data, cls, where)
         manifest.check(where)
         return manifest
 
     def check(self, where: str) -> None:
-        """Raises :class:`FormatError` if its parts contradict each other."""
+        """Raise FormatError if the parts of the manifest contradict each other."""
         require(bool(self.columns), where, "it must have a column", {"columns": "none"})
         check_columns(self.columns, where)
-        for name, type_name in self.columns.items():
-            place = f"{where}, column {quote(name)}"
-            rule = f"{REF_LOGPS} must have type {PER_SEQUENCE}"
-            ok = name != REF_LOGPS or type_name == PER_SEQUENCE
-            require(ok, place, rule, {"type": quote(type_name)})
-        for (
-            name,
-            value,
-        ) in self.provenance.items():  # of a caller; JSON was checked by its type
-            ok = value is None or isinstance(value, str | int | float)
+        type_name = self.columns.get(REF_LOGPS, PER_SEQUENCE)
+        require(
+            type_name == PER_SEQUENCE,
+            f"{where}, column {quote(REF_LOGPS)}",
+            f"{REF_LOGPS} must have type {PER_SEQUENCE}",
+            {"type": quote(type_name)},
+        )
+        # The types of JSON were checked on reading; a caller may pass any values.
+        for name, value in self.provenance.items():
+            is_plain = value is None or isinstance(value, str | int | float)
             rule = (
                 f"provenance {quote(name)} must be a text, a number, a boolean or null"
             )
-            require(ok, where, rule, {"value": quote(value)})
-        require_different_paths([s.path for s in self.shards], where)
+            require(is_plain, where, rule, {"value": quote(value)})
+        require_different_paths([shard.path for shard in self.shards], where)
         require_known(where, "field kind", KINDS, self.kind)
 
 
+# The examples of a dataset that have values
+
+
 class Span(NamedTuple):
-    """Example ids of a dataset, both ends included; in a side dataset they count from
-    `first`.
+    """Example ids of a dataset, both ends included.
+
+    In a side dataset of a part, the same examples count from 0.
     """
 
     first: int
     last: int
 
 
-def covered(side: SideManifest, data: Manifest, where: str) -> list[Span]:
-    """Returns the ids that a side dataset covers: all, or those of a part of a combined
-    dataset.
+def covered_spans(side: SideManifest, data: Manifest, where: str) -> list[Span]:
+    """Return the example ids of a dataset that a side dataset covers.
 
-    Raises CompatibilityError for one that was not derived from these examples.
+    These are all ids, or the ids of some parts of a combined dataset.
+
+    Args:
+        side: manifest of the side dataset.
+        data: manifest of the dataset.
+        where: place of the side dataset, for messages.
+
+    Raises:
+        CompatibilityError: it was not derived from these examples.
     """
     remedy = "Make it anew from this dataset"
     if side.kind != data.kind:
         rule = f"its kind must be that of the dataset, {quote(data.kind)}"
-        raise CompatibilityError(sentence(where, rule, quote(side.kind), remedy))
+        text = sentence(where, rule, found=quote(side.kind), remedy=remedy)
+        raise CompatibilityError(text)
     if side.lineage == data.lineage:
         if side.examples < data.totals.examples:
             rule = f"it must have values for each of {data.totals.examples} examples"
-            raise CompatibilityError(sentence(where, rule, f"{side.examples}", remedy))
+            text = sentence(where, rule, found=str(side.examples), remedy=remedy)
+            raise CompatibilityError(text)
         return [Span(0, TOP)]
-    parts, spans, done = data.provenance.get("combined_from", ()), list[Span](), 0
-    starts = [
-        n << SOURCE_SHIFT for n in accumulate((p["sources"] for p in parts), initial=0)
-    ]
-    for first, end, lineage in runs(parts):
-        if lineage == side.lineage and first >= done:
-            spans.append(Span(starts[first], starts[end] - 1))
-            done = end
+
+    parts = data.provenance.get("combined_from", ())
+    spans = _spans_of_lineage(side.lineage, parts)
     if not spans:
         rule = f"its lineage must be that of the dataset, {quote(data.lineage, 80)}"
-        rule += ", or of a part of it" if parts else ""
-        raise CompatibilityError(sentence(where, rule, quote(side.lineage, 80), remedy))
+        if parts:
+            rule += ", or of a part of it"
+        text = sentence(where, rule, found=quote(side.lineage, 80), remedy=remedy)
+        raise CompatibilityError(text)
+    return spans
+
+
+def _spans_of_lineage(lineage: str, parts: Sequence[Mapping[str, Any]]) -> list[Span]:
+    """Return the example ids of each run of parts with this lineage."""
+    num_sources = [part["sources"] for part in parts]
+    first_sources = list(accumulate(num_sources, initial=0))
+
+    spans = []
+    end_of_last_run = 0
+    for first, end, lineage_of_run in lineages_of_parts(parts):
+        if lineage_of_run == lineage and first >= end_of_last_run:
+            first_id = first_sources[first] << SOURCE_SHIFT
+            end_id = first_sources[end] << SOURCE_SHIFT
+            spans.append(Span(first_id, end_id - 1))
+            end_of_last_run = end
     return spans
 
 
 def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
-    """Raises unless each id of a dataset is in one of the spans that have column
-    `name`.
+    """Raise unless exactly one span covers each id of a dataset.
+
+    Args:
+        name: of a column.
+        spans: of the side datasets that have the column.
+        data: manifest of the dataset.
+
+    Raises:
+        ConfigError: spans overlap.
+        CompatibilityError: an id is in no span.
     """
-    done, sources = 0, len(data.provenance["sources"])
+    next_id = 0
     for span in sorted(spans):
-        if span.first > done:
+        if span.first > next_id:
             break
-        if span.first < done:
+        if span.first < next_id:
             raise ConfigError(
                 f"two columns of the joined packs are named {quote(name)}."
             )
-        done = span.last + 1
-    if done < sources << SOURCE_SHIFT:
-        rule = (
-            f"side data {quote(name)} must cover all {sources} sources of the dataset"
+        next_id = span.last + 1
+
+    num_sources = len(data.provenance["sources"])
+    if next_id < num_sources << SOURCE_SHIFT:
+        text = sentence(
+            where="side data",
+            rule=(
+                f"side data {quote(name)} must cover all {num_sources} sources of the "
+                "dataset"
+            ),
+            found=f"none from source {next_id >> SOURCE_SHIFT} on",
+            remedy=(
+                "Join the side data of every part, or make one anew from this dataset"
+            ),
         )
-        found = f"none from source {done >> SOURCE_SHIFT} on"
-        remedy = "Join the side data of every part, or make one anew from this dataset"
-        raise CompatibilityError(sentence("side data", rule, found, remedy))
+        raise CompatibilityError(text)

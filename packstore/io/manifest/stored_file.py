@@ -22,6 +22,18 @@ from packstore.io.store.location import Location
 
 _REMEDY = "The file was damaged or replaced: copy it again"
 
+DECODER_ERRORS: tuple[type[Exception], ...] = (
+    pa.ArrowException,
+    OSError,
+    ValueError,
+    ArithmeticError,
+    LookupError,
+    SystemError,
+    MemoryError,
+    EOFError,
+)
+"""Exceptions that decoders raise for damaged bytes."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
@@ -32,71 +44,79 @@ class StoredFile:
     sha256: Sha256
 
     @classmethod
-    def of(cls, local_path: str, prefix: str, suffix: str, **more: Any) -> Self:
-        """Hashes a finished local file, whose path becomes `prefix`, some of the hash,
-        `suffix`.
+    def of(cls, local_path: str, prefix: str, suffix: str, **fields: Any) -> Self:
+        """Return the entry of a finished local file.
+
+        Args:
+            local_path: the file to hash.
+            prefix: of its path in the dataset, before 16 digits of the hash.
+            suffix: of its path in the dataset, after them.
+            fields: further fields of a subclass.
         """
         with open(local_path, "rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            path = f"{prefix}-{sha256[:16]}{suffix}"
-            return cls(path=path, bytes=file.tell(), sha256=sha256, **more)
+            num_bytes = file.tell()
+        path = f"{prefix}-{sha256[:16]}{suffix}"
+        return cls(path=path, bytes=num_bytes, sha256=sha256, **fields)
 
 
 def read_stored(location: Location, file: StoredFile) -> bytes:
-    """Reads a file below `location`; raises IntegrityError for another size or hash."""
-    _compare(
-        location, file, "bytes", location.size(file.path)
-    )  # a manifest may name any size
+    """Read a file below `location`; raise IntegrityError for another size or hash."""
+    _require_size(location, file)  # first: a manifest may name a file of any size
     data = location.read_bytes(file.path)
-    _compare(location, file, "sha256", hashlib.sha256(data).hexdigest())
+    _require_sha256(location, file, hashlib.sha256(data).hexdigest())
     return data
 
 
 def check_stored(location: Location, file: StoredFile) -> None:
-    """Raises like :func:`read_stored`, with a file of any size."""
-    _compare(location, file, "bytes", location.size(file.path))
-    with location.open_read(file.path) as stored:
-        _compare(
-            location, file, "sha256", hashlib.file_digest(stored, "sha256").hexdigest()
-        )
+    """Raise like :func:`read_stored`, without holding the file in memory."""
+    _require_size(location, file)
+    with location.open_read(file.path) as stream:
+        digest = hashlib.file_digest(stream, "sha256")
+    _require_sha256(location, file, digest.hexdigest())
 
 
-def _compare(location: Location, file: StoredFile, name: str, found: int | str) -> None:
-    if (recorded := getattr(file, name)) != found:
-        where, rule = (
-            location.join(file.path).display,
-            f"must have {name} {quote(recorded, 80)}",
-        )
-        rule += ", as the manifest says"
-        raise IntegrityError(sentence(where, rule, quote(found, 80), _REMEDY))
+def _require_size(location: Location, file: StoredFile) -> None:
+    size = location.size(file.path)
+    if size != file.bytes:
+        raise _differs(location, file, "bytes", recorded=file.bytes, actual=size)
 
 
-_COMMON = (
-    OSError,
-    ValueError,
-    ArithmeticError,
-    LookupError,
-    SystemError,
-    MemoryError,
-    EOFError,
-)
-DECODER_ERRORS: tuple[type[Exception], ...] = (pa.ArrowException, *_COMMON)
-"""Exceptions that decoders raise for damaged bytes."""
+def _require_sha256(location: Location, file: StoredFile, sha256: str) -> None:
+    if sha256 != file.sha256:
+        raise _differs(location, file, "sha256", recorded=file.sha256, actual=sha256)
+
+
+def _differs(
+    location: Location, file: StoredFile, name: str, recorded: object, actual: object
+) -> IntegrityError:
+    """Return the error for a file that is not the one of the manifest."""
+    text = sentence(
+        where=location.join(file.path).display,
+        rule=f"must have {name} {quote(recorded, 80)}, as the manifest says",
+        found=quote(actual, 80),
+        remedy=_REMEDY,
+    )
+    return IntegrityError(text)
 
 
 @contextlib.contextmanager
 def decoding(where: str, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turns errors of decoders in this context into an :class:`IntegrityError` at
-    `where`.
-    """
+    """Turn errors of decoders in this context into an IntegrityError at `where`."""
     try:
         yield
     except FormatError as error:
-        if where in str(error):
+        names_the_place = where in str(error)
+        if names_the_place:
             raise
         raise IntegrityError(sentence(where, str(error), remedy=remedy)) from error
     except PackstoreError:
         raise
     except DECODER_ERRORS as error:
-        rule = "its bytes must be those that were written"
-        raise IntegrityError(sentence(where, rule, str(error), remedy)) from error
+        text = sentence(
+            where=where,
+            rule="its bytes must be as they were written",
+            found=str(error),
+            remedy=remedy,
+        )
+        raise IntegrityError(text) from error

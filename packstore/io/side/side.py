@@ -106,7 +106,7 @@ class SideWriter:
         )
         head = self._manifest
         head.check(self._location.display)
-        if later := sorted(columns.keys() - head.known.keys()):
+        if later := sorted(columns.keys() - head.known_columns.keys()):
             types = ", ".join(SIDE_TYPES)
             rule = f"columns must begin with a letter, and have a type among: {types}"
             found = f"{quote(later[0])} of type {quote(columns[later[0]])}"
@@ -272,7 +272,7 @@ class Side:
                         "manifest tells"
                     )
                     raise IntegrityError(sentence(where, rule, other or f"{rows} rows"))
-                names = ["example_ids", *self.manifest.known]
+                names = ["example_ids", *self.manifest.known_columns]
                 check_lists(file.metadata, names)
                 for group in map(file.metadata.row_group, range(file.num_row_groups)):
                     check_group(group, group.num_rows, names=names)
@@ -330,7 +330,7 @@ class SideTable:
             self._offsets: dict[
                 str, Any
             ] = {}  # of columns with a value for each sequence
-            for name, type_name in side.manifest.known.items():
+            for name, type_name in side.manifest.known_columns.items():
                 arrays = [b.column(name) for b in batches]
                 if type_name == PER_SEQUENCE:
                     self._load_lists(name, arrays, order)

@@ -32,9 +32,9 @@ from packstore.io.manifest.commit import (
     DATASET,
     FOLDER,
     SHARD,
+    list_versions,
     manifest_path,
     read_committed,
-    versions,
 )
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.partition_notes import PARTITIONS
@@ -339,7 +339,7 @@ class _Cleaner:
         ages = {file.path: _age(file) for file in folder}
         old, named = list[Leftover](), set[str]()
         for name in (DATASET, SIDE):
-            sizes = versions(self._location, name)
+            sizes = list_versions(self._location, name)
             numbers = list(sizes)
             first, spared = 0, ""  # of those that stay: all behind one that is spared
             for n, number in enumerate(numbers[: -self._keep] if self._keep else ()):

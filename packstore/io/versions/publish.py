@@ -14,7 +14,7 @@ from yaml import YAMLError
 
 from packstore.errors import FormatError, StorageError, markdown_text, quote, sentence
 from packstore.io.dataset.dataset import Dataset, open
-from packstore.io.manifest.commit import manifest_path, versions
+from packstore.io.manifest.commit import list_versions, manifest_path
 from packstore.io.store.location import Location
 from packstore.io.store.storage_errors import is_of_client
 from packstore.progress import Progress
@@ -91,7 +91,7 @@ def publish(
     card = _card(content, repo)
     there = Location(f"hf://datasets/{repo}")
     manifest = source.location.read_bytes(manifest_path(source.version))
-    newest = max(versions(there), default=0)
+    newest = max(list_versions(there), default=0)
     if newest and there.read_bytes(manifest_path(newest)) == manifest:
         version = newest
     else:

@@ -26,7 +26,7 @@ from packstore.format.arrays import Int32, Int64, Packs
 from packstore.format.rules import check_packs
 from packstore.format.schema import pack_schema, to_arrow
 from packstore.io.manifest.commit import DATA, FOLDER
-from packstore.io.manifest.partition_notes import Finished
+from packstore.io.manifest.partition_notes import FinishedShard
 from packstore.io.shards import shard as facts
 from packstore.io.shards.arrow_file import batch_crc32
 from packstore.io.shards.parquet import OPTIONS, byte_range
@@ -137,7 +137,7 @@ class ShardWriter:
         self._shard: ShardFile | None = None
         self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []
         self._pending_tokens = self._rows = 0
-        self._finished: list[Finished] = []
+        self._finished: list[FinishedShard] = []
 
     def __enter__(self) -> Self:
         return self
@@ -181,7 +181,7 @@ class ShardWriter:
             self._pending_tokens += tokens
         hold(start, len(packs))
 
-    def finish(self) -> list[Finished]:
+    def finish(self) -> list[FinishedShard]:
         """Finishes the last shard; returns all shards in order."""
         if self._pending_tokens:
             self._flush()
@@ -222,4 +222,4 @@ class ShardWriter:
         self._staging.store(shard.path, info.path)
         self._shard = None
         sizes = facts.pack_sizes(np.concatenate(shard.figures))
-        self._finished.append(Finished(info, shard.counter, sizes))
+        self._finished.append(FinishedShard(info, shard.counter, sizes))

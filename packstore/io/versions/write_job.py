@@ -34,7 +34,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest import commit as versions
 from packstore.io.manifest.commit import DATA, DATASET, FOLDER, SHARD, require_files
 from packstore.io.manifest.manifest import Manifest
-from packstore.io.manifest.merge import Member, check_alike, merge
+from packstore.io.manifest.merge import Member, merge, require_mergeable
 from packstore.io.shards.shard import ShardInfo
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
@@ -196,7 +196,7 @@ class WriteJob:
             manifest = self.extends.manifest
             about = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
             added = replace(manifest, kind=kind, carry=carry, provenance=about)
-            check_alike(
+            require_mergeable(
                 Member(self.extends.url, manifest), Member("what is appended", added)
             )
 
@@ -284,7 +284,7 @@ def writing(
     manifests.
     """
     versions.require_exclusive(location)
-    version = versions.refuse_existing(location, overwrite, name)
+    version = versions.next_version(location, overwrite, name)
     if version == 1:
         _refuse_foreign(location)
     if version == 1 and name == DATASET:
@@ -318,7 +318,7 @@ def _refuse_inside_dataset(location: Location) -> None:
     """
     for folder in _ancestors(location):
         try:
-            newest = max(versions.versions(folder), default=0)
+            newest = max(versions.list_versions(folder), default=0)
         except StorageError:
             continue  # rights in a store may end at the folder of the new dataset
         if newest:

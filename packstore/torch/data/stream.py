@@ -23,7 +23,7 @@ from packstore.io.dataset.read_ahead import ReadAhead
 from packstore.io.manifest.side_manifest import (
     PER_SEQUENCE,
     REF_LOGPS,
-    covered,
+    covered_spans,
     require_covered,
 )
 from packstore.io.side.side import Side, SideTable, open_side
@@ -89,14 +89,14 @@ class SideColumns:
         self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
         manifest = dataset.manifest
         self._spans = [
-            covered(side.manifest, manifest, side.url) for side in self.sides
+            covered_spans(side.manifest, manifest, side.url) for side in self.sides
         ]
         self.columns: dict[str, list[int]] = {}  # name -> the sides that have it
         for number, side in enumerate(self.sides):
-            for name in side.manifest.known:
+            for name in side.manifest.known_columns:
                 self.columns.setdefault(name, []).append(number)
         for name, numbers in self.columns.items():
-            types = {self.sides[n].manifest.known[name] for n in numbers}
+            types = {self.sides[n].manifest.known_columns[name] for n in numbers}
             if name in manifest.carried or len(types) > 1:
                 raise ConfigError(
                     f"two columns of the joined packs are named {quote(name)}."
@@ -130,7 +130,7 @@ class SideColumns:
                     f"{rule}; found no part with example {ids[other[0]]}."
                 )
             order = np.argsort(places)
-            if self.sides[numbers[0]].manifest.known[name] == PER_SEQUENCE:
+            if self.sides[numbers[0]].manifest.known_columns[name] == PER_SEQUENCE:
                 each = [
                     t.sequence_values(name, rows, counts[at]) for t, at, rows in parts
                 ]

@@ -41,7 +41,7 @@ from packstore.errors import (
 )
 from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest.commit import refuse_existing, require_exclusive
+from packstore.io.manifest.commit import next_version, require_exclusive
 from packstore.io.manifest.side_manifest import PART_FOLDER, REF_LOGPS, SIDE
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
@@ -141,7 +141,7 @@ def write_ref_logps(
             provenance[name] = getattr(config, name)
         if not overwrite and _is_committed(location, dataset, provenance):
             return provenance, None
-        refuse_existing(location, overwrite, SIDE)
+        next_version(location, overwrite, SIDE)
         numbers = {
             number
             for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)
