@@ -137,7 +137,7 @@ def _summary(report: Report) -> str:
     tally, sample = report.tally, report.sample
     assert sample is not None
     of_kind = f"records of kind {report.kind}"
-    if sample.whole:
+    if sample.is_complete:
         text = f"{tally.read:,} {of_kind}"
     elif sample.total is None:
         text = f"the first {tally.read:,} {of_kind}"

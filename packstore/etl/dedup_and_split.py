@@ -18,7 +18,7 @@ from packstore.config import PackConfig, SelectConfig
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
 from packstore.format.seeds import U64, derive, mixed
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.inputs.pieces import place_of
+from packstore.io.inputs.formats import place_of
 from packstore.pack.fill import unpack
 
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}

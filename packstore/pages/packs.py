@@ -13,7 +13,7 @@ import numpy as np
 
 from packstore.format.arrays import SOURCE_SHIFT, Packs, ids_of
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.inputs.pieces import place_of
+from packstore.io.inputs.formats import place_of
 from packstore.pages import frame
 from packstore.pages.frame import shown
 

@@ -63,7 +63,7 @@ def sampled(source: Any, records: int = 900, **settings: Any) -> Any:
 def truth(ordered: Path) -> Any:
     """All records."""
     found = sampled(ordered, len(LENGTHS))
-    assert found.sample.whole
+    assert found.sample.is_complete
     return found
 
 
@@ -155,7 +155,7 @@ def test_pack_size_layout_and_strategy_are_respected(
 
 def test_a_single_block_that_was_read_whole_has_no_error(tmp_path: Path) -> None:
     found = sampled(write(tmp_path / "few.jsonl", [10] * 5 + [LONG]))
-    assert found.sample.whole
+    assert found.sample.is_complete
     for choice in found.choices:
         assert (choice.packs_error, choice.overlong_error) == (0, 0)
 

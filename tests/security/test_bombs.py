@@ -26,7 +26,7 @@ MB = 1 << 20
 READ = """
 import sys
 from packstore.errors import PackstoreError
-from packstore.io.inputs import files, pieces
+from packstore.io.inputs import compression, formats
 from packstore.io.shards import parquet as shards
 from packstore.io.inputs import tables
 from packstore import open as open_dataset
@@ -34,7 +34,9 @@ from packstore import pack
 import packstore.etl.pipeline, packstore.io.dataset.scan
 
 # Smaller than they are, so that the bombs can be.
-pieces.MAX_RECORD_BYTES, files.FREE_BYTES, tables.BATCH_BYTES = 8 << 20, 4 << 20, 32 << 20
+formats.MAX_RECORD_BYTES = 8 << 20
+compression.FREE_BYTES = 4 << 20
+tables.BATCH_BYTES = 32 << 20
 shards.MAX_GROUP_BYTES = 32 << 20
 for path in sys.stdin.read().split():
     try:

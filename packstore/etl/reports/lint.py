@@ -20,7 +20,7 @@ from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.etl.tokenize import Part
 from packstore.etl.totals import PROBLEMS, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Tally
-from packstore.io.inputs.pieces import place_of
+from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.dialogue.template import Message, limited
 from packstore.tokenizer.records.parsed import Parsed

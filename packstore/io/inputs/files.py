@@ -1,4 +1,4 @@
-"""Reads the user's input as a stream of blocks: source -> files -> blocks -> (workers)
+"""Read the user's input as a stream of blocks: source -> files -> blocks -> (workers)
 -> rows.
 
 One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers.
@@ -10,49 +10,45 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
 import logging
-import lzma
 import os
 import re
 import shutil
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import pyarrow as pa
+from typing import Any, BinaryIO
 
 from packstore.config import PackConfig
 from packstore.config.record_fields import JSON_COLUMNS, SPELLINGS
-from packstore.errors import (
-    InputError,
-    PackstoreError,
-    quote,
-    refuse_pointer,
-    sentence,
-    spelled,
-)
+from packstore.errors import InputError, quote, refuse_pointer, sentence, spelled
 from packstore.format.arrays import Rows
+from packstore.io.inputs.compression import CHUNK_BYTES, HashedStream, decompress
+from packstore.io.inputs.formats import (
+    COMPRESSIONS,
+    FORMATS,
+    SUFFIXES,
+    UNITS,
+    UNSUPPORTED_COMPRESSIONS,
+    Format,
+    Piece,
+    ReadOptions,
+    compressed_suffix,
+    format_of,
+    has_known_format,
+)
 from packstore.io.inputs.hugging_face import (
-    NO_RECORDS,
-    check_splits,
-    plain,
-    records_of,
+    FILES_WITHOUT_RECORDS,
     require_one_split,
     saved_files,
 )
-from packstore.io.inputs.pieces import (
-    COMPRESSIONS,
-    FORMATS,
-    NOT_READ,
-    SUFFIXES,
-    UNITS,
-    ReadOptions,
-    format_of,
-    suffix_of,
+from packstore.io.inputs.in_memory import (
+    MemorySource,
+    only_split,
+    open_in_memory,
+    record_pieces,
+    without_format,
 )
-from packstore.io.inputs.tables import is_table, record_pieces, table_records
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Entry, Location
 from packstore.io.store.storage_errors import as_storage_errors
@@ -62,20 +58,14 @@ BLOCK_BYTES = 2 << 20
 much memory; at this size they stay in the processor's cache.
 """
 
-CHUNK = 1 << 20
-"""Bytes read or copied at once."""
+_MAX_LOGGED_FILES = 8
+"""Ignored files of a folder that a warning names."""
 
-MAX_RATIO, FREE_BYTES = 400, 1 << 28
-"""Limit of decompressed bytes: `MAX_RATIO` times the compressed ones, plus
-`FREE_BYTES`. Text has a ratio of 3 to 20.
-"""
-
-_SHOWN = 8
-"""Files left out of a folder that are named."""
+_SUPPORTED_NAMES = (
+    f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
+)
 
 log = logging.getLogger("packstore")
-
-_KNOWN = f"one of {' '.join(SUFFIXES)}, and {' or '.join(COMPRESSIONS)} after it"
 
 
 @dataclass(frozen=True)
@@ -93,8 +83,15 @@ class Input:
 class Block:
     """A part of one input, at least one record long; picklable.
 
-    `first`: ordinal, from 0, of its first line, row or item (`unit`); `payload`: what
-        is parsed.
+    Attributes:
+        source: ordinal of the input.
+        path: its path, for error texts.
+        format: name of its format.
+        unit: `line`, `row` or `item`.
+        first: ordinal, from 0, of its first unit.
+        records: number of its records.
+        payload: the input of the format's parser.
+        bytes: approximate bytes of the file in this block.
     """
 
     source: int
@@ -104,25 +101,44 @@ class Block:
     first: int
     records: int
     payload: Any = field(repr=False)
-    bytes: int = 0  # of its file, approximately
+    bytes: int = 0
 
     def parse(self) -> Rows:
-        """Returns its records."""
-        ordinals, values = FORMATS.load(self.format).parse(
-            self.payload, self.path, self.first
+        """Return the records of the block.
+
+        Raises:
+            InputError: a record is damaged.
+        """
+        parse = FORMATS.load(self.format).parse
+        ordinals, values = parse(self.payload, self.path, self.first)
+        return Rows(
+            source=self.source,
+            path=self.path,
+            unit=self.unit,
+            ordinals=ordinals,
+            values=values,
         )
-        return Rows(self.source, self.path, self.unit, ordinals, values)
 
 
 class InputReader:
-    """Iterates over the blocks, of about `block_bytes`, of all inputs, in order.
+    """Iterates over the blocks of all inputs, in order.
 
-    `source`: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars
-    frame, an iterable of records, or an open binary stream of JSON lines. `config`:
-    `fields` and `carry` decide which CSV columns are not text. `inputs` are its files,
-    `paths` those of each ordinal; `ends`: it is known to be finite; `records`: number
-    of its records if it is not in files and that is known, else None; `sources`: path,
-    bytes, sha256 and records of each input read to its end.
+    Args:
+        source: a path, glob, folder or URL, or a list of them; an Arrow table, a Polars
+            frame, an iterable of records, or an open binary stream of JSON lines.
+        storage_options: options of the fsspec filesystem.
+        config: `fields` and `carry` decide which CSV columns are not text.
+        block_bytes: approximate bytes of a block.
+
+    Attributes:
+        inputs: its files; none for a source that is not in files.
+        paths: ordinal of an input -> its path.
+        records: number of records, if they are not in files and it is known.
+        ends: True if the source is known to be finite.
+        sources: path, bytes, sha256 and records of each input that was read to its end.
+
+    Raises:
+        InputError: the source, or one of its files, is not a supported input.
     """
 
     def __init__(
@@ -132,53 +148,32 @@ class InputReader:
         config: PackConfig | None = None,
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
-        config = config or PackConfig()
-        carried = (entry.rpartition(":") for entry in config.carry)
-        typed = (name for name, colon, type_ in carried if colon and type_ != "string")
-        names = (
-            (config.fields[name],) if name in config.fields else SPELLINGS[name]
-            for name in JSON_COLUMNS
-        )
-        self._options = ReadOptions(
-            block_bytes, frozenset(itertools.chain(*names, typed))
-        )
+        json_columns = _json_columns(config or PackConfig())
+        self._options = ReadOptions(block_bytes, json_columns)
         self.sources: list[dict[str, Any]] = []
-        self._memory: tuple[str, Any] | None = None
-        inputs: list[Input] = []
-        source = plain(require_one_split(source))
-        items = source if isinstance(source, list | tuple) else [source]
-        if items and all(isinstance(path, str | os.PathLike) for path in items):
-            inputs = expand(items, storage_options)
-        elif is_table(source):
-            self._memory = ("<table>", table_records(source))
-        elif hasattr(source, "readinto"):
-            self._memory = ("<standard input>", source)
-        elif isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-            self._memory = ("<iterable>", source)
-        else:  # a mapping iterates over names
-            rule = "must be a path, a list of paths, a table, or an iterable of records"
-            remedy = "Give a list of records" if isinstance(source, Mapping) else ""
-            raise InputError(
-                sentence("input", rule, f"a {type(source).__name__}", remedy)
-            )
-        self.inputs = tuple(inputs)
-        paths = [self._memory[0]] if self._memory else [item.path for item in inputs]
-        self.paths = dict(enumerate(paths))
-        sized = self._memory is not None and hasattr(source, "__len__")
-        self.records = len(source) if sized else None
-        self.ends = self._memory is None or is_table(source) or sized
+        self.inputs: tuple[Input, ...] = ()
+        self._memory: MemorySource | None = None
+        self.records: int | None = None
+        self.ends = True
+
+        source = without_format(only_split(source))
+        paths = source if isinstance(source, list | tuple) else [source]
+        if paths and all(isinstance(path, str | os.PathLike) for path in paths):
+            self.inputs = tuple(expand(paths, storage_options))
+            self.paths = {item.ordinal: item.path for item in self.inputs}
+        else:
+            self._memory = open_in_memory(source)
+            self.paths = {0: self._memory.path}
+            self.records = self._memory.num_records
+            self.ends = self._memory.is_finite
 
     def __iter__(self) -> Iterator[Block]:
         self.sources = []
-        if self._memory:
-            read = (
-                self._read_stream
-                if hasattr(self._memory[1], "readinto")
-                else self._read_memory
-            )
-            yield from read(*self._memory)
+        if self._memory is not None:
+            yield from self._read_memory(self._memory)
         for item in self.inputs:
             yield from self.read_file(item)
+
         if not any(source["records"] for source in self.sources):
             where = ", ".join(source["path"] for source in self.sources)
             raise InputError(
@@ -186,286 +181,322 @@ class InputReader:
             )
 
     def read_file(self, item: Input) -> Iterator[Block]:
-        """Yields the blocks of one file, even if not among the inputs; raises like
-        iterating.
+        """Yield the blocks of one file, even if it is not among the inputs.
+
+        Raises:
+            InputError: the file is damaged.
+            StorageError: the store refuses.
         """
+        file_format = FORMATS.load(item.format)
         records = 0
-        form = FORMATS.load(item.format)
+        read_bytes = 0.0  # of the file as stored, up to the current piece
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(item.location.open_read())
             refuse_pointer(raw.peek(64), item.path, InputError)
-            if form.check and not item.compression and raw.seekable():
-                form.check(raw, item.path)
-                raw.seek(0)
-            hashed = HashedStream(raw)
-            stream: Any = decompressed(hashed, item.compression, item.path)
-            if form.check and (item.compression or item.location.local_path is None):
-                copy = stack.enter_context(tempfile.TemporaryFile())
-                with as_storage_errors("write", tempfile.gettempdir(), {}):
-                    shutil.copyfileobj(stream, copy, CHUNK)
-                    copy.seek(0)
-                stream = copy
-            elif form.check:  # reads all of it once, to hash it
-                while stream.read(CHUNK):
-                    pass
-                raw.seek(0)
-                stream = raw
-            reached = 0.0
-            for piece in form.read(stream, item.path, self._options):
+            file = HashedStream(raw)
+            stream: Any
+            if file_format.check is None:
+                stream = decompress(file, item.compression, item.path)
+            else:
+                stream = _open_seekable(file_format, item, raw, file, stack)
+
+            for piece in file_format.read(stream, item.path, self._options):
                 records += piece.records
                 if piece.share is None:
-                    reached = hashed.bytes * stream.tell() / stream.raw.tell()
+                    share_of_stream = stream.tell() / stream.raw.tell()
+                    read_bytes = file.num_bytes * share_of_stream
                 else:
-                    reached += hashed.bytes * piece.share
-                size = round(reached * piece.records / records)
+                    read_bytes += file.num_bytes * piece.share
                 yield Block(
-                    item.ordinal, item.path, item.format, form.unit, *piece[:3], size
+                    source=item.ordinal,
+                    path=item.path,
+                    format=item.format,
+                    unit=file_format.unit,
+                    first=piece.first,
+                    records=piece.records,
+                    payload=piece.payload,
+                    bytes=round(read_bytes * piece.records / records),
                 )
-        self._note(item.path, hashed.bytes, hashed.hash, records)
+        self._record_source(
+            item.path, num_bytes=file.num_bytes, sha256=file.sha256(), records=records
+        )
 
-    def _read_memory(self, path: str, values: Iterable[object]) -> Iterator[Block]:
-        records, size, digest = 0, 0, hashlib.sha256()
-        for piece in record_pieces(records_of(values), path, self._options.block_bytes):
+    def _read_memory(self, memory: MemorySource) -> Iterator[Block]:
+        if memory.is_stream:
+            return self._read_stream(memory.path, memory.records)
+        return self._read_records(memory.path, memory.records)
+
+    def _read_records(self, path: str, values: Iterable[object]) -> Iterator[Block]:
+        records = 0
+        num_bytes = 0
+        digest = hashlib.sha256()
+        for piece in record_pieces(values, path, self._options.block_bytes):
             records += piece.records
-            size += len(piece.payload)
+            num_bytes += len(piece.payload)
             digest.update(piece.payload)
-            yield Block(0, path, "jsonl", UNITS[path], *piece[:3])
-        self._note(path, size, digest, records)
+            yield _memory_block(path, piece)
+        self._record_source(
+            path, num_bytes=num_bytes, sha256=digest.hexdigest(), records=records
+        )
 
     def _read_stream(self, path: str, stream: Any) -> Iterator[Block]:
-        """Yields the blocks of JSON lines, compressed or not, as their first
-        bytes say.
+        """Yield the blocks of JSON lines, decompressed if their first bytes are those
+        of a compressed file.
         """
-        raw = io.BufferedReader(stream, CHUNK)
+        raw = io.BufferedReader(stream, CHUNK_BYTES)
         refuse_pointer(raw.peek(64), path, InputError)
-        hashed, records = HashedStream(raw), 0
-        lines = decompressed(hashed, COMPRESSIONS.get(suffix_of(raw.peek(8))), path)
+        compression = COMPRESSIONS.get(compressed_suffix(raw.peek(8)))
+        file = HashedStream(raw)
+        lines = decompress(file, compression, path)
+        records = 0
         for piece in FORMATS.load("jsonl").read(lines, path, self._options):
             records += piece.records
-            yield Block(0, path, "jsonl", UNITS[path], *piece[:3])
+            yield _memory_block(path, piece)
         raw.detach()  # otherwise it would close the stream
-        self._note(path, hashed.bytes, hashed.hash, records)
+        self._record_source(
+            path, num_bytes=file.num_bytes, sha256=file.sha256(), records=records
+        )
 
-    def _note(self, path: str, size: int, digest: Any, records: int) -> None:
-        sha256 = digest.hexdigest()
+    def _record_source(
+        self, path: str, *, num_bytes: int, sha256: str, records: int
+    ) -> None:
         self.sources.append(
-            {"path": path, "bytes": size, "sha256": sha256, "records": records}
+            {"path": path, "bytes": num_bytes, "sha256": sha256, "records": records}
         )
 
 
-class HashedStream(io.RawIOBase):
-    """Counts and hashes the bytes read from `raw`."""
-
-    def __init__(self, raw: Any) -> None:
-        self._raw, self.hash, self.bytes = raw, hashlib.sha256(), 0
-
-    def readable(self) -> bool:
-        """Always."""
-        return True
-
-    def tell(self) -> int:
-        """Returns the number of bytes read."""
-        return self.bytes
-
-    def readinto(self, buffer: Any) -> int:
-        """Fills the start of `buffer`; returns how much."""
-        count = int(self._raw.readinto(buffer))
-        self.hash.update(buffer[:count])
-        self.bytes += count
-        return count
-
-
-class _Decompressed(HashedStream):
-    """The plain bytes of a compressed stream, of all its concatenated members."""
-
-    def __init__(self, packed: HashedStream, compression: str, path: str) -> None:
-        if compression == "xz":  # pyarrow has none
-            plain: Any = _Xz(packed)
+def _json_columns(config: PackConfig) -> frozenset[str]:
+    """Return the CSV columns with JSON in their cells: numbers, ids and messages."""
+    columns: set[str] = set()
+    for field_name in JSON_COLUMNS:
+        if field_name in config.fields:
+            columns.add(config.fields[field_name])
         else:
-            plain = pa.CompressedInputStream(
-                pa.PythonFile(packed, mode="r"), compression
-            )
-        super().__init__(plain)
-        self._packed, self._compression, self._path = packed, compression, path
-
-    def readinto(self, buffer: Any) -> int:
-        try:
-            count = int(self._raw.readinto(buffer))
-        except PackstoreError:
-            raise
-        except (OSError, EOFError, lzma.LZMAError) as error:
-            truncated = "Truncated" in str(error) or isinstance(error, EOFError)
-            other = f"other bytes ({error})"
-            other = (
-                "an end in the middle of the compressed stream" if truncated else other
-            )
-            rule = f"must be a complete {self._compression} file"
-            remedy = "Check the suffix of its name, or copy it again"
-            raise InputError(sentence(self._path, rule, other, remedy)) from error
-        self.bytes += count
-        if self.bytes > MAX_RATIO * self._packed.bytes + FREE_BYTES:
-            rule = f"must not decompress to more than {MAX_RATIO} times its bytes"
-            found = f"{self.bytes} bytes out of {self._packed.bytes}"
-            raise InputError(
-                sentence(self._path, rule, found, "Compress it in smaller steps")
-            )
-        return count
+            columns.update(SPELLINGS[field_name])
+    for entry in config.carry:
+        name, colon, type_ = entry.rpartition(":")
+        if colon and type_ != "string":
+            columns.add(name)
+    return frozenset(columns)
 
 
-class _Xz(io.RawIOBase):
-    """The plain bytes of all streams of an xz file; ``lzma.LZMAFile`` stops silently at
-    the zeros that may stand between two, and at garbage behind one.
+def _open_seekable(
+    file_format: Format,
+    item: Input,
+    raw: io.BufferedReader,
+    file: HashedStream,
+    stack: contextlib.ExitStack,
+) -> BinaryIO:
+    """Return a seekable stream of a file's plain bytes, all of which are hashed.
+
+    Args:
+        file_format: a format with a `check`.
+        item: the file.
+        raw: its bytes as stored.
+        file: hashes `raw`.
+        stack: closes a temporary file.
     """
+    # A footer that declares too much is refused before terabytes are read.
+    if file_format.check and not item.compression and raw.seekable():
+        file_format.check(raw, item.path)
+        raw.seek(0)
 
-    def __init__(self, packed: HashedStream) -> None:
-        self._packed, self._stream = packed, lzma.LZMADecompressor(lzma.FORMAT_XZ)
+    stream = decompress(file, item.compression, item.path)
+    if item.compression or item.location.local_path is None:
+        copy = stack.enter_context(tempfile.TemporaryFile())  # noqa: SIM115
+        with as_storage_errors("write", tempfile.gettempdir(), {}):
+            shutil.copyfileobj(stream, copy, CHUNK_BYTES)
+            copy.seek(0)
+        return copy
 
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        rest = b""
-        while True:
-            if self._stream.eof:
-                rest = self._stream.unused_data or rest
-                while not (rest := rest.lstrip(b"\0")):
-                    if not (rest := self._packed.read(CHUNK)):
-                        return 0
-                self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ)
-            elif self._stream.needs_input and not (rest := self._packed.read(CHUNK)):
-                raise EOFError
-            if plain := self._stream.decompress(rest, len(buffer)):
-                buffer[: len(plain)] = plain
-                return len(plain)
-            rest = b""
+    while stream.read(CHUNK_BYTES):
+        pass  # it is read only to be hashed
+    raw.seek(0)
+    return raw
 
 
-def decompressed(
-    raw: HashedStream, compression: str | None, path: str
-) -> io.BufferedReader:
-    """Opens a buffered stream of the plain bytes; broken ones raise
-    :class:`InputError`.
-    """
-    return io.BufferedReader(
-        _Decompressed(raw, compression, path) if compression else raw, CHUNK
+def _memory_block(path: str, piece: Piece) -> Block:
+    return Block(
+        source=0,
+        path=path,
+        format="jsonl",
+        unit=UNITS[path],
+        first=piece.first,
+        records=piece.records,
+        payload=piece.payload,
     )
+
+
+# From paths to files
 
 
 def expand(
     paths: Iterable[str | os.PathLike[str]],
     storage_options: Mapping[str, Any] | None = None,
 ) -> list[Input]:
-    """Returns the files of paths, globs, folders, URLs; keeps the order of lists, sorts
-    others.
+    """Return the files of paths, globs, folders and URLs.
+
+    The order of a list stays; files of a folder or glob are sorted.
+
+    Raises:
+        InputError: a path leads to no file of a supported format.
     """
     inputs: list[Input] = []
     for url in paths:
-        for path, place in _files(Location(os.fspath(url), storage_options or {})):
-            form, compression = format_of(path)
-            if form is None:
-                rule, found = (
-                    f"its name must end in {_KNOWN}",
-                    quote(os.path.basename(path)),
+        location = Location(os.fspath(url), storage_options or {})
+        for path, file in _list_files(location):
+            file_format, compression = format_of(path)
+            if file_format is None:
+                raise InputError(
+                    sentence(
+                        path,
+                        rule=f"its name must end in {_SUPPORTED_NAMES}",
+                        found=quote(os.path.basename(path)),
+                        remedy="Rename it, or name the wanted files alone",
+                    )
                 )
-                remedy = "Rename it, or name the wanted files alone"
-                raise InputError(sentence(path, rule, found, remedy))
-            inputs.append(Input(len(inputs), path, place, form, compression))
+            inputs.append(
+                Input(
+                    ordinal=len(inputs),
+                    path=path,
+                    location=file,
+                    format=file_format,
+                    compression=compression,
+                )
+            )
     return inputs
 
 
-def _files(location: Location) -> list[tuple[str, Location]]:
-    """Returns the path, as a user would write it, and the location of each file."""
+def _list_files(location: Location) -> list[tuple[str, Location]]:
+    """Return the path, as a user would write it, and the location of each file."""
     if location.is_dir():
-        return _files_of_folder(location)
+        return [(file.display, file) for file in _list_folder(location)]
     if location.exists():
         return [(location.display, location)]
-    url = location.url
+    if _is_pattern(location.url):
+        return _list_matches(location)
+
+    location.files()  # raises if the bucket is missing
+    remedy = "Check the path"
+    if re.fullmatch(r"[\w-]+/[\w-]+", location.url):
+        remedy += (
+            "; of a dataset on the Hugging Face hub, give "
+            f"hf://datasets/{location.url}/FILES"
+        )
+    raise InputError(sentence(location.display, "must exist", "no such file", remedy))
+
+
+def _is_pattern(url: str) -> bool:
     # In a URL a question mark starts the query.
-    if not any(c in url for c in ("*[" if "://" in url else "*?[")):
-        location.files()  # raises if the bucket is missing
-        remedy = "Check the path"
-        if re.fullmatch(r"[\w-]+/[\w-]+", url):
-            remedy += (
-                "; of a dataset on the Hugging Face hub, give "
-                f"hf://datasets/{url}/FILES"
-            )
-        raise InputError(
-            sentence(location.display, "must exist", "no such file", remedy)
-        )
-    dotted = os.path.basename(url).startswith(".")
-    matches = [
-        m
-        for m in location.glob()
-        if dotted or not os.path.basename(m.url).startswith(".")
-    ]
+    wildcards = "*[" if "://" in url else "*?["
+    return any(wildcard in url for wildcard in wildcards)
+
+
+def _list_matches(pattern: Location) -> list[tuple[str, Location]]:
+    """Return the path and the location of each file that matches a pattern."""
+    matches = pattern.glob()
+    if not _is_hidden(pattern.url):
+        matches = [file for file in matches if not _is_hidden(file.url)]
     if not matches:
-        rule = "the pattern must match at least one file"
-        raise InputError(sentence(location.display, rule, "none", "Check the pattern"))
-    relative = "://" not in url and not os.path.isabs(url)
-    return [
-        (spelled(os.path.relpath(m.url)) if relative else m.display, m) for m in matches
-    ]
-
-
-def _files_of_folder(folder: Location) -> list[tuple[str, Location]]:
-    if folder.is_dir(FOLDER):
-        rule, remedy = (
-            "must be a file or folder of records",
-            "Give it alone to pack it anew",
-        )
-        raise InputError(sentence(folder.display, rule, "a packed dataset", remedy))
-    entries = folder.entries()
-    listed = [entry.name for entry in entries if not entry.is_folder]
-    names = [
-        n
-        for n in listed
-        if n[0] not in "._" and n not in NO_RECORDS and format_of(n)[0]
-    ]
-    if (saved := saved_files(folder, listed)) is not None:
-        return [(place.display, place) for place in saved]
-    _refuse_unread(folder, listed)
-    check_splits(folder, names)
-    if not names:
-        rule = f"the folder must hold a file named {_KNOWN}"
         raise InputError(
-            sentence(folder.display, rule, "none", "Name the files, or a glob")
+            sentence(
+                pattern.display,
+                rule="the pattern must match at least one file",
+                found="none",
+                remedy="Check the pattern",
+            )
         )
-    _log_ignored_files(folder, entries, {*names, *NO_RECORDS})
-    return [(place.display, place) for place in map(folder.join, names)]
+    is_relative = "://" not in pattern.url and not os.path.isabs(pattern.url)
+    if is_relative:
+        return [(spelled(os.path.relpath(file.url)), file) for file in matches]
+    return [(file.display, file) for file in matches]
 
 
-def _refuse_unread(folder: Location, names: Iterable[str]) -> None:
-    """Raises InputError for records in a compression that cannot be read."""
+def _is_hidden(path: str) -> bool:
+    return os.path.basename(path).startswith(".")
+
+
+def _list_folder(folder: Location) -> list[Location]:
+    """Return the files of records in a folder."""
+    if folder.is_dir(FOLDER):
+        raise InputError(
+            sentence(
+                folder.display,
+                rule="must be a file or folder of records",
+                found="a packed dataset",
+                remedy="Give it alone to pack it anew",
+            )
+        )
+    entries = folder.entries()
+    file_names = [entry.name for entry in entries if not entry.is_folder]
+    files = saved_files(folder, file_names)
+    if files is not None:
+        return files
+
+    _refuse_unsupported_compression(folder, file_names)
+    names = [name for name in file_names if _has_records(name)]
+    require_one_split(folder, names)
+    if not names:
+        raise InputError(
+            sentence(
+                folder.display,
+                rule=f"the folder must hold a file named {_SUPPORTED_NAMES}",
+                found="none",
+                remedy="Name the files, or a glob",
+            )
+        )
+    _log_ignored_files(folder, entries, {*names, *FILES_WITHOUT_RECORDS})
+    return [folder.join(name) for name in names]
+
+
+def _has_records(name: str) -> bool:
+    """Return True for a file that is read if its folder is the input."""
+    if name.startswith((".", "_")) or name in FILES_WITHOUT_RECORDS:
+        return False
+    return has_known_format(name)
+
+
+def _refuse_unsupported_compression(folder: Location, names: Iterable[str]) -> None:
+    """Raise if a file of records has a compression that cannot be read."""
     for name in names:
         stem, suffix = os.path.splitext(name)
-        if (
-            suffix.lower() in NOT_READ.split()
-            and stem[0] not in "._"
-            and format_of(stem)[0]
-        ):
-            rule = f"its compression must be one of {' '.join(COMPRESSIONS)}"
-            remedy = "Decompress it, or name the wanted files alone"
-            raise InputError(sentence(folder.join(name).display, rule, suffix, remedy))
+        is_unsupported = suffix.lower() in UNSUPPORTED_COMPRESSIONS
+        is_ignored = stem.startswith((".", "_"))
+        if is_unsupported and not is_ignored and has_known_format(stem):
+            raise InputError(
+                sentence(
+                    folder.join(name).display,
+                    rule=f"its compression must be one of {' '.join(COMPRESSIONS)}",
+                    found=suffix,
+                    remedy="Decompress it, or name the wanted files alone",
+                )
+            )
 
 
 def _log_ignored_files(
-    folder: Location, entries: Iterable[Entry], used: Collection[str]
+    folder: Location, entries: Iterable[Entry], used_names: Collection[str]
 ) -> None:
-    """Warns once of files in a folder that are not read; those that may hold records
-    come first.
+    """Warn once of files in a folder that are not read, files with records first.
 
     Hidden files, of the system or of a download, are named only if they may hold
     records.
     """
-    others = [
-        e
-        for e in entries
-        if e.name not in used and (e.name[0] != "." or format_of(e.name)[0])
-    ]
-    others.sort(key=lambda entry: format_of(entry.name)[0] is None)
-    texts = [quote(e.name) + (", a folder" if e.is_folder else "") for e in others]
-    if texts:
-        more = f"; and {len(texts) - _SHOWN} more" if len(texts) > _SHOWN else ""
-        log.warning(
-            "left out of %s: %s%s", folder.display, "; ".join(texts[:_SHOWN]), more
-        )
+    names_with_records = []
+    other_names = []
+    for entry in entries:
+        if entry.name in used_names:
+            continue
+        name = quote(entry.name) + (", a folder" if entry.is_folder else "")
+        if has_known_format(entry.name):
+            names_with_records.append(name)
+        elif not entry.name.startswith("."):
+            other_names.append(name)
+
+    names = names_with_records + other_names
+    if not names:
+        return
+    listing = "; ".join(names[:_MAX_LOGGED_FILES])
+    num_unlisted = len(names) - _MAX_LOGGED_FILES
+    if num_unlisted > 0:
+        listing += f"; and {num_unlisted} more"
+    log.warning("left out of %s: %s", folder.display, listing)

@@ -1,13 +1,10 @@
-"""Draws a sample: blocks spread over all of the input, which is read to its end, by a
-seed.
-"""
+"""Samples of the input: blocks from all over it, chosen by a seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from packstore.format.seeds import derive
 
@@ -15,24 +12,45 @@ SAMPLE_BLOCK_BYTES = 1 << 16
 """Approximate bytes of a block of a sample: small, so that a sample has many places."""
 
 B = TypeVar("B")
-_RANDOM, _SIZE = itemgetter(0), itemgetter(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Figures of a sample."""
+    """Figures of a sample.
+
+    Attributes:
+        records: number of records in the sample.
+        total: records of the full input; None if only its start was read.
+        places: blocks or row groups; the records of each are neighbours.
+        run: neighbouring blocks from which each place was drawn.
+        last_run: neighbouring blocks from which the last place was drawn.
+        seed: seed of the draw.
+    """
 
     records: int
-    total: int | None  # records of the whole input; None: only its start was read
-    places: int  # blocks or row groups; the records in each are neighbours
-    run: int  # neighbouring blocks from which each place was drawn
-    last_run: int  # those of the last place
+    total: int | None
+    places: int
+    run: int
+    last_run: int
     seed: int
 
     @property
-    def whole(self) -> bool:
-        """True if the sample is the whole input."""
+    def is_complete(self) -> bool:
+        """True if the sample is all of the input."""
         return self.records == self.total
+
+
+@dataclass(frozen=True, slots=True)
+class _Draw(Generic[B]):
+    """A block, and its random number: the lowest of a run is drawn."""
+
+    number: int
+    records: int
+    block: B
+
+
+def _lowest(first: _Draw[B], second: _Draw[B]) -> _Draw[B]:
+    return second if second.number < first.number else first
 
 
 def sample_blocks(
@@ -41,52 +59,94 @@ def sample_blocks(
     seed: int,
     report: Callable[[int], None] | None = None,
 ) -> tuple[list[B], Sampling]:
-    """Draws one block of every run of neighbours, in input order; keeps only these in
-    memory.
+    """Draw one block of every run of neighbours, reading the input to its end.
 
     Runs are as short as `records` allows; their lengths are powers of two, except the
-    last. At most `records` are drawn, or one block. `blocks`: each with its records;
-    `report` gets those read.
+    last. Only the drawn blocks are in memory.
+
+    Args:
+        blocks: each block with the number of its records.
+        records: maximum records of the sample, unless a single block has more.
+        seed: random seed.
+        report: called with the number of records read.
+
+    Returns:
+        The drawn blocks in input order, and the figures of the sample.
     """
-    kept: list[
-        tuple[int, int, B]
-    ] = []  # of each run: the least random number, records, block
-    run, held, total, number = 1, 0, 0, 0
-    for number, (size, block) in enumerate(blocks):
+    draws: list[_Draw[B]] = []  # one for each run
+    run = 1
+    num_drawn = 0
+    total = 0
+    position = 0
+    for position, (size, block) in enumerate(blocks):
         total += size
         if report:
             report(total)
-        drawn = [(derive(seed, "sample", number), size, block)]
-        if number % run:
-            drawn.append(kept.pop())
-            held -= _SIZE(drawn[1])
-        kept.append(min(drawn, key=_RANDOM))
-        held += _SIZE(kept[-1])
-        while held > records and len(kept) > 1:
+
+        draw = _Draw(derive(seed, "sample", position), size, block)
+        is_start_of_run = position % run == 0
+        if not is_start_of_run:
+            previous = draws.pop()
+            num_drawn -= previous.records
+            draw = _lowest(draw, previous)
+        draws.append(draw)
+        num_drawn += draw.records
+
+        while num_drawn > records and len(draws) > 1:
             run *= 2
-            kept = [min(kept[i : i + 2], key=_RANDOM) for i in range(0, len(kept), 2)]
-            held = sum(map(_SIZE, kept))
-    return [block for _, _, block in kept], Sampling(
-        records=held,
+            draws = _join_runs(draws)
+            num_drawn = sum(draw.records for draw in draws)
+
+    sampling = Sampling(
+        records=num_drawn,
         total=total,
-        places=len(kept),
+        places=len(draws),
         run=run,
-        last_run=number % run + 1,
+        last_run=position % run + 1,
         seed=seed,
     )
+    return [draw.block for draw in draws], sampling
+
+
+def _join_runs(draws: list[_Draw[B]]) -> list[_Draw[B]]:
+    """Return the draws of runs of double length."""
+    pairs = zip(draws[::2], draws[1::2], strict=False)
+    draws_of_pairs = [_lowest(first, second) for first, second in pairs]
+    if len(draws) % 2:
+        draws_of_pairs.append(draws[-1])
+    return draws_of_pairs
 
 
 def head_blocks(
     blocks: Iterable[tuple[int, B]], records: int, seed: int
 ) -> tuple[list[B], Sampling]:
-    """Takes the first blocks of an input that may be endless; its total is known if it
-    ended.
+    """Take the first blocks of an input that may be endless.
+
+    Args:
+        blocks: each block with the number of its records.
+        records: number of records at which to stop, at least 1.
+        seed: recorded as the seed of the sample.
+
+    Returns:
+        The blocks, and the figures of the sample; its total is known if the input
+        ended.
     """
-    kept, held, stream = list[B](), 0, iter(blocks)
-    while held < records and (pair := next(stream, None)):
-        held += pair[0]
-        kept.append(pair[1])
-    total = held if held < records or next(stream, None) is None else None
-    return kept, Sampling(
-        records=held, total=total, places=len(kept), run=1, last_run=1, seed=seed
+    stream = iter(blocks)
+    head: list[B] = []
+    num_records = 0
+    for size, block in stream:
+        head.append(block)
+        num_records += size
+        if num_records >= records:
+            break
+
+    is_at_end = next(stream, None) is None
+    sampling = Sampling(
+        records=num_records,
+        total=num_records if is_at_end else None,
+        places=len(head),
+        run=1,
+        last_run=1,
+        seed=seed,
     )
+    return head, sampling

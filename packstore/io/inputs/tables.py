@@ -1,32 +1,30 @@
-"""Tables as records: Parquet and Arrow files, tables, frames and iterables in
-memory.
+"""Parquet and Arrow files as records.
+
+A file is read in batches, each cast to plain types and written as Arrow IPC bytes for
+the workers, which convert its rows to Python values.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, BinaryIO
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from packstore.config.record_fields import JUDGING_NUMBERS
-from packstore.errors import InputError, PackstoreError, quote, sentence
-from packstore.io.inputs.hugging_face import class_labels
-from packstore.io.inputs.pieces import (
+from packstore.errors import InputError, PackstoreError, sentence
+from packstore.io.inputs.formats import (
     Format,
     Piece,
     ReadOptions,
-    cut,
-    refuse_equal_names,
+    require_distinct_columns,
 )
-from packstore.io.inputs.text import parse_json
+from packstore.io.inputs.hugging_face import class_labels
+from packstore.io.inputs.json_text import parse_json
 
 BATCH_ROWS = 1024
 """Rows decoded at once."""
@@ -37,388 +35,41 @@ dictionary.
 """
 
 MAX_FOOTER_BYTES = 1 << 26
-"""Maximum bytes of the footer of a file: half a million column chunks."""
+"""Maximum bytes of a file's footer: half a million column chunks."""
 
-_PARQUET, _ARROW = (
-    f"must be a readable {f}" for f in ("Parquet file", "Arrow IPC file or stream")
-)
-_MAGIC = b"ARROW1"
+_PARQUET_RULE = "must be a readable Parquet file"
+_ARROW_RULE = "must be a readable Arrow IPC file or stream"
+
+_ARROW_MAGIC = b"ARROW1"
+_STREAM_MARK = b"\xff\xff\xff\xff"
+"""First bytes of an Arrow stream, before the size of its schema."""
+
+_PARQUET_MAGICS = (b"PAR1", b"PARE")
+"""Last bytes of a Parquet file with a plain or an encrypted footer."""
+
 # Type and uncompressed size: the first two fields, always present, of a page header
 # (PageHeader in parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(
     rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL
 )
-_JSON = {b"packstore": b"json"}  # metadata of a field
-_LISTS = {
+
+_JSON_MARK = {b"packstore": b"json"}
+"""Metadata of a text field that holds JSON."""
+
+_LIST_FACTORIES = {
     pa.ListType: pa.list_,
     pa.LargeListType: pa.large_list,
     pa.ListViewType: pa.list_view,
     pa.LargeListViewType: pa.large_list_view,
 }
-_OPTIONS = pa.ipc.IpcReadOptions(
-    use_threads=False
-)  # our threads read; see io/dataset/reader.py
 
-
-def is_table(source: object) -> bool:
-    """Returns True for an Arrow table or reader, a Polars frame, or a similar
-    object.
-    """
-    return any(hasattr(source, name) for name in ("__arrow_c_stream__", "sink_ipc"))
-
-
-def table_records(table: Any) -> Iterator[object]:
-    """Yields the rows of a table, a few at a time; those of a Polars LazyFrame from a
-    copy.
-    """
-    with (
-        _as_input_error("<table>", "must be a readable table"),
-        tempfile.TemporaryFile() as copy,
-    ):
-        lazy = hasattr(table, "sink_ipc")
-        batches = _run(table, copy) if lazy else pa.RecordBatchReader.from_stream(table)
-        for batch in batches:
-            for start in range(0, batch.num_rows, BATCH_ROWS):
-                yield from _records(
-                    _plain(batch.slice(start, BATCH_ROWS), "<table>"), "<table>"
-                )
-
-
-def record_pieces(
-    records: Iterable[object], path: str, block_bytes: int
-) -> Iterator[Piece]:
-    """Yields records as JSON lines: equal ones have equal fingerprints from any
-    container.
-    """
-    lines = (_line(record, f"{path}, item {n}") for n, record in enumerate(records, 1))
-    for piece in cut(lines, block_bytes, len):
-        yield piece._replace(payload=b"".join(piece.payload))
-
-
-def _run(query: Any, file: BinaryIO) -> Iterator[pa.RecordBatch]:
-    """Reads a LazyFrame through a file; Polars' `collect_batches` ends silently at a
-    panic.
-    """
-    try:
-        query.sink_ipc(file, compression="lz4", record_batch_size=BATCH_ROWS)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # a panic is not an Exception
-        remedy = (
-            "Give its collect() instead, or Polars 1.38, and space for temporary files"
-        )
-        raise InputError(
-            sentence("<table>", "its query must run", str(error), remedy)
-        ) from error
-    file.seek(0)
-    return _batches(pa.ipc.open_file(file, options=_OPTIONS))
-
-
-def _line(record: object, where: str) -> bytes:
-    try:
-        text = json.dumps(record, separators=(",", ":"), default=_plain_value)
-        if "NaN" in text:  # of pandas' to_dict("records"), its nulls
-            given = _without_nan(record)
-            text = json.dumps(given, separators=(",", ":"), default=_plain_value)
-    except (TypeError, ValueError, RecursionError) as error:
-        rule = "a record must be made of text, numbers, lists and dicts"
-        found = f"{error}, in {quote(record)}"
-        raise InputError(sentence(where, rule, found, "Convert that field")) from error
-    return text.encode() + b"\n"
-
-
-def _plain_value(value: Any) -> object:
-    """Converts containers and scalars of other libraries to Python's builtin types."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    if str(getattr(value, "dtype", "")) == "object":
-        return _without_nulls(value)
-    for method in ("tolist", "isoformat"):  # of arrays; of dates and times
-        if hasattr(value, method):
-            return getattr(value, method)()
-    raise TypeError(f"a {type(value).__name__}")
-
-
-def _without_nan(value: Any, is_record: bool = True) -> Any:
-    """Returns a record without NaN, but for items of lists, and where a number is to be
-    one.
-    """
-    if isinstance(value, Mapping):
-        return {
-            name: _without_nan(member, is_record=False)
-            for name, member in value.items()
-            if not (isinstance(member, float) and member != member)
-            or (is_record and name in JUDGING_NUMBERS)
-        }
-    return (
-        [_without_nan(item, is_record=False) for item in value]
-        if type(value) is list
-        else value
-    )
-
-
-def _without_nulls(value: Any) -> Any:
-    """Returns an array of objects, as pandas has them of Arrow, without null members of
-    structs.
-    """
-    if isinstance(value, Mapping):
-        members = {name: _without_nulls(member) for name, member in value.items()}
-        return {name: member for name, member in members.items() if member is not None}
-    value = value.tolist() if hasattr(value, "tolist") else value
-    if isinstance(value, list):
-        return [*map(_without_nulls, value)]
-    return None if value != value else value  # NaN
-
-
-def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    size = stream.seek(0, os.SEEK_END)
-    reader = _arrow(stream, path)
-    with _as_input_error(path, _ARROW):
-        batches = _batches(reader)
-        yield from _pieces(
-            batches, path, options.block_bytes, lambda _: stream.tell() / size
-        )
-
-
-def _arrow(stream: BinaryIO, path: str) -> Any:
-    """Returns a reader of a file or a stream, as the first bytes tell; None for no
-    bytes.
-    """
-    with _as_input_error(path, _ARROW):
-        stream.seek(0)
-        head = stream.read(8)
-        if head[:6] == _MAGIC:
-            end = _end(stream, 10)
-            if end[4:] == _MAGIC:
-                _check_footer(end, path, _ARROW)
-            return pa.ipc.open_file(stream, options=_OPTIONS)
-        _check_footer(
-            head[4:] if head[:4] == b"\xff" * 4 else head, path, _ARROW
-        )  # its schema
-        stream.seek(0)
-        return pa.ipc.open_stream(stream, options=_OPTIONS) if head else None
-
-
-def _batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yields the record batches of a file or a stream."""
-    if isinstance(reader, pa.ipc.RecordBatchFileReader):
-        return map(reader.get_batch, range(reader.num_record_batches))
-    return iter(reader or ())
-
-
-def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Streams the pages, as a row group may be larger than memory; fewer rows
-    if large.
-    """
-    metadata = _footer(stream, path)
-    with _as_input_error(path, _PARQUET):
-        how = {"buffer_size": 1 << 20, "pre_buffer": False}
-        file = pq.ParquetFile(stream, metadata=metadata, **how)
-        rows = BATCH_BYTES // _largest_dictionary(stream, metadata)
-        batches = file.iter_batches(max(rows, 1))
-        reached = (1 / max(metadata.num_rows, 1)).__mul__
-        yield from _pieces(batches, path, options.block_bytes, reached)
-
-
-def _footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
-    with _as_input_error(path, _PARQUET):
-        end = _end(stream, 8)
-        if end[4:] in (b"PAR1", b"PARE"):  # the footer is plain, or encrypted
-            _check_footer(end, path, _PARQUET)
-        return pq.read_metadata(stream)
-
-
-def _end(stream: BinaryIO, count: int) -> bytes:
-    """Returns the last bytes."""
-    stream.seek(max(stream.seek(0, os.SEEK_END) - count, 0))
-    return stream.read(count)
-
-
-def _check_footer(size: bytes, where: str, rule: str) -> None:
-    """Refuses a footer by its size, in the first four bytes of `size`."""
-    declared = int.from_bytes(size[:4], "little")
-    if declared > MAX_FOOTER_BYTES:
-        rule += f", with a footer or schema of at most {MAX_FOOTER_BYTES} bytes"
-        remedy = "Write it again, in larger row groups"
-        raise InputError(sentence(where, rule, f"one of {declared} bytes", remedy))
-
-
-def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
-    """Returns the bytes of the largest dictionary of texts; at least those of no
-    consequence.
-    """
-    largest = BATCH_BYTES // BATCH_ROWS
-    for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        for column in map(group.column, range(group.num_columns)):
-            size = column.total_uncompressed_size
-            texts = column.has_dictionary_page and column.physical_type.endswith(
-                "BYTE_ARRAY"
-            )
-            if texts and size > largest:
-                stream.seek(column.dictionary_page_offset)
-                if header := _DICTIONARY_HEADER.match(stream.read(8)):
-                    # Seven bits in each byte, the lowest first; zigzag doubles the
-                    # number.
-                    size = (
-                        sum((byte & 127) << 7 * i for i, byte in enumerate(header[1]))
-                        >> 1
-                    )
-                largest = max(largest, size)
-    return largest
-
-
-def _pieces(
-    batches: Iterable[pa.RecordBatch],
-    path: str,
-    block_bytes: int,
-    reached: Callable[[int], float],
-) -> Iterator[Piece]:
-    """Yields the rows of all batches as pieces of Arrow IPC bytes.
-
-    `reached` returns the part of the file that was read, for a number of rows.
-    """
-    first, before = 0, 0.0
-    for batch in batches:
-        end = reached(first + batch.num_rows)
-        share = (end - before) / max(batch.num_rows, 1)
-        before = end
-        for part in _cut(_plain(batch, path), block_bytes):
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, part.schema) as writer:
-                writer.write_batch(part)
-            payload = sink.getvalue().to_pybytes()
-            yield Piece(first, part.num_rows, payload, share * part.num_rows)
-            first += part.num_rows
-
-
-def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
-    where = f"{path}, after row {first}"
-    with _as_input_error(where, "values must be convertible"):
-        values = _records(pa.ipc.open_stream(payload).read_next_batch(), where)
-    return range(first, first + len(values)), values
-
-
-def _records(batch: pa.RecordBatch, where: str) -> list[object]:
-    """Returns the rows of a plain batch: JSON is parsed, null members of structs are
-    absent.
-    """
-    with _as_input_error(where, "the keys of a map must differ"):
-        rows: list[Any] = batch.to_pylist(maps_as_pydicts="strict")
-    for field, column in zip(batch.schema, batch.columns, strict=True):
-        if convert := _conversion(field, column, where):
-            for row in rows:
-                row[field.name] = convert(row[field.name])
-    return rows
-
-
-def _conversion(
-    field: pa.Field, column: pa.Array, where: str
-) -> Callable[[Any], Any] | None:
-    """Returns the function that converts the Python values of a column; None if none is
-    needed.
-    """
-    kinds, type_ = pa.types, field.type
-    if field.metadata == _JSON:
-        return lambda text: text and parse_json(text.encode(), where)
-    if kinds.is_struct(type_):
-        members = [column.field(i) for i in range(type_.num_fields)]
-        inner = {
-            f.name: _conversion(f, m, where)
-            for f, m in zip(type_, members, strict=True)
-        }
-        convert = {name: function for name, function in inner.items() if function}
-        if not convert and not any(member.null_count for member in members):
-            return None
-        # Arrow gives all structs of a column the members of each: null says that there
-        # is none.
-        return lambda struct: (
-            struct
-            and {
-                name: convert[name](value) if name in convert else value
-                for name, value in struct.items()
-                if value is not None
-            }
-        )
-    if kinds.is_map(type_) and (
-        held := _conversion(type_.item_field, column.items, where)
-    ):
-        return lambda entries: (
-            entries and {n: held(value) for n, value in entries.items()}
-        )
-    is_list = isinstance(type_, (*_LISTS, pa.FixedSizeListType))
-    if is_list and (item := _conversion(type_.value_field, column.values, where)):
-        return lambda values: values and [*map(item, values)]
-    return None
-
-
-def _plain(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
-    """Validates a batch and casts it to types that slice cheaply and are equal in all
-    formats.
-    """
-    with _as_input_error(path, "columns must be whole and of a known type"):
-        batch.validate(full=True)
-        refuse_equal_names(batch.schema.names, path)
-        for name, names in class_labels(batch.schema.metadata).items():
-            if name in batch.schema.names and pa.types.is_integer(
-                batch.schema.field(name).type
-            ):
-                none = pc.equal(batch[name], -1)
-                chosen = pc.if_else(none, len(names), batch[name])
-                at = batch.schema.names.index(name)
-                batch = batch.set_column(
-                    at, name, pa.array([*names, None]).take(chosen)
-                )
-        batch = pa.record_batch(_Stored(batch))
-        while not batch.schema.equals(
-            schema := pa.schema(map(_plain_field, batch.schema))
-        ):
-            batch = batch.cast(schema)
-        return batch
-
-
-class _Stored:
-    """A batch with the types that its extension types are stored as; fields of JSON are
-    marked.
-
-    Arrow's casts of nested extension types may read memory that is not theirs: none
-    meets one.
-    """
-
-    def __init__(self, batch: pa.RecordBatch) -> None:
-        self._batch = batch
-
-    def __arrow_c_array__(
-        self, requested_schema: object = None
-    ) -> tuple[object, object]:
-        schema = pa.schema(map(_stored, self._batch.schema))
-        return schema.__arrow_c_schema__(), self._batch.__arrow_c_array__()[1]
-
-
-def _stored(field: pa.Field) -> pa.Field:
-    """Returns a field without extension types and metadata, but for the mark of
-    JSON.
-    """
-    type_, field = field.type, field.remove_metadata()
-    if isinstance(type_, pa.BaseExtensionType):
-        inner = _stored(field.with_type(type_.storage_type))
-        return (
-            inner.with_metadata(_JSON)
-            if type_.extension_name == "arrow.json"
-            else inner
-        )
-    if pa.types.is_dictionary(type_):
-        inner = _stored(field.with_type(type_.value_type))
-        return inner.with_type(
-            pa.dictionary(type_.index_type, inner.type, type_.ordered)
-        )
-    return field.with_type(_nested(type_, _stored))
+Conversion = Callable[[Any], Any]
+"""Converts a Python value that Arrow returned."""
 
 
 @contextlib.contextmanager
-def _as_input_error(where: str, rule: str) -> Iterator[None]:
-    """Turns Arrow's errors about bad data in this context into an
-    :class:`InputError`.
-    """
+def as_input_error(where: str, rule: str) -> Iterator[None]:
+    """Turn Arrow's errors about damaged data into :class:`InputError`."""
     try:
         yield
     except PackstoreError:
@@ -432,49 +83,300 @@ def _as_input_error(where: str, rule: str) -> Iterator[None]:
         MemoryError,
     ) as error:
         raise InputError(
-            sentence(where, rule, str(error), "Write the file again")
+            sentence(where, rule=rule, found=str(error), remedy="Write the file again")
         ) from error
 
 
-def _cut(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yields slices of at most `block_bytes`, or of one row."""
+# Arrow files and streams
+
+
+def _read_arrow(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    size = stream.seek(0, os.SEEK_END)
+    reader = _open_arrow(stream, path)
+
+    def share_read(_: int) -> float:
+        return stream.tell() / size
+
+    with as_input_error(path, _ARROW_RULE):
+        yield from _batch_pieces(
+            iterate_batches(reader), path, options.block_bytes, share_read
+        )
+
+
+def _open_arrow(stream: BinaryIO, path: str) -> Any:
+    """Return a reader of an Arrow file or stream; None if it is empty."""
+    with as_input_error(path, _ARROW_RULE):
+        stream.seek(0)
+        head = stream.read(8)
+        if head.startswith(_ARROW_MAGIC):
+            end = _last_bytes(stream, 10)
+            if end[4:] == _ARROW_MAGIC:
+                _require_small_footer(end[:4], path, _ARROW_RULE)
+            return open_ipc_file(stream)
+
+        # Streams of old releases begin with the size of the schema at once.
+        schema_size = head.removeprefix(_STREAM_MARK)[:4]
+        _require_small_footer(schema_size, path, _ARROW_RULE)
+        if not head:
+            return None
+        stream.seek(0)
+        return pa.ipc.open_stream(stream, options=_ipc_options())
+
+
+def open_ipc_file(file: BinaryIO) -> pa.ipc.RecordBatchFileReader:
+    """Open an Arrow file for reading in the calling thread."""
+    return pa.ipc.open_file(file, options=_ipc_options())
+
+
+def _ipc_options() -> pa.ipc.IpcReadOptions:
+    # A thread of Arrow's that reads a Python file may outlive the interpreter.
+    return pa.ipc.IpcReadOptions(use_threads=False)
+
+
+def iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
+    """Yield the record batches of a reader of a file or stream; none of None."""
+    if reader is None:
+        return
+    if isinstance(reader, pa.ipc.RecordBatchFileReader):
+        for number in range(reader.num_record_batches):
+            yield reader.get_batch(number)
+    else:
+        yield from reader
+
+
+# Parquet files
+
+
+def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
+    """Yield pieces from a stream of pages, as a row group may be larger than memory."""
+    metadata = _read_footer(stream, path)
+    num_rows: int = max(metadata.num_rows, 1)
+
+    def share_read(rows: int) -> float:
+        return rows / num_rows
+
+    with as_input_error(path, _PARQUET_RULE):
+        file = pq.ParquetFile(
+            stream, metadata=metadata, buffer_size=1 << 20, pre_buffer=False
+        )
+        batch_rows = BATCH_BYTES // _largest_dictionary(stream, metadata)
+        batches = file.iter_batches(max(batch_rows, 1))
+        yield from _batch_pieces(batches, path, options.block_bytes, share_read)
+
+
+def _read_footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
+    with as_input_error(path, _PARQUET_RULE):
+        end = _last_bytes(stream, 8)
+        if end[4:] in _PARQUET_MAGICS:
+            _require_small_footer(end[:4], path, _PARQUET_RULE)
+        return pq.read_metadata(stream)
+
+
+def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
+    """Return the bytes of the largest dictionary of texts, an upper bound of a value.
+
+    The bound is at least the size at which a batch has `BATCH_ROWS` rows.
+    """
+    largest = BATCH_BYTES // BATCH_ROWS
+    for group_number in range(metadata.num_row_groups):
+        group = metadata.row_group(group_number)
+        for column_number in range(group.num_columns):
+            column = group.column(column_number)
+            is_text = column.physical_type.endswith("BYTE_ARRAY")
+            if not is_text or not column.has_dictionary_page:
+                continue
+            # All of the column, an upper bound, saves most reads of page headers.
+            if column.total_uncompressed_size > largest:
+                largest = max(largest, _dictionary_size(stream, column))
+    return largest
+
+
+def _dictionary_size(stream: BinaryIO, column: pq.ColumnChunkMetaData) -> int:
+    """Return the decompressed bytes of a column's dictionary, by its page header."""
+    stream.seek(column.dictionary_page_offset)
+    header = _DICTIONARY_HEADER.match(stream.read(8))
+    if header is None:
+        return int(column.total_uncompressed_size)
+    # A varint: seven bits in each byte, the lowest first; zigzag doubles the number.
+    doubled = 0
+    for position, byte in enumerate(header[1]):
+        doubled |= (byte & 127) << (7 * position)
+    return doubled >> 1
+
+
+def _last_bytes(stream: BinaryIO, count: int) -> bytes:
+    size = stream.seek(0, os.SEEK_END)
+    stream.seek(max(size - count, 0))
+    return stream.read(count)
+
+
+def _require_small_footer(size: bytes, where: str, rule: str) -> None:
+    """Raise if a footer or schema declares too many bytes for memory.
+
+    Args:
+        size: its size, as stored.
+        where: place of the error.
+        rule: the start of the broken rule.
+    """
+    declared_bytes = int.from_bytes(size, "little")
+    if declared_bytes > MAX_FOOTER_BYTES:
+        raise InputError(
+            sentence(
+                where,
+                rule=f"{rule}, with a footer or schema of at most {MAX_FOOTER_BYTES} "
+                "bytes",
+                found=f"one of {declared_bytes} bytes",
+                remedy="Write it again, in larger row groups",
+            )
+        )
+
+
+# Pieces: slices of batches as Arrow IPC bytes
+
+
+def _batch_pieces(
+    batches: Iterable[pa.RecordBatch],
+    path: str,
+    block_bytes: int,
+    share_read: Callable[[int], float],
+) -> Iterator[Piece]:
+    """Yield the rows of all batches as pieces of Arrow IPC bytes.
+
+    Args:
+        batches: all batches of a file.
+        path: the file's name in errors.
+        block_bytes: maximum bytes of a piece of more than one row.
+        share_read: returns the share of the file that was read, after a number of rows.
+    """
+    first = 0
+    share_before = 0.0
+    for batch in batches:
+        share_after = share_read(first + batch.num_rows)
+        share_of_row = (share_after - share_before) / max(batch.num_rows, 1)
+        share_before = share_after
+        for part in _halve(simplify_batch(batch, path), block_bytes):
+            yield Piece(
+                first=first,
+                records=part.num_rows,
+                payload=_to_ipc(part),
+                share=share_of_row * part.num_rows,
+            )
+            first += part.num_rows
+
+
+def _halve(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
+    """Yield slices of at most `block_bytes`, or of one row."""
     if batch.num_rows > 1 and batch.nbytes > block_bytes:
-        half = batch.num_rows // 2
-        yield from _cut(batch.slice(0, half), block_bytes)
-        yield from _cut(batch.slice(half), block_bytes)
+        middle = batch.num_rows // 2
+        yield from _halve(batch.slice(0, middle), block_bytes)
+        yield from _halve(batch.slice(middle), block_bytes)
     elif batch.num_rows:
         yield batch
+
+
+def _to_ipc(batch: pa.RecordBatch) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def _parse(payload: bytes, path: str, first: int) -> tuple[range, list[object]]:
+    where = f"{path}, after row {first}"
+    with as_input_error(where, "values must be convertible"):
+        batch = pa.ipc.open_stream(payload).read_next_batch()
+        values = rows_of(batch, where)
+    return range(first, first + len(values)), values
+
+
+# Plain types: they slice cheaply, and are equal in all formats
+
+
+def simplify_batch(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
+    """Validate a batch, and cast it to types that :func:`rows_of` converts."""
+    with as_input_error(path, "columns must be whole and of a known type"):
+        batch.validate(full=True)
+        require_distinct_columns(batch.schema.names, path)
+        batch = _name_class_labels(batch)
+        batch = pa.record_batch(_StorageView(batch))
+        # Some types take several casts.
+        schema = _plain_schema(batch.schema)
+        while not batch.schema.equals(schema):
+            batch = batch.cast(schema)
+            schema = _plain_schema(batch.schema)
+        return batch
+
+
+def _name_class_labels(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Return a batch with the names of class labels in place of their numbers."""
+    columns = batch.schema.names
+    for column, label_names in class_labels(batch.schema.metadata).items():
+        if column not in columns:
+            continue
+        index = columns.index(column)
+        if not pa.types.is_integer(batch.schema.field(index).type):
+            continue
+        numbers = batch.column(index)
+        # -1 stands for no label: it takes the null behind the names.
+        positions = pc.if_else(pc.equal(numbers, -1), len(label_names), numbers)
+        labels = pa.array([*label_names, None]).take(positions)
+        batch = batch.set_column(index, column, labels)
+    return batch
+
+
+class _StorageView:
+    """A batch, seen as the storage types of its extension types.
+
+    Arrow's casts of nested extension types may read memory outside of their buffers, so
+    the types are replaced without a cast.
+    """
+
+    def __init__(self, batch: pa.RecordBatch) -> None:
+        self._batch = batch
+
+    def __arrow_c_array__(
+        self, requested_schema: object = None
+    ) -> tuple[object, object]:
+        schema = pa.schema([_storage_field(field) for field in self._batch.schema])
+        _, array = self._batch.__arrow_c_array__()
+        return schema.__arrow_c_schema__(), array
+
+
+def _storage_field(field: pa.Field) -> pa.Field:
+    """Return a field without extension types and metadata, but for the mark of JSON."""
+    type_ = field.type
+    field = field.remove_metadata()
+    if isinstance(type_, pa.BaseExtensionType):
+        storage = _storage_field(field.with_type(type_.storage_type))
+        if type_.extension_name == "arrow.json":
+            return storage.with_metadata(_JSON_MARK)
+        return storage
+    if pa.types.is_dictionary(type_):
+        values = _storage_field(field.with_type(type_.value_type))
+        return values.with_type(
+            pa.dictionary(type_.index_type, values.type, type_.ordered)
+        )
+    return field.with_type(_with_fields(type_, _storage_field))
+
+
+def _plain_schema(schema: pa.Schema) -> pa.Schema:
+    """Return the schema after the next cast."""
+    return pa.schema([_plain_field(field) for field in schema])
 
 
 def _plain_field(field: pa.Field) -> pa.Field:
     return field.with_type(_plain_type(field.type))
 
 
-def _nested(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
-    """Returns a type whose fields are changed; one without fields as it is."""
-    kinds = pa.types
-    if kinds.is_struct(type_):
-        return pa.struct([*map(change, type_)])
-    if kinds.is_map(type_):
-        return pa.map_(
-            change(type_.key_field), change(type_.item_field), type_.keys_sorted
-        )
-    if kinds.is_fixed_size_list(type_):
-        return pa.list_(change(type_.value_field), type_.list_size)
-    make = _LISTS.get(type(type_))
-    return make(change(type_.value_field)) if make else type_
-
-
 def _plain_type(type_: Any) -> Any:
-    """Returns the plain type of a type, or the next type of a chain of casts to it."""
+    """Return the plain type of a type, or the next type on the way to it."""
     kinds = pa.types
     if kinds.is_dictionary(type_):
-        values = _plain_type(type_.value_type)  # first these: Arrow can't decode views
-        return (
-            values
-            if values == type_.value_type
-            else pa.dictionary(type_.index_type, values)
-        )
+        # Arrow can't decode a dictionary of views, so its values are cast first.
+        values = _plain_type(type_.value_type)
+        if values == type_.value_type:
+            return values
+        return pa.dictionary(type_.index_type, values)
     if kinds.is_string_view(type_):
         return pa.large_string()
     if kinds.is_binary_view(type_):
@@ -482,10 +384,112 @@ def _plain_type(type_: Any) -> Any:
     if kinds.is_timestamp(type_) or kinds.is_date(type_) or kinds.is_time(type_):
         return pa.string()
     if kinds.is_list(type_) or kinds.is_large_list(type_) or kinds.is_struct(type_):
-        return _nested(type_, _plain_field)
+        return _with_fields(type_, _plain_field)
     return type_
 
 
-PARQUET = Format(unit="row", read=_read_parquet, parse=_parse, check=_footer)
-ARROW = Format(unit="row", read=_read_arrow, parse=_parse, check=_arrow)
+def _with_fields(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
+    """Return a nested type with changed fields, and any other type unchanged."""
+    kinds = pa.types
+    if kinds.is_struct(type_):
+        return pa.struct([change(field) for field in type_])
+    if kinds.is_map(type_):
+        return pa.map_(
+            change(type_.key_field), change(type_.item_field), type_.keys_sorted
+        )
+    if kinds.is_fixed_size_list(type_):
+        return pa.list_(change(type_.value_field), type_.list_size)
+    list_factory = _LIST_FACTORIES.get(type(type_))
+    if list_factory is None:
+        return type_
+    return list_factory(change(type_.value_field))
+
+
+# Rows: Python values, with JSON parsed and absent members of structs left out
+
+
+def rows_of(batch: pa.RecordBatch, where: str) -> list[object]:
+    """Return the rows of a batch of plain types."""
+    with as_input_error(where, "the keys of a map must differ"):
+        rows: list[Any] = batch.to_pylist(maps_as_pydicts="strict")
+    for field, column in zip(batch.schema, batch.columns, strict=True):
+        convert = _conversion(field, column, where)
+        if convert is not None:
+            for row in rows:
+                row[field.name] = convert(row[field.name])
+    return rows
+
+
+def _conversion(field: pa.Field, column: pa.Array, where: str) -> Conversion | None:
+    """Return the conversion of a column's values; None if none is needed."""
+    kinds = pa.types
+    type_ = field.type
+    if field.metadata == _JSON_MARK:
+        return _json_conversion(where)
+    if kinds.is_struct(type_):
+        return _struct_conversion(type_, column, where)
+    if kinds.is_map(type_):
+        convert_value = _conversion(type_.item_field, column.items, where)
+        return None if convert_value is None else _map_conversion(convert_value)
+    is_list = isinstance(type_, (*_LIST_FACTORIES, pa.FixedSizeListType))
+    if is_list:
+        convert_item = _conversion(type_.value_field, column.values, where)
+        return None if convert_item is None else _list_conversion(convert_item)
+    return None
+
+
+def _json_conversion(where: str) -> Conversion:
+    def convert(text: str | None) -> object:
+        return text and parse_json(text.encode(), where)
+
+    return convert
+
+
+def _struct_conversion(
+    type_: pa.StructType, column: pa.Array, where: str
+) -> Conversion | None:
+    conversions = {}
+    has_nulls = False
+    for index, field in enumerate(type_):
+        member = column.field(index)
+        has_nulls = has_nulls or member.null_count > 0
+        convert_member = _conversion(field, member, where)
+        if convert_member is not None:
+            conversions[field.name] = convert_member
+    if not conversions and not has_nulls:
+        return None
+
+    def convert(struct: dict[str, Any] | None) -> dict[str, Any] | None:
+        if not struct:
+            return struct
+        # Arrow gives all structs of a column the same members: null stands for absent.
+        members = {name: value for name, value in struct.items() if value is not None}
+        for name in conversions.keys() & members.keys():
+            members[name] = conversions[name](members[name])
+        return members
+
+    return convert
+
+
+def _map_conversion(convert_value: Conversion) -> Conversion:
+    def convert(entries: dict[str, Any] | None) -> dict[str, Any] | None:
+        if not entries:
+            return entries
+        return {key: convert_value(value) for key, value in entries.items()}
+
+    return convert
+
+
+def _list_conversion(convert_item: Conversion) -> Conversion:
+    def convert(items: list[Any] | None) -> list[Any] | None:
+        if not items:
+            return items
+        return [convert_item(item) for item in items]
+
+    return convert
+
+
+PARQUET = Format(unit="row", read=_read_parquet, parse=_parse, check=_read_footer)
+
+ARROW = Format(unit="row", read=_read_arrow, parse=_parse, check=_open_arrow)
 """Arrow IPC: files (also Feather 2) and streams."""

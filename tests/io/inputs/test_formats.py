@@ -28,7 +28,7 @@ import packstore
 from packstore.errors import InputError, RecordError
 from packstore.format.arrays import BrokenLine
 from packstore.io.inputs.files import InputReader
-from packstore.io.inputs.pieces import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
+from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
