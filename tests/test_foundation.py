@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from packstore.config import (
     TokenizeConfig,
     WriteConfig,
 )
-from packstore.config.training import FURTHER, TrainConfig
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Examples
@@ -96,11 +97,13 @@ def test_config_names_the_nearest_setting() -> None:
 
 
 def test_names_of_other_tools_lead_to_settings() -> None:
+    from transformers import TrainingArguments
+
     settings = {
         *PackConfig.names(),
         *TrainConfig.names(),
         *BatchConfig.names(),
-        *FURTHER,
+        *(field.name for field in fields(TrainingArguments)),
     }
     flags = {"tokenizer", "num_workers", "loss_parameter"}  # of commands, not settings
     assert {name for ours in ELSEWHERE.values() for name in ours} <= settings | flags

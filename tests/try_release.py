@@ -106,7 +106,8 @@ def floors(extra: str) -> list[str]:
     for name in nested:
         required += PROJECT["optional-dependencies"][name]
     required += [name for name in optional if not _is_nested(name)]
-    return [name.replace(">=", "==") for name in required]
+    lower_bounds = [name.partition(",")[0] for name in required]
+    return [name.replace(">=", "==") for name in lower_bounds]
 
 
 def _is_nested(requirement: str) -> bool:

@@ -163,9 +163,11 @@ def _main(argv: Sequence[str] | None) -> int:
     # Other commands are not imported; only an unknown name is compared with all of
     # them.
     top = parser(given[:1] if given[0] in COMMANDS else COMMANDS)
-    args, rest = top.parse_known_args(given)
-    if rest:  # an error of the command, not of the program
-        getattr(args, "parser", top).refuse(rest)
+    args, unknown = top.parse_known_args(given)
+    has_further_flags = "add_further_flags" in args
+    if unknown and not has_further_flags:
+        # An error of the command, not of the program.
+        getattr(args, "parser", top).refuse(unknown)
     with contextlib.suppress(
         ValueError
     ):  # only the main thread can set signal handlers
@@ -175,8 +177,13 @@ def _main(argv: Sequence[str] | None) -> int:
             ):  # nohup ignores the latter
                 signal.signal(number, _terminate)
     set_up(args)
-    args.own_process = argv is None
     try:
+        if unknown and has_further_flags:
+            args.add_further_flags(args.parser)
+            args, unknown = top.parse_known_args(given)
+            if unknown:
+                args.parser.refuse(unknown)
+        args.own_process = argv is None
         if "out" in args:
             from packstore.cli import common
 

@@ -10,23 +10,52 @@ from typing import Any
 from packstore.cli import command, common
 from packstore.cli._model import is_main_rank, join_logs
 from packstore.config.job import read_yaml
-from packstore.config.training import FURTHER, TrainConfig, TrainModelConfig
-
-FLAGS = [name for name in FURTHER if name != "debug"]
-"""Of transformers' fields; its `debug` is for settings in a file, as ours shows
-tracebacks.
-"""
+from packstore.config.training import TrainConfig, TrainModelConfig
 
 
 class _HelpAll(argparse.Action):
     """Prints the help with every field of transformers' TrainingArguments."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        for action in parser._actions:
-            if action.help is argparse.SUPPRESS:
-                action.help = ""
+        _add_transformers_flags(parser)
         parser.print_help()
         parser.exit()
+
+
+class _TransformersField(argparse.Action):
+    """Collects fields of TrainingArguments by name, as ``transformers_fields``."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        fields = getattr(namespace, "transformers_fields", {})
+        namespace.transformers_fields = {**fields, self.dest: values}
+
+
+def _add_transformers_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for each field of TrainingArguments that has none yet."""
+    from packstore.torch.training.arguments import further_names
+
+    group = parser.add_argument_group(
+        "further TrainingArguments, as transformers describes them",
+        argument_default=argparse.SUPPRESS,
+    )
+    for name in further_names():
+        # Its `debug` can be set in a file; the flag --debug shows our tracebacks.
+        if name == "debug":
+            continue
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=name,
+            action=_TransformersField,
+            type=common.json_or_text,
+            metavar="VALUE",
+            help="",
+        )
 
 
 def _configure_train(parser: argparse.ArgumentParser) -> None:
@@ -51,15 +80,8 @@ def _configure_train(parser: argparse.ArgumentParser) -> None:
     common.add_settings(parser, "model, data and loss", TrainModelConfig)
     own = [name for name in TrainConfig.names() if name != "arguments"]
     common.add_settings(parser, "of transformers' TrainingArguments", TrainConfig, own)
-    group = parser.add_argument_group(
-        "further TrainingArguments, as transformers describes them",
-        argument_default=argparse.SUPPRESS,
-    )
-    for name in FLAGS:
-        flag = f"--{name.replace('_', '-')}"
-        group.add_argument(
-            flag, type=common.json_or_text, metavar="VALUE", help=argparse.SUPPRESS
-        )
+    # transformers is imported only for a flag that is not one of those above.
+    parser.set_defaults(add_further_flags=_add_transformers_flags)
 
 
 @command(
@@ -76,10 +98,9 @@ def _train(args: argparse.Namespace) -> int:
         sys.stdout.write(example.read_text(encoding="utf-8"))
         return 0
     settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
-    further = {name: value for name, value in vars(args).items() if name in FLAGS}
-    config = TrainConfig.of(
-        **settings | common.read_settings(args, TrainConfig) | further
-    )
+    settings |= common.read_settings(args, TrainConfig)
+    settings |= getattr(args, "transformers_fields", {})
+    config = TrainConfig.of(**settings)
     outcome = _run(config)
     if is_main_rank():
         common.print_table(args, *outcome)

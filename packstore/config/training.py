@@ -13,40 +13,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from packstore.config.settings import Settings, check_names, setting
+from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, sentence
 
 _PATH, _SIDE = ({"metavar": name, "place": True} for name in ("PATH", "SIDE"))
 _LOCAL = {"metavar": "DIR", "local": True}
 _ITEMS = {"metavar": "NAME=VALUE"}
-
-_OTHERS = """
-per_device_train_batch_size gradient_accumulation_steps per_device_eval_batch_size
-lr_scheduler_kwargs optim optim_args optim_target_modules weight_decay adam_beta1
-adam_beta2 adam_epsilon max_grad_norm average_tokens_across_devices
-label_smoothing_factor fp16 bf16_full_eval fp16_full_eval tf32
-activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs
-torch_compile torch_compile_backend torch_compile_mode use_liger_kernel
-liger_kernel_config use_cache neftune_noise_alpha torch_empty_cache_steps
-auto_find_batch_size logging_strategy logging_first_step log_on_each_node
-logging_nan_inf_filter include_num_input_tokens_seen log_level log_level_replica
-disable_tqdm run_name project trackio_space_id trackio_bucket_id trackio_static_space_id
-eval_strategy eval_delay prediction_loss_only eval_on_start eval_do_concat_batches
-eval_use_gather_object eval_accumulation_steps include_for_metrics batch_eval_metrics
-save_only_model save_strategy save_on_each_node save_total_limit enable_jit_checkpoint
-push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push
-hub_revision load_best_model_at_end metric_for_best_model greater_is_better
-ignore_data_skip restore_callback_states_from_checkpoint full_determinism data_seed
-use_cpu accelerator_config parallelism_config dataloader_drop_last
-dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers
-dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
-remove_unused_columns label_names train_sampling_strategy length_column_name
-ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph
-ddp_backend ddp_timeout fsdp fsdp_config deepspeed debug skip_memory_metrics do_train
-do_eval do_predict local_rank
-"""
-FURTHER = tuple(_OTHERS.split())
-"""The fields of ``TrainingArguments`` that are no fields of :class:`TrainConfig`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,11 +99,17 @@ class TrainConfig(TrainModelConfig):
 
     @classmethod
     def of(cls, config: Settings | None = None, /, **settings: Any) -> Self:
-        """As of the base; further fields of ``TrainingArguments`` are settings, too."""
-        check_names(settings, (*cls.names(), *FURTHER), cls.LISTED_BY)
-        further = {name: settings.pop(name) for name in FURTHER if name in settings}
-        before = settings.pop("arguments", getattr(config, "arguments", {}))
-        return super().of(config, **settings, arguments={**before, **further})
+        """Return `config` (or the defaults) overridden by `settings`.
+
+        Settings of other names are further fields of ``TrainingArguments``. They are
+        not checked here, as their class needs torch:
+        :func:`packstore.torch.training.arguments.check_setting_names` does.
+        """
+        arguments = dict(settings.pop("arguments", getattr(config, "arguments", {})))
+        own_names = cls.names()
+        for name in [name for name in settings if name not in own_names]:
+            arguments[name] = settings.pop(name)
+        return super().of(config, **settings, arguments=arguments)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,7 @@ why.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from inspect import signature
@@ -14,8 +14,22 @@ from typing import Any
 from transformers import Trainer, TrainingArguments
 
 from packstore.config.settings import check_class, check_names
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.secrets import client_cause, client_text
+
+
+def further_names() -> list[str]:
+    """Return the fields of TrainingArguments that are no fields of TrainConfig."""
+    names = [field.name for field in fields(TrainingArguments) if field.init]
+    return [name for name in names if name not in TrainConfig.names()]
+
+
+def check_setting_names(names: Iterable[str]) -> None:
+    """Raise for a name that neither TrainConfig nor TrainingArguments has."""
+    known_names = [*TrainConfig.names(), *further_names()]
+    check_names(names, known_names, TrainConfig.LISTED_BY)
+
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
 """Setting -> values that are taken, and what to do for another."""

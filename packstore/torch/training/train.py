@@ -31,7 +31,7 @@ from packstore.errors import ConfigError, PackstoreError, StorageError, quote, s
 from packstore.io.store.storage_errors import is_of_client
 from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
-from packstore.torch.training.arguments import named_settings
+from packstore.torch.training.arguments import check_setting_names, named_settings
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
@@ -126,7 +126,9 @@ def train(
         DivergedError: loss or gradient is not finite; no model is written.
         PackstoreError: model, dataset or checkpoint is unusable.
     """
+    check_setting_names(settings)
     config = TrainConfig.of(config, **settings)
+    check_setting_names(config.arguments)
     checkpoint = _checkpoint(config)
     given = {name: getattr(config, name) for name in TrainModelConfig.names()}
     if given["examples_per_step"] is None and not {
