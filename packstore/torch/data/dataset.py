@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Literal, Self
 
@@ -27,8 +27,8 @@ from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import (
     OTHER_DATASET,
     Position,
+    RemainingPacks,
     SharedStart,
-    Unseen,
     stale_state_error,
 )
 from packstore.torch.data.steps import StepPlan, plan_steps, to_resumable_position
@@ -40,19 +40,30 @@ from packstore.torch.data.stream import (
     StoredPacks,
 )
 from packstore.torch.frameworks import check_dealt_once
-from packstore.torch.metrics import is_distributed
 
 logger = logging.getLogger("packstore")
 
-_TOGETHER = 8
+_CHUNK = 8
 """Packs looked up at once."""
 
 
-class PackedDataset(IterableDataset[Packs]):
-    """Yields the packs of one rank; over all ranks and workers, every pack once per
-    epoch.
+@dataclass(frozen=True, slots=True, eq=False)
+class Iteration:
+    """One iteration over a dataset, in this process.
 
-    Pack i of the global order goes to rank ``i % world_size``. The order is a pure
+    Attributes:
+        start: the position that it begins at.
+        times_moved: how often the dataset had been moved to a position by then.
+    """
+
+    start: Position
+    times_moved: int
+
+
+class PackedDataset(IterableDataset[Packs]):
+    """Yields the packs of one rank.
+
+    Over all ranks and workers, every pack is yielded once per epoch. Pack i of the global order goes to rank ``i % world_size``. The order is a pure
     function of the dataset, `seed`, `lanes` and the epoch, independent of the number of
     ranks and workers. Iterating again repeats the epoch; call :meth:`set_epoch` before
     each. Persistent workers (``persistent_workers=True``) follow it.
@@ -116,16 +127,15 @@ class PackedDataset(IterableDataset[Packs]):
         check_class(
             "PackedDataset", source, PackStream, "Give a dataset's folder or URL"
         )
-        self.stream: PackStream = copy.copy(
-            source
-        )  # that of the caller stays in its epoch
+        # A copy: the caller's stream stays in its epoch.
+        self.stream: PackStream = copy.copy(source)
         self.stream.set_epoch(0)
         self.rank, self.world_size = placement(rank, world_size)
         self._rank_is_detected = rank is None
         self.epoch = 0
         self.position = Position()
-        self._newest: Position | None = None  # the start of the iteration started last
-        self.start = SharedStart()
+        self.next_start = SharedStart()
+        self._newest: Iteration | None = None
         self._is_resumed = False
         self._followers: list[weakref.ref[PackedDataset]] = []
 
@@ -134,27 +144,27 @@ class PackedDataset(IterableDataset[Packs]):
 
         Its next iteration begins where the next one of this dataset would.
         """
-        other = type(self).__new__(type(self))
-        other.__dict__.update(self.__getstate__())
-        other.stream = copy.copy(self.stream)
-        other.start = SharedStart()
-        other._move(self.epoch, self.start.peek())
-        return other
+        duplicate = type(self).__new__(type(self))
+        duplicate.__dict__.update(self.__getstate__())
+        duplicate.stream = copy.copy(self.stream)
+        duplicate.next_start = SharedStart()
+        duplicate._move(self.epoch, self.next_start.peek())
+        return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_followers": []}  # the loaders of this process
+        # Followers are the datasets of loaders in this process.
+        return {**self.__dict__, "_followers": []}
 
     def copy_at_start(self) -> Self:
-        """Return a dataset of the same packs at the start of epoch 0; nothing else
-        moves it.
-        """
-        other = copy.copy(self)
-        other._move(0, Position())
-        return other
+        """Return an independent dataset of the same packs, at the start of epoch 0."""
+        duplicate = copy.copy(self)
+        duplicate._move(0, Position())
+        return duplicate
 
     def copy_for_loader(self) -> Self:
-        """Return a dataset of the same packs that is moved with this one, but not the
-        reverse.
+        """Return a dataset of the same packs that is moved with this one.
+
+        The reverse does not hold: the copy never moves this dataset.
         """
         follower = copy.copy(self)
         self._followers = [ref for ref in self._followers if ref() is not None]
@@ -173,12 +183,12 @@ class PackedDataset(IterableDataset[Packs]):
         rank: int | None = None,
         world_size: int | None = None,
     ) -> Self:
-        """Mixes the packs of several datasets in proportion to their weights, which
-        count examples.
+        """Mix the packs of several datasets in proportion to their weights.
 
-        ``PackedDataset.mix({"chat": 3, "code": 1})`` gives three examples of the first
-        for each of the second; ``batch.sources`` tells them apart. A key that is a
-        :class:`PackedDataset` brings its own seed, options and side data.
+        Weights count examples: ``PackedDataset.mix({"chat": 3, "code": 1})`` gives
+        three examples of the first for each of the second; ``batch.sources`` holds the
+        source of each. A key that is a :class:`PackedDataset` brings its own seed,
+        options and side data.
 
         Args:
             weights: dataset, or its URL or local folder -> weight. All of one kind and
@@ -198,36 +208,46 @@ class PackedDataset(IterableDataset[Packs]):
         check_class(
             "argument weights", weights, Mapping, "Give each dataset with its weight"
         )
-        sources = [
-            (each if isinstance(each, PackedDataset) else cls(each, seed=seed)).stream
-            for each in weights
+        datasets = [
+            source if isinstance(source, PackedDataset) else cls(source, seed=seed)
+            for source in weights
         ]
-        stream = MixedPacks(sources, list(weights.values()), stopping_strategy)
+        stream = MixedPacks(
+            sources=[dataset.stream for dataset in datasets],
+            weights=list(weights.values()),
+            stopping_strategy=stopping_strategy,
+        )
         mixed = cls(stream, rank=rank, world_size=world_size)
-        place = mixed.rank, mixed.world_size
-        for each in weights:
-            if not isinstance(each, PackedDataset) or each._rank_is_detected:
-                continue
-            if (each.rank, each.world_size) != place:
-                rule = "rank and world_size must be those of its sources"
-                found = "{} of {}, and {} of {}".format(
-                    *place, each.rank, each.world_size
-                )
-                raise ConfigError(sentence("the mix", rule, found))
+        for dataset in datasets:
+            mixed._check_placement_of_source(dataset)
         if mixed.rank == 0:
             stream.log_proportions()
         return mixed
 
+    def _check_placement_of_source(self, source: PackedDataset) -> None:
+        if source._rank_is_detected:
+            return
+        placement_of_mix = (self.rank, self.world_size)
+        if (source.rank, source.world_size) != placement_of_mix:
+            raise ConfigError(
+                sentence(
+                    "the mix",
+                    rule="rank and world_size must be those of its sources",
+                    found=f"{self.rank} of {self.world_size}, and {source.rank} of "
+                    f"{source.world_size}",
+                )
+            )
+
     @property
     def generator(self) -> None:
-        """None; Accelerate looks for it where it is about to deal the packs again:
-        refused.
+        """None. Accelerate reads it where it is about to deal the packs to ranks again,
+        which is refused.
         """
         check_dealt_once(self.world_size)
 
     @property
     def sampler(self) -> PackedDataset:
-        """The dataset itself, whose :meth:`set_epoch` Lightning calls on a loader's
+        """The dataset itself: Lightning calls :meth:`set_epoch` of a loader's
         `sampler`.
         """
         return self
@@ -247,37 +267,66 @@ class PackedDataset(IterableDataset[Packs]):
         """Row groups that this process skipped (`on_error` quarantine), as shard and
         row group.
         """
-        streams = getattr(self.stream, "streams", [self.stream])
-        stored = [stream for stream in streams if isinstance(stream, StoredPacks)]
-        return [
-            s.dataset.group_name(group)
-            for s in stored
-            for group in sorted(s.quarantined)
-        ]
+        names = []
+        for stream in getattr(self.stream, "streams", [self.stream]):
+            if isinstance(stream, StoredPacks):
+                names += [
+                    stream.dataset.group_name(group)
+                    for group in sorted(stream.quarantined)
+                ]
+        return names
 
     def __len__(self) -> int:
         """Packs that the next iteration yields on this rank, over all its workers."""
-        left = len(
-            Unseen(
-                self.num_packs, to_resumable_position(self.stream, self.start.peek())
-            )
-        )
-        return len(range(self.rank, left, self.world_size))
+        start = to_resumable_position(self.stream, self.next_start.peek())
+        remaining = RemainingPacks(self.num_packs, start)
+        return len(range(self.rank, len(remaining), self.world_size))
 
     def __iter__(self) -> Iterator[Packs]:
-        """Yields packs, each as :class:`Packs` of one row; in a worker, that worker's
-        share.
+        """Yield packs, each as :class:`Packs` of one row; in a worker, its share.
 
         Iterators are independent of each other, and of a later :meth:`set_epoch`. The
-        position is that of the one started last; others that still run do not move it.
+        position is that of the iterator started last; others that still run do not
+        move it.
         """
         check_dealt_once(self.world_size)
+        iteration = self.start_iteration()
+        start = to_resumable_position(self.stream, iteration.start)
+        self.move_to(start, iteration)
+
         worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        started = self.start_iteration()
-        start = to_resumable_position(self.stream, started)
-        self.move_on(started, start)
-        return self._packs(copy.copy(self.stream), started, start, number, workers)
+        return self._read(
+            copy.copy(self.stream),
+            start,
+            iteration,
+            worker=0 if worker is None else worker.id,
+            num_workers=1 if worker is None else worker.num_workers,
+        )
+
+    def _read(
+        self,
+        stream: PackStream,
+        start: Position,
+        iteration: Iteration,
+        *,
+        worker: int,
+        num_workers: int,
+    ) -> Iterator[Packs]:
+        """Yield the packs of `stream` from `start` on that one worker reads."""
+        remaining = RemainingPacks(len(stream), start)
+        stride = self.world_size * num_workers
+        first = self.rank + self.world_size * worker
+        chunks = _cut(range(first, len(remaining), stride))
+
+        num_yielded = 0
+        for packs in stream.read(remaining[np.array(chunk)] for chunk in chunks):
+            for pack in packs:
+                num_yielded += 1
+                place = num_yielded * stride
+                self.move_to(remaining.position_at(place, start.step), iteration)
+                yield pack
+        end = remaining.position_at(len(remaining), start.step)
+        self.move_to(end, iteration)
 
     def set_epoch(self, epoch: int) -> None:
         """Move to the beginning of `epoch`; do nothing for the current epoch.
@@ -287,68 +336,74 @@ class PackedDataset(IterableDataset[Packs]):
         Raises:
             ConfigError: `epoch` is no whole number.
         """
-        if not hasattr(epoch, "__index__"):  # of numpy's integers, too
+        if not hasattr(epoch, "__index__"):  # numpy's integers have it, too
             raise ConfigError(
                 sentence("epoch", "it must be a whole number", quote(epoch))
             )
         if epoch != self.epoch:
-            if (
-                self._is_resumed and epoch < self.epoch
-            ):  # a loop over the epochs of another object
-                text = (
-                    "the position in epoch %d that was loaded is left for the "
-                    "start "
-                    "of epoch %d"
+            if self._is_resumed and epoch < self.epoch:
+                # A loop over epochs that begins at 0, whatever was loaded.
+                logger.warning(
+                    "the position in epoch %d that was loaded is left for the start of "
+                    "epoch %d; to go on with it, begin the loop at the epoch of its "
+                    "owner, loader.epoch",
+                    self.epoch,
+                    epoch,
                 )
-                text += (
-                    "; to go on with it, begin the loop at the epoch of its "
-                    "owner, "
-                    "loader.epoch"
-                )
-                logger.warning(text, self.epoch, epoch)
             self._move(epoch, Position())
-        for follower in self._loaders():
+        for follower in self._loader_datasets():
             follower.set_epoch(epoch)
 
-    def start_iteration(self) -> Position:
-        """Begins an iteration: returns its position, and rewinds the next one.
+    def start_iteration(self) -> Iteration:
+        """Begin an iteration, which moves the position; rewind the next one.
 
         Raises:
-            ConfigError: the ranks started after the dataset was made; all would read
+            ConfigError: the ranks started after the dataset was made; each would read
                 all packs.
         """
         if self._rank_is_detected and get_worker_info() is None:
-            now, before = placement(None, None), (self.rank, self.world_size)
-            if now != before and now[1] > 1:
-                rule = (
-                    "it must be made after the ranks have started, or be given "
-                    "rank, world_size"
-                )
-                found = "rank {} of {}, after {} of {}".format(*now, *before)
-                raise ConfigError(sentence("PackedDataset", rule, found))
-        epoch = self.start.new_epoch()
+            self._check_rank_is_current()
+        epoch = self.next_start.new_epoch()
         if epoch is not None and epoch != self.epoch:
             self.epoch = epoch
             self.stream.set_epoch(epoch)
-        self.position = self._newest = self.start.take()
+        start = self.next_start.take()
+        self.position = start
         self._is_resumed = False
-        return self.position
+        self._newest = Iteration(start, times_moved=self.next_start.times_set)
+        return self._newest
 
-    def move_on(self, started: Position, position: Position) -> None:
-        """Moves to `position`, if the iteration that `started` came from is still the
-        newest.
-        """
-        if self._newest is started:
+    def _check_rank_is_current(self) -> None:
+        rank, world_size = placement(None, None)
+        if world_size == 1 or (rank, world_size) == (self.rank, self.world_size):
+            return
+        raise ConfigError(
+            sentence(
+                "PackedDataset",
+                rule="it must be made after the ranks have started, or be given rank, "
+                "world_size",
+                found=f"rank {rank} of {world_size}, after {self.rank} of "
+                f"{self.world_size}",
+            )
+        )
+
+    def move_to(self, position: Position, iteration: Iteration) -> None:
+        """Move to `position`, which `iteration` reached, if it is still the newest."""
+        if self._newest is iteration:
             self.position = position
+
+    def was_moved_since(self, iteration: Iteration) -> bool:
+        """Return True if an epoch or state was set after the iteration started."""
+        return self.next_start.times_set != iteration.times_moved
 
     def plan(
         self, *, world_size: int | None = None, epochs: int = 1, **batching: Any
     ) -> StepPlan:
-        """Plans the steps of a loader with these settings, from the beginning of this
+        """Plan the steps of a loader with these settings, from the beginning of this
         epoch.
 
         Works without starting ranks: ``PackedDataset(url).plan(world_size=64,
-            packs_per_batch=2)``.
+        packs_per_batch=2)``.
 
         Args:
             world_size: number of ranks; default: that of the dataset.
@@ -356,12 +411,11 @@ class PackedDataset(IterableDataset[Packs]):
             batching: fields of :class:`packstore.config.BatchConfig`.
 
         Raises:
-            ConfigError: a setting is out of range, or a pack alone is over
+            ConfigError: a setting is out of range, or a single pack exceeds
                 `tokens_per_batch`.
         """
-        return self.plan_from(
-            BatchConfig.of(**batching), world_size or self.world_size, epochs
-        )
+        config = BatchConfig.of(**batching)
+        return self.plan_from(config, world_size or self.world_size, epochs)
 
     def plan_from(
         self,
@@ -371,18 +425,22 @@ class PackedDataset(IterableDataset[Packs]):
         start: Position | None = None,
     ) -> StepPlan:
         """Plan `epochs` as :meth:`plan` does, from `start` on in the first."""
-        numbers = range(self.epoch, self.epoch + epochs)
-        stream = copy.copy(self.stream)
-        return plan_steps(stream, config, world_size, numbers, start or Position())
+        return plan_steps(
+            copy.copy(self.stream),
+            config,
+            world_size,
+            epochs=range(self.epoch, self.epoch + epochs),
+            start=start or Position(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as JSON values, equal on all ranks after the same number
-        of steps.
+        """Return the position as JSON values.
 
-        All packs before ``next`` were yielded, over all ranks; inside an optimizer step
-        also ``batches`` of the step that begins there, with the step boundaries of
-        ``cut``. The steps so far are ``shortfall`` examples short of those requested,
-        which the next ones make up for.
+        It is the same on all ranks after the same number of steps. All packs before
+        ``next`` were yielded, over all ranks; inside an optimizer step also ``batches``
+        of the step that begins there, with the step boundaries of ``cut``. The steps so
+        far are ``shortfall`` examples short of those requested, which the next ones
+        make up for.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
@@ -396,23 +454,32 @@ class PackedDataset(IterableDataset[Packs]):
                 order.
         """
         check_class("argument state", state, Mapping)
-        for name, expected in self._identity().items():
-            if state.get(name) != expected:
-                value = quote(state[name]) if name in state else "none"
-                rule = f"{name} must be {quote(expected)}"
-                if name in ("dataset", "mix"):
-                    raise stale_state_error(rule, value, OTHER_DATASET)
-                raise stale_state_error(rule, value)
+        self._check_identity(state)
         epoch = state.get("epoch")
         if not isinstance(epoch, int):
             raise stale_state_error("epoch must be a whole number", quote(epoch))
+
+        position = Position.from_state(state, self.num_packs)
         stream = copy.copy(self.stream)
         stream.set_epoch(epoch)
-        position = Position.from_state(state, self.num_packs)
-        to_resumable_position(stream, position)
-        for dataset in (self, *self._loaders()):
+        to_resumable_position(stream, position)  # raises if the state is not valid
+
+        for dataset in (self, *self._loader_datasets()):
             dataset._move(epoch, position)
             dataset._is_resumed = True
+
+    def _check_identity(self, state: Mapping[str, Any]) -> None:
+        for name, expected in self._identity().items():
+            if state.get(name) == expected:
+                continue
+            rule = f"{name} must be {quote(expected)}"
+            actual = quote(state[name]) if name in state else "none"
+            if name in ("dataset", "mix"):
+                raise stale_state_error(rule, actual, OTHER_DATASET)
+            raise stale_state_error(rule, actual)
+
+    def _identity(self) -> Identity:
+        return {"version": 1, **self.stream.identity}
 
     def _move(self, epoch: int, position: Position) -> None:
         self.epoch = epoch
@@ -420,58 +487,51 @@ class PackedDataset(IterableDataset[Packs]):
         self._newest = None
         self._is_resumed = False
         self.stream.set_epoch(epoch)
-        self.start.set(epoch, position)
+        self.next_start.set(epoch, position)
 
-    def _loaders(self) -> list[PackedDataset]:
+    def _loader_datasets(self) -> list[PackedDataset]:
         """Return the datasets of the loaders over this one that are still in use."""
         followers = [ref() for ref in self._followers]
         return [follower for follower in followers if follower is not None]
 
-    def _packs(
-        self,
-        stream: PackStream,
-        started: Position,
-        start: Position,
-        number: int,
-        workers: int,
-    ) -> Iterator[Packs]:
-        """The share of worker `number` of a stream, from `start` on."""
-        unseen = Unseen(len(stream), start)
-        step, turn = self.world_size * workers, start.step
-        share = range(self.rank + self.world_size * number, len(unseen), step)
-        # The first pack alone, so that it does not wait for others.
-        cuts = [0, *range(1, len(share), _TOGETHER), len(share)] if share else []
-        places = (np.array(share[a:b]) for a, b in pairwise(cuts))
-        yielded = 0
-        for packs in stream.read(map(unseen.__getitem__, places)):
-            for pack in packs:
-                yielded += 1
-                self.move_on(started, unseen.after(yielded * step, turn))
-                yield pack
-        self.move_on(started, unseen.after(len(unseen), turn))
 
-    def _identity(self) -> Identity:
-        return {"version": 1, **self.stream.identity}
+def _cut(places: range) -> Iterator[range]:
+    """Yield the first place, so that its pack waits for no others, then chunks."""
+    if places:
+        yield places[:1]
+    for start in range(1, len(places), _CHUNK):
+        yield places[start : start + _CHUNK]
 
 
 def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Returns rank and world size: the arguments, or those of the launcher."""
+    """Return rank and world size: the arguments, or those of the launcher.
+
+    Raises:
+        ConfigError: only one of them is given, or `rank` is not below `world_size`.
+    """
     if (rank is None) != (world_size is None):
         raise ConfigError("rank and world_size go together; give both or neither.")
     if rank is None or world_size is None:
-        if is_distributed():
-            return dist.get_rank(), dist.get_world_size()
-        rank, world_size = (
-            int(os.environ.get(n, d)) for n, d in (("RANK", 0), ("WORLD_SIZE", 1))
-        )
-        if (
-            world_size > 1 and "RANK" not in os.environ
-        ):  # all ranks would read the share of one
-            rule = "the environment must give RANK beside WORLD_SIZE"
-            remedy = "Start the ranks by torchrun, or give rank and world_size"
-            raise ConfigError(
-                sentence("PackedDataset", rule, f"WORLD_SIZE={world_size}", remedy)
-            )
+        rank, world_size = _detect_placement()
     if not 0 <= rank < world_size:
         raise ConfigError(f"rank must lie in 0..{world_size - 1}; found {rank}.")
+    return rank, world_size
+
+
+def _detect_placement() -> tuple[int, int]:
+    """Return rank and world size of torch.distributed, or of the environment."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    if world_size > 1 and "RANK" not in os.environ:
+        # All ranks would read the share of rank 0.
+        raise ConfigError(
+            sentence(
+                "PackedDataset",
+                rule="the environment must give RANK beside WORLD_SIZE",
+                found=f"WORLD_SIZE={world_size}",
+                remedy="Start the ranks by torchrun, or give rank and world_size",
+            )
+        )
     return rank, world_size

@@ -23,10 +23,11 @@ from packstore.config.settings import check_class
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
 from packstore.format.arrays import Int64
 from packstore.torch.batch.batch import PackedBatch, collate
-from packstore.torch.data.dataset import PackedDataset
-from packstore.torch.data.position import Position, Unseen, shared_integers
+from packstore.torch.data.dataset import Iteration, PackedDataset
+from packstore.torch.data.position import Position, RemainingPacks, shared_integers
 from packstore.torch.data.steps import (
     WINDOW,
+    Share,
     Step,
     StepCutter,
     StepPlan,
@@ -41,8 +42,8 @@ _CHUNK = 32
 """Batches whose packs are looked up at once."""
 
 _LONGEST_FOLDER = 70
-"""Characters of TMPDIR up to which torch's Unix sockets there have names that Linux
-takes (108): beyond about 75 its workers wait for ever.
+"""Maximum characters of TMPDIR with workers. torch puts Unix sockets there, whose names
+Linux limits to 108: beyond about 75 its workers wait for ever.
 """
 
 _TORCH_ATTRIBUTES = (
@@ -57,19 +58,7 @@ _TORCH_ATTRIBUTES = (
 
 
 class LoaderAttributeError(ConfigError, AttributeError):
-    """A framework asks for a part of torch's DataLoader; to `hasattr` there is none."""
-
-
-class _Planned(NamedTuple):
-    """A batch, and the range of its step among the packs not yet yielded as the
-    iteration began.
-    """
-
-    batch: PackedBatch
-    step_start: int
-    step_stop: int
-    shortfall_before: int
-    shortfall_after: int
+    """A framework reads a part of torch's DataLoader; for `hasattr` there is none."""
 
 
 class PackedDataLoader:
@@ -111,9 +100,8 @@ class PackedDataLoader:
     process dies.
     """
 
-    batch_sampler = (
-        None  # as torch's loader has it without a batch size; Lightning looks
-    )
+    # torch's loader has None without a batch size; Lightning looks at it.
+    batch_sampler = None
 
     def __init__(
         self,
@@ -127,23 +115,9 @@ class PackedDataLoader:
         **batching: Any,
     ) -> None:
         check_class("PackedDataLoader", data, PackedDataset, "Give PackedDataset(path)")
-        if num_workers < 0 or (prefetch_factor is not None and prefetch_factor < 1):
-            raise ConfigError(
-                "num_workers must be at least 0 and prefetch_factor at least 1; "
-                f"found {num_workers} and {prefetch_factor}."
-            )
-        if num_workers == 0 and (prefetch_factor is not None or persistent_workers):
-            raise ConfigError(
-                "prefetch_factor and persistent_workers need num_workers above 0."
-            )
-        if num_workers and len(folder := tempfile.gettempdir()) > _LONGEST_FOLDER:
-            rule = f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} characters"
-            remedy = "Set TMPDIR to a shorter folder, or take num_workers=0"
-            raise ConfigError(
-                sentence("PackedDataLoader", rule, str(len(folder)), remedy)
-            )
-        data = data.copy_for_loader()
-        self.data, self.config = data, BatchConfig.of(**batching)
+        _check_worker_settings(num_workers, prefetch_factor, persistent_workers)
+        self.data = data.copy_for_loader()
+        self.config = BatchConfig.of(**batching)
         self._options: dict[str, Any] = {
             "batch_size": None,
             "num_workers": num_workers,
@@ -151,15 +125,20 @@ class PackedDataLoader:
             "prefetch_factor": prefetch_factor,
             "multiprocessing_context": multiprocessing_context if num_workers else None,
         }
-        self._lasting = persistent_workers
-        self._batches = _Batches(data, self.config)
-        self._loader: DataLoader[Any] | None = None
-        self._length: tuple[object, int] = (None, 0)
-        self._is_logged = data.rank > 0 or (
-            self.config.examples_per_step is None and not self.config.drop_last
+        self._has_persistent_workers = persistent_workers
+        self._persistent_loader: DataLoader[Any] | None = None
+        self._batches = _Batches(self.data, self.config)
+
+        # The number of batches, for an epoch and start.
+        self._length: int | None = None
+        self._length_key: object = None
+
+        limits_steps = self.config.examples_per_step is not None
+        self._should_log_steps = self.data.rank == 0 and (
+            limits_steps or self.config.drop_last
         )
         if self.config.tokens_per_batch is not None:
-            _check_budget(data.stream, self.config.tokens_per_batch)
+            _check_budget(self.data.stream, self.config.tokens_per_batch)
 
     def __len__(self) -> int:
         """Exact number of batches that the next iteration yields on this rank.
@@ -167,100 +146,105 @@ class PackedDataLoader:
         With `tokens_per_batch` or `examples_per_step` it looks up the sizes of all
         packs, once per epoch and position.
         """
-        start = self.data.start.peek()
+        start = self.data.next_start.peek()
         key = (self.data.epoch, start)
-        if self._length[0] != key:
-            self._length = key, self._batches.count(start)
-        return self._length[1]
+        if self._length is None or self._length_key != key:
+            self._length = self._batches.count(start)
+            self._length_key = key
+        return self._length
 
     def __iter__(self) -> Iterator[PackedBatch]:
-        """Yields batches from the loaded position, or from the beginning of the epoch.
+        """Yield batches from the loaded position, or from the beginning of the epoch.
 
         :meth:`set_epoch` or :meth:`load_state_dict` still takes effect until the first
         batch.
         """
-        return self._iterate(self.data.start_iteration(), self.data.start.times_set)
+        return self._iterate(self.data.start_iteration())
 
-    def _iterate(self, start: Position, moves: int) -> Iterator[PackedBatch]:
-        data, cut = self.data, self._batches.cut
-        if (
-            data.start.times_set != moves
-        ):  # frameworks may load a state after making the iterator
-            start = data.start_iteration()
-        started = start
-        if not self._is_logged:
-            self._is_logged = True
+    def _iterate(self, iteration: Iteration) -> Iterator[PackedBatch]:
+        if self.data.was_moved_since(iteration):
+            # Frameworks may load a state after they have made the iterator.
+            iteration = self.data.start_iteration()
+        if self._should_log_steps:
+            self._should_log_steps = False
+            data = self.data
             log_steps(self.plan(), data.stream, self.config, data.world_size)
-        start = self._batches.start_at(start)
-        unseen, steps = Unseen(data.num_packs, start), start.step
-        for planned in self._running(bool(len(start.yielded))):
-            step = planned.batch.step
-            assert step is not None
-            steps = step.index + 1
-            after = unseen.after(planned.step_stop, steps, planned.shortfall_after)
-            if not step.last:
-                before = unseen.after(
-                    planned.step_start, step.index, planned.shortfall_before
-                )
-                after = replace(before, batches=step.batch + 1, cut=cut)
-            data.move_on(started, after)
-            yield planned.batch
-        data.move_on(started, unseen.after(len(unseen), steps))
 
-    def _running(self, once: bool) -> Iterable[_Planned]:
-        """The batches of this process, or of workers; with `once`, not of persistent
-        ones.
+        position = self._batches.start_at(iteration.start)
+        # Workers that live on see the numbers of a position, not its array of packs.
+        can_persist = len(position.yielded) == 0
+        for batch, position in self._load(can_persist=can_persist):
+            self.data.move_to(position, iteration)
+            yield batch
+        end = Position(self.data.num_packs, position.step)
+        self.data.move_to(end, iteration)
+
+    def _load(self, *, can_persist: bool) -> Iterable[_PositionedBatch]:
+        """Return the batches from the start on, read in this process or by workers.
+
+        Persistent workers are used, and kept, only if `can_persist`.
         """
         if not self._options["num_workers"]:
             if self._options["pin_memory"] and torch.accelerator.is_available():
-                return (
-                    each._replace(batch=each.batch.pin_memory())
-                    for each in self._batches
-                )
+                return _pin(self._batches)
             return self._batches
-        lasting = self._lasting and not once
-        if lasting and self._loader is not None:
-            return _watched(self._loader)
-        # A separate generator: torch's loader would draw from the global one, and so
-        # change the random numbers of the training.
-        batches = self._batches if lasting else self._batches.detached()
-        loader: DataLoader[Any] = DataLoader(
+
+        if can_persist and self._has_persistent_workers:
+            if self._persistent_loader is None:
+                self._persistent_loader = self._start_workers(
+                    self._batches, are_persistent=True
+                )
+            return _watch_workers(self._persistent_loader)
+        # Workers of other iterations may still run: they must not see this start.
+        loader = self._start_workers(self._batches.detach(), are_persistent=False)
+        return _watch_workers(loader)
+
+    def _start_workers(
+        self, batches: _Batches, *, are_persistent: bool
+    ) -> DataLoader[Any]:
+        return DataLoader(
             batches,
+            # Else torch's loader would draw from the global generator, and so change
+            # the random numbers of the training.
             generator=torch.Generator(),
-            persistent_workers=lasting,
+            persistent_workers=are_persistent,
             **self._options,
         )
-        if lasting:
-            self._loader = loader
-        return _watched(loader)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _TORCH_ATTRIBUTES:
             raise AttributeError(
                 f"{type(self).__name__!r} object has no attribute {name!r}"
             )
-        rule = f"it batches, orders and deals packs itself, so it has no {name}"
         remedy = (
-            "To skip what was trained on, load_state_dict(state); to the "
-            "dataset, "
+            "To skip what was trained on, load_state_dict(state); to the dataset, "
             "loader.data"
         )
         if name in ("generator", "worker_init_fn"):
             remedy = "In Ray Train, prepare_data_loader(loader, add_dist_sampler=False)"
         raise LoaderAttributeError(
-            sentence("PackedDataLoader", rule, f"a use of {name}", remedy)
+            sentence(
+                "PackedDataLoader",
+                rule=f"it batches, orders and deals packs itself, so it has no {name}",
+                found=f"a use of {name}",
+                remedy=remedy,
+            )
         )
 
     def __getitem__(self, index: object) -> Any:
-        """Refuses to be a dataset, which torch's loader would index."""
-        rule = "it loads batches itself, so no other loader may stand around it"
-        raise ConfigError(sentence("PackedDataLoader", rule, "one", "Iterate over it"))
+        """Refuse to be the dataset of torch's loader, which would index it."""
+        raise ConfigError(
+            sentence(
+                "PackedDataLoader",
+                rule="it loads batches itself, so no other loader may stand around it",
+                found="one",
+                remedy="Iterate over it",
+            )
+        )
 
     @property
     def sampler(self) -> PackedDataset:
-        """Its dataset, whose :meth:`set_epoch` Lightning calls on a loader's
-        `sampler`.
-        """
+        """Its dataset: Lightning calls :meth:`set_epoch` of a loader's `sampler`."""
         return self.data
 
     @property
@@ -275,22 +259,27 @@ class PackedDataLoader:
         self.data.set_epoch(epoch)
 
     def plan(self, epochs: int = 1, *, left: bool = False) -> StepPlan:
-        """Plans `epochs` epochs from the current one: from its beginning, or what is
-        `left` of it.
+        """Plan `epochs` epochs from the current one on.
 
-        A step that was interrupted counts whole.
+        Args:
+            epochs: number of epochs.
+            left: plan the rest of the current epoch, from the position on; default:
+                from its beginning. A step that was interrupted counts in full.
         """
-        start = self._batches.convert_position(self.data.start.peek()) if left else None
+        start = None
+        if left:
+            start = self._batches.convert_position(self.data.next_start.peek())
         return self.data.plan_from(self.config, self.data.world_size, epochs, start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position after the batches yielded so far; prefetched ones do not
-        count.
+        """Return the position after the batches yielded so far.
+
+        Prefetched batches do not count.
         """
         return self.data.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state` was taken, with any settings, ranks and workers.
+        """Resume where `state` was taken, with any settings, ranks and workers.
 
         With the settings and number of ranks of the state, the same batches follow as
         without the interruption. With others, the packs not yet yielded are batched by
@@ -303,176 +292,271 @@ class PackedDataLoader:
         self.data.load_state_dict(state)
 
 
-class _Batches(IterableDataset[_Planned]):
-    """Yields the batches of one rank from a position on; in one of n workers, every
-    n-th.
+class _PositionedBatch(NamedTuple):
+    """A batch, and the position after it."""
+
+    batch: PackedBatch
+    position: Position
+
+
+class _Task(NamedTuple):
+    """A batch of this rank that is to be read.
+
+    Attributes:
+        step: its step.
+        step_index: index of the step in the epoch.
+        batch_index: index of the batch in the step.
+        share: the places of its packs.
+    """
+
+    step: Step
+    step_index: int
+    batch_index: int
+    share: Share
+
+
+class _LocatedTask(NamedTuple):
+    """A task with the global index and the source of each of its packs, int64 `[n]`."""
+
+    task: _Task
+    indices: Int64
+    sources: Int64
+
+
+class _Batches(IterableDataset[_PositionedBatch]):
+    """Yields the batches of one rank from a start on; in one of n workers, each n-th.
+
+    The numbers of the start lie in memory shared with persistent workers.
     """
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
-        self.data, self.config = data, config
-        self.cut = {"world_size": data.world_size, **config.changed()}
+        self._data = data
+        self._config = config
+        self._cut = {"world_size": data.world_size, **config.changed()}
         self._start = Position()
-        # Epoch, next, step, batches, shortfall: in memory shared with persistent
-        # workers.
+        # Epoch, and next, step, batches, shortfall of the start.
         self._cells = shared_integers(5)
 
+    def convert_position(self, position: Position) -> Position:
+        """Convert `position` to the step boundaries of these settings."""
+        if position.cut == self._cut:
+            return position
+        return to_resumable_position(self._data.stream, position)
+
     def start_at(self, position: Position) -> Position:
-        """Starts the next iteration at `position`; returns it as these settings express
-        it.
-        """
-        self._start = start = self.convert_position(position)
-        cells = [
-            self.data.epoch,
-            start.next,
-            start.step,
-            start.batches,
-            start.shortfall,
-        ]
-        self._cells[:] = torch.tensor(cells)
+        """Start the next iteration at `position`, converted to these settings."""
+        start = self.convert_position(position)
+        self._start = start
+        self._cells[:] = torch.tensor(
+            [self._data.epoch, start.next, start.step, start.batches, start.shortfall]
+        )
         return start
 
-    def detached(self) -> _Batches:
-        """Returns a copy that :meth:`start_at` of this one does not move."""
-        other = copy.copy(self)
-        other._cells = shared_integers(len(self._cells))
-        other._cells.copy_(self._cells)
-        return other
+    def detach(self) -> _Batches:
+        """Return a copy that later calls of :meth:`start_at` do not move."""
+        duplicate = copy.copy(self)
+        duplicate._cells = shared_integers(len(self._cells))
+        duplicate._cells.copy_(self._cells)
+        return duplicate
 
     def count(self, position: Position) -> int:
-        """Counts the batches of this rank from `position` on."""
+        """Count the batches of this rank from `position` on."""
         start = self.convert_position(position)
-        cutter = self._cutter(start)
-        if cutter.fixed is None:
-            return sum(len(step.edges) - 1 for step in cutter) - start.batches
-        return (
-            -(-cutter.end // (self.data.world_size * self.config.width)) - start.batches
-        )
+        cutter = self._cutter(self._data.stream, start)
+        if cutter.packs_per_step is None:
+            return sum(step.num_batches for step in cutter) - start.batches
+        packs_per_batch = self._data.world_size * self._config.width
+        return -(-cutter.end // packs_per_batch) - start.batches
 
-    def __iter__(self) -> Iterator[_Planned]:
-        worker = get_worker_info()
-        number, workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        epoch, first, steps, done, shortfall = self._cells.tolist()
-        start = self._start
-        if not len(start.yielded):
-            start = Position(first, steps, batches=done, shortfall=shortfall)
-        stream = copy.copy(self.data.stream)  # another iterator may be in another epoch
+    def __iter__(self) -> Iterator[_PositionedBatch]:
+        epoch, start = self._read_start()
+        stream = copy.copy(self._data.stream)  # other iterators have other epochs
         stream.set_epoch(epoch)
-        cutter = self._cutter(start, stream)
-        turns = itertools.islice(self._turns(cutter, start), number, None, workers)
-        planned, ahead = itertools.tee(self._located(stream, cutter.unseen, turns))
-        reading = stream.read(indices for _, indices, _ in ahead)
-        # The pack index opens while the first packs are read.
-        lookup = threading.Thread(target=_look_up, args=(stream, start.next))
-        lookup.start()
-        for packs, (turn, _, sources) in zip(reading, planned, strict=True):
-            lookup.join()
-            step, index, number, _, fillers = turn
-            info = step.info(index, number, self.data.world_size)
+        cutter = self._cutter(stream, start)
+
+        tasks = _of_this_worker(self._tasks(cutter, start))
+        located = _locate(tasks, stream, cutter.remaining)
+        located, located_ahead = itertools.tee(located)
+        packs_of_tasks = stream.read(indices for _, indices, _ in located_ahead)
+
+        # The pack index opens in a thread while the first packs are read.
+        index_opener = threading.Thread(
+            target=_open_pack_index,
+            args=(stream, start.next),
+            name="packstore-pack-index",
+        )
+        index_opener.start()
+        for packs, (task, _, sources) in zip(packs_of_tasks, located, strict=True):
+            index_opener.join()  # returns at once after the first time
             batch = collate(
-                packs, stream.kind, sources=sources, step=info, fillers=fillers
+                packs,
+                stream.kind,
+                sources=sources,
+                step=task.step.info(
+                    task.step_index, task.batch_index, self._data.world_size
+                ),
+                fillers=int(task.share.is_filler),
             )
-            shortfalls = step.shortfall_before, step.shortfall_after
-            yield _Planned(batch, step.start, step.stop, *shortfalls)
+            yield _PositionedBatch(batch, self._position_after(task, cutter.remaining))
 
-    def _turns(self, cutter: StepCutter, start: Position) -> Iterator[_Turn]:
-        """Yields the batches of this rank, in all workers."""
-        skipped = start.batches
-        for index, step in enumerate(cutter, start=start.step):
+    def _read_start(self) -> tuple[int, Position]:
+        """Return epoch and start of this iteration, in any process."""
+        epoch, next_pack, step, batches, shortfall = self._cells.tolist()
+        if len(self._start.yielded):
+            # Workers of such a start are new: they have the object itself.
+            return epoch, self._start
+        start = Position(next_pack, step, batches=batches, shortfall=shortfall)
+        return epoch, start
+
+    def _cutter(self, stream: PackStream, start: Position) -> StepCutter:
+        return StepCutter(stream, start, self._config, self._data.world_size)
+
+    def _tasks(self, cutter: StepCutter, start: Position) -> Iterator[_Task]:
+        """Yield the batches of this rank, in all workers."""
+        num_skipped = start.batches
+        for step_index, step in enumerate(cutter, start=start.step):
             shares = assign_ranks(
-                step, self.data.rank, self.data.world_size, self.config
+                step, self._data.rank, self._data.world_size, self._config
             )
-            for number, share in enumerate(shares[skipped:], start=skipped):
-                yield step, index, number, *share
-            skipped = 0
+            for batch_index in range(num_skipped, len(shares)):
+                yield _Task(step, step_index, batch_index, shares[batch_index])
+            num_skipped = 0
 
-    def _located(
-        self, stream: PackStream, unseen: Unseen, turns: Iterator[_Turn]
-    ) -> Iterator[tuple[_Turn, Int64, Int64]]:
-        """Yields each batch with the indices and the sources of its packs."""
-        size = (
-            1  # the first batch without delay; later ones in chunks, which is cheaper
+    def _position_after(self, task: _Task, remaining: RemainingPacks) -> Position:
+        """Return the position after the batch of `task`, on all ranks."""
+        step = task.step
+        num_yielded = task.batch_index + 1
+        if num_yielded == step.num_batches:
+            return remaining.position_at(
+                step.stop, task.step_index + 1, step.shortfall_after
+            )
+        step_start = remaining.position_at(
+            step.start, task.step_index, step.shortfall_before
         )
-        while chunk := list(itertools.islice(turns, size)):
-            places = [places for _, _, _, places, _ in chunk]
-            indices, edges = (
-                unseen[np.concatenate(places)],
-                np.cumsum([*map(len, places)])[:-1],
-            )
-            parts = (
-                np.split(values, edges) for values in (indices, stream.sources(indices))
-            )
-            yield from zip(chunk, *parts, strict=True)
-            size = _CHUNK
-
-    def convert_position(self, position: Position) -> Position:
-        """Converts `position` to the step boundaries of these settings."""
-        same = position.cut == self.cut
-        return position if same else to_resumable_position(self.data.stream, position)
-
-    def _cutter(self, start: Position, stream: PackStream | None = None) -> StepCutter:
-        return StepCutter(
-            stream or self.data.stream, start, self.config, self.data.world_size
-        )
+        return replace(step_start, batches=num_yielded, cut=self._cut)
 
 
-_Turn = tuple[Step, int, int, Int64, int]
-"""A batch of a rank: its step, indices of both, the places of its packs, how many are
-fillers.
-"""
+def _of_this_worker(tasks: Iterator[_Task]) -> Iterator[_Task]:
+    """Return each n-th task in one of n workers; all of them without workers."""
+    worker = get_worker_info()
+    if worker is None:
+        return tasks
+    return itertools.islice(tasks, worker.id, None, worker.num_workers)
 
 
-def _look_up(stream: PackStream, index: int) -> None:
+def _locate(
+    tasks: Iterator[_Task], stream: PackStream, remaining: RemainingPacks
+) -> Iterator[_LocatedTask]:
+    """Look up the packs of each task.
+
+    The first task is looked up at once; those after it in chunks, which is cheaper.
+    """
+    chunk_size = 1
+    while True:
+        chunk = list(itertools.islice(tasks, chunk_size))
+        if not chunk:
+            return
+        places = [task.share.places for task in chunk]
+        indices = remaining[np.concatenate(places)]
+        sources = stream.sources(indices)
+
+        ends = np.cumsum([len(of_task) for of_task in places])
+        indices_of_tasks = np.split(indices, ends[:-1])
+        sources_of_tasks = np.split(sources, ends[:-1])
+        for located in zip(chunk, indices_of_tasks, sources_of_tasks, strict=True):
+            yield _LocatedTask(*located)
+        chunk_size = _CHUNK
+
+
+def _open_pack_index(stream: PackStream, index: int) -> None:
     if index < len(stream):
-        with contextlib.suppress(
-            PackstoreError
-        ):  # raised again where the size is needed
+        # An error is raised again where the sizes are needed.
+        with contextlib.suppress(PackstoreError):
             stream.sizes(np.array([index]))
 
 
-def _watched(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yields the workers' batches; raises WorkerError if one died, and errors inside
-    them as is.
+def _pin(batches: Iterable[_PositionedBatch]) -> Iterator[_PositionedBatch]:
+    for batch, position in batches:
+        yield _PositionedBatch(batch.pin_memory(), position)
+
+
+def _watch_workers(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Yield the workers' batches; raise WorkerError if a worker died.
+
+    Errors that a worker raised are raised as they are.
     """
-    running = iter(loader)
+    iterator = iter(loader)
     try:
-        yield from running
+        yield from iterator
     except (RuntimeError, OSError, EOFError) as error:
-        text = str(error) or repr(error)
-        if isinstance(error, PackstoreError) or "in DataLoader worker process" in text:
-            raise  # the error of a worker that lives
-        if "(pid" not in text:  # the pipe or shared memory broke before torch noticed
-            text += _dead(getattr(running, "_workers", ()))
-        if "(pid" not in text:
+        message = str(error) or repr(error)
+        is_raised_by_worker = "in DataLoader worker process" in message
+        if isinstance(error, PackstoreError) or is_raised_by_worker:
             raise
-        remedy = (
-            "Look for the out-of-memory killer and a full /dev/shm; "
-            "num_workers=0 "
-            "needs none"
-        )
+        if "(pid" not in message:
+            # The pipe or shared memory broke before torch noticed the worker's end.
+            message += _describe_dead(getattr(iterator, "_workers", ()))
+        if "(pid" not in message:
+            raise
         raise WorkerError(
             sentence(
                 "PackedDataLoader",
-                "workers must live until the epoch ends",
-                text,
-                remedy,
+                rule="workers must live until the epoch ends",
+                found=message,
+                remedy="Look for the out-of-memory killer and a full /dev/shm; "
+                "num_workers=0 needs none",
             )
         ) from error
 
 
-def _dead(workers: Sequence[BaseProcess]) -> str:
-    """Names the workers that have ended or are ending."""
-    names = ""
+def _describe_dead(workers: Sequence[BaseProcess]) -> str:
+    """Return the process ids of workers that have ended or are ending."""
+    text = ""
     for worker in workers:
         try:
             worker.join(1)
-            names += f" (pid {worker.pid})" if worker.exitcode else ""
-        except RuntimeError as error:  # torch's, on the signal that a worker has ended
-            names += f" {error}"
-    return names
+        except RuntimeError as error:
+            # torch raises it, with the id, in the signal of a worker's end.
+            text += f" {error}"
+        else:
+            if worker.exitcode:
+                text += f" (pid {worker.pid})"
+    return text
+
+
+def _check_worker_settings(
+    num_workers: int, prefetch_factor: int | None, persistent_workers: bool
+) -> None:
+    is_prefetch_valid = prefetch_factor is None or prefetch_factor >= 1
+    if num_workers < 0 or not is_prefetch_valid:
+        raise ConfigError(
+            "num_workers must be at least 0 and prefetch_factor at least 1; "
+            f"found {num_workers} and {prefetch_factor}."
+        )
+    if num_workers == 0:
+        if prefetch_factor is not None or persistent_workers:
+            raise ConfigError(
+                "prefetch_factor and persistent_workers need num_workers above 0."
+            )
+        return
+    folder = tempfile.gettempdir()
+    if len(folder) > _LONGEST_FOLDER:
+        raise ConfigError(
+            sentence(
+                "PackedDataLoader",
+                rule=f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} "
+                "characters",
+                found=str(len(folder)),
+                remedy="Set TMPDIR to a shorter folder, or take num_workers=0",
+            )
+        )
 
 
 def _check_budget(stream: PackStream, budget: int) -> None:
-    """Refuses a budget that a single pack exceeds; reads sizes only if one might."""
+    """Raise ConfigError if a single pack exceeds the budget.
+
+    Sizes are read only if a pack might.
+    """
     if isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget:
         return
     for start in range(0, len(stream), WINDOW):

@@ -1,19 +1,19 @@
-"""Divides the remaining packs into optimizer steps, and those into batches and ranks;
-plans.
+"""Cuts the remaining packs of an epoch into optimizer steps, and plans them.
 
-A pure function of the packs' sizes, the settings and the number of ranks. It reads the
-epoch in windows, so that it starts at once and uses little memory for any number of
-packs.
+Steps, their batches and the packs of each rank are a pure function of the packs' sizes,
+the settings and the number of ranks. Sizes are read in windows, so cutting starts at
+once and uses little memory for any number of packs.
 """
 
 from __future__ import annotations
 
 import heapq
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from packstore.format.arrays import COUNTS, Int64, PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.steps import cut_by_examples, limit_shortfall
 from packstore.torch.batch.batch import StepInfo
-from packstore.torch.data.position import Position, Unseen, stale_state_error
+from packstore.torch.data.position import Position, RemainingPacks, stale_state_error
 from packstore.torch.data.stream import PackStream
 
 logger = logging.getLogger("packstore")
@@ -33,250 +33,392 @@ WINDOW = 4096
 """Approximate number of packs whose sizes are looked up at once."""
 
 
-class Step:
-    """One optimizer step, as positions among the packs not yet yielded; see
-    :class:`Unseen`.
+class _Window:
+    """Remaining packs from `start` to `stop`, whose sizes are looked up together.
 
-    Batch ``g``, over all ranks, has the positions ``edges[g] .. edges[g + 1]``. The
-    shortfalls, in examples, are those of :attr:`Position.shortfall` before and after
-    the step.
+    `start` and `stop` are places among the :class:`RemainingPacks`.
+    """
+
+    def __init__(
+        self, stream: PackStream, remaining: RemainingPacks, start: int, stop: int
+    ) -> None:
+        self.start = start
+        self.stop = stop
+        self._stream = stream
+        self._remaining = remaining
+
+    @cached_property
+    def sizes(self) -> PackSizes:
+        """Sizes of the packs of the window."""
+        places = np.arange(self.start, self.stop)
+        return self._stream.sizes(self._remaining[places])
+
+
+class Step:
+    """One optimizer step, as places among the :class:`RemainingPacks`.
+
+    Attributes:
+        edges: batch ``g``, over all ranks, has the places ``edges[g] .. edges[g + 1]``.
+        start: first place of the step.
+        stop: place after the step.
+        shortfall_before: :attr:`Position.shortfall` before the step, in examples.
+        shortfall_after: the same after the step.
     """
 
     def __init__(
         self,
         edges: list[int],
-        look_up: Callable[[], PackSizes],
-        first: int,
-        shortfall_before: int,
-        shortfall_after: int,
+        window: _Window,
+        *,
+        shortfall_before: int = 0,
+        shortfall_after: int = 0,
     ) -> None:
-        self.edges, self.start, self.stop = edges, edges[0], edges[-1]
-        self._look_up, self._first = (
-            look_up,
-            first,
-        )  # of a window, and its first position
+        self.edges = edges
+        self.start = edges[0]
+        self.stop = edges[-1]
         self.shortfall_before = shortfall_before
         self.shortfall_after = shortfall_after
+        self._window = window
+
+    @property
+    def num_batches(self) -> int:
+        """Number of batches of the step on each rank."""
+        return len(self.edges) - 1
 
     @cached_property
     def sizes(self) -> PackSizes:
         """Sizes of the packs of the step."""
-        return self._look_up().take(
-            slice(self.start - self._first, self.stop - self._first)
-        )
+        first = self._window.start
+        return self._window.sizes.take(slice(self.start - first, self.stop - first))
 
     @cached_property
     def examples(self) -> int:
         """Number of examples of the step."""
         return int(self.sizes.examples.sum())
 
+    def count_fillers(self, world_size: int) -> int:
+        """Count the fillers: one for each batch and rank without a pack."""
+        return sum(
+            max(world_size - (stop - start), 0) for start, stop in pairwise(self.edges)
+        )
+
     def info(self, index: int, batch: int, ranks: int) -> StepInfo:
-        """Describes the step for one of its batches."""
-        batches, counts = len(self.edges) - 1, None
+        """Describe the step, number `index` of the epoch, for one of its batches."""
+        counts = None
         if self.sizes.counts is not None:
-            counts = dict(zip(COUNTS, self.sizes.counts.sum(0).tolist(), strict=True))
+            totals = self.sizes.counts.sum(axis=0).tolist()
+            counts = dict(zip(COUNTS, totals, strict=True))
         return StepInfo(
-            index, batch, batches, self.examples, ranks, len(self.sizes), counts
+            index=index,
+            batch=batch,
+            batches=self.num_batches,
+            examples=self.examples,
+            ranks=ranks,
+            packs=len(self.sizes),
+            counts=counts,
         )
 
 
 class StepCutter:
-    """Yields the optimizer steps of the packs not yet yielded from a position on."""
+    """Yields the optimizer steps of the packs that remain at a position.
+
+    Attributes:
+        remaining: the packs to cut.
+        packs_per_step: packs of every full step, over all ranks; None: it varies.
+        end: place where the last step ends at the latest.
+
+    Args:
+        stream: the packs of the epoch.
+        start: the position to start from.
+        config: the settings of a loader.
+        world_size: number of ranks.
+    """
 
     def __init__(
         self, stream: PackStream, start: Position, config: BatchConfig, world_size: int
     ) -> None:
-        self.stream, self.unseen = stream, Unseen(len(stream), start)
-        self.config, self.world_size = config, world_size
+        self.remaining = RemainingPacks(len(stream), start)
+        self._stream = stream
+        self._config = config
+        self._world_size = world_size
+
         self._shortfall = 0
-        if (
-            config.examples_per_step is not None
-        ):  # of the state, which may be of other settings
+        if config.examples_per_step is not None:
+            # The state may come from a loader that requested another number.
             self._shortfall = limit_shortfall(start.shortfall, config.examples_per_step)
-        self._width = world_size * config.width
-        fixed = config.tokens_per_batch is None and config.examples_per_step is None
-        self.fixed = self._width * config.gradient_accumulation_steps if fixed else None
-        """Packs of every full step, if that number is fixed."""
-        self._unit = self.fixed or (world_size if config.tokens_per_batch else 1)
-        whole = len(self.unseen) // self._unit * self._unit
-        self.end = whole if config.drop_last else len(self.unseen)
-        """Position where the last step ends at the latest."""
+
+        self._packs_per_batch = world_size * config.width
+        self.packs_per_step: int | None = None
+        if config.tokens_per_batch is None and config.examples_per_step is None:
+            accumulation = config.gradient_accumulation_steps
+            self.packs_per_step = self._packs_per_batch * accumulation
+
+        # Windows end between steps, or at least between rows of one pack for each rank.
+        self._unit = 1
+        if self.packs_per_step is not None:
+            self._unit = self.packs_per_step
+        elif config.tokens_per_batch is not None:
+            self._unit = world_size
+
+        self.end = len(self.remaining)
+        if config.drop_last:
+            self.end -= self.end % self._unit
 
     def __iter__(self) -> Iterator[Step]:
-        """Yields the steps in order."""
-        start, size, shortfall = 0, WINDOW, self._shortfall
+        """Yield the steps in order."""
+        start = 0
+        shortfall = self._shortfall
+        window_size = WINDOW
         while start < self.end:
-            stop = min(start + max(size // self._unit, 1) * self._unit, self.end)
-            look_up = cache(
-                partial(self.stream.sizes, self.unseen[np.arange(start, stop)])
-            )
-            begin = start
-            for edges, shortfall_after in self._cut(start, stop, look_up, shortfall):
-                step = Step(edges, look_up, begin, shortfall, shortfall_after)
-                if self._is_cut_short(step):
+            window = self._window(start, window_size)
+            for step in self._cut(window, shortfall):
+                if self._is_dropped(step):
                     return
                 start = step.stop
-                shortfall = shortfall_after
+                shortfall = step.shortfall_after
                 yield step
-            size = WINDOW if start > begin else 2 * size
+            # A window that does not hold a whole step is widened.
+            window_size = WINDOW if start > window.start else 2 * window_size
 
-    def _cut(
-        self, start: int, stop: int, look_up: Callable[[], PackSizes], shortfall: int
-    ) -> Iterator[tuple[list[int], int]]:
-        """Yield edges of each step that the packs from `start` to `stop` determine, and
-        shortfall.
+    def _window(self, start: int, size: int) -> _Window:
+        num_units = max(size // self._unit, 1)
+        stop = min(start + num_units * self._unit, self.end)
+        return _Window(self._stream, self.remaining, start, stop)
 
-        `shortfall` is that before the first of these steps; yielded are those after
-        each.
+    def _cut(self, window: _Window, shortfall: int) -> Iterator[Step]:
+        """Yield the steps that the packs of the window determine.
+
+        `shortfall` is the shortfall before the first of them.
         """
-        is_end = stop == self.end
-        if self.config.examples_per_step is not None:
-            sizes = look_up()
-            requested, begin = self.config.examples_per_step, 0
-            steps = cut_by_examples(
-                sizes.examples, requested, self.world_size, shortfall, is_end=is_end
+        if self._config.examples_per_step is not None:
+            requested = self._config.examples_per_step
+            return self._cut_by_examples(window, requested, shortfall)
+        if self.packs_per_step is not None:
+            return self._cut_by_packs(window, self.packs_per_step)
+        return self._cut_by_tokens(window)
+
+    def _cut_by_examples(
+        self, window: _Window, requested: int, shortfall: int
+    ) -> Iterator[Step]:
+        tokens = window.sizes.tokens
+        step_ends = cut_by_examples(
+            window.sizes.examples,
+            requested,
+            min_packs=self._world_size,
+            shortfall=shortfall,
+            is_end=window.stop == self.end,
+        )
+        start = 0
+        for stop, shortfall_after in step_ends:
+            edges = self._batch_edges(tokens[start:stop], window.start + start)
+            yield Step(
+                edges,
+                window,
+                shortfall_before=shortfall,
+                shortfall_after=shortfall_after,
             )
-            for end, shortfall_after in steps:
-                yield (
-                    self._batches(sizes.tokens[begin:end], start + begin),
-                    shortfall_after,
-                )
-                begin = end
-        elif self.fixed is not None:
-            ends = [*range(start, stop, self.fixed), stop]
-            for begin, end in pairwise(ends):
-                yield [*range(begin, end, self._width), end], 0
-        else:
-            for edges in self._cut_by_tokens(look_up(), start, is_end):
-                yield edges, 0
+            start = stop
+            shortfall = shortfall_after
 
-    def _cut_by_tokens(
-        self, sizes: PackSizes, start: int, closed: bool
-    ) -> Iterator[list[int]]:
-        jumps = self._jumps(sizes.tokens, start)
-        row, rows, packs = 0, len(jumps), len(sizes)
-        while row < rows:
-            edges = [row]
-            while (
-                len(edges) <= self.config.gradient_accumulation_steps
-                and edges[-1] < rows
-            ):
-                edges.append(jumps[edges[-1]])
-            if edges[-1] == rows and not closed:
-                return
-            yield [start + min(edge * self.world_size, packs) for edge in edges]
-            row = edges[-1]
+    def _cut_by_packs(self, window: _Window, packs_per_step: int) -> Iterator[Step]:
+        for start in range(window.start, window.stop, packs_per_step):
+            stop = min(start + packs_per_step, window.stop)
+            yield Step([*range(start, stop, self._packs_per_batch), stop], window)
 
-    def _batches(self, tokens: Int64, start: int) -> list[int]:
-        """Edges of the batches of a step, from the tokens of its packs."""
-        stop = start + len(tokens)
-        if self.config.tokens_per_batch is None:
-            return [*range(start, stop, self._width), stop]
-        jumps, edges = self._jumps(tokens, start), [0]
-        while edges[-1] < len(jumps):
-            edges.append(jumps[edges[-1]])
-        return [min(start + edge * self.world_size, stop) for edge in edges]
+    def _cut_by_tokens(self, window: _Window) -> Iterator[Step]:
+        """Yield steps of `gradient_accumulation_steps` batches, as long as they fit."""
+        row_ends = self._batch_ends(window.sizes.tokens, window.start)
+        num_rows = len(row_ends)
+        is_last_window = window.stop == self.end
+        row = 0
+        while row < num_rows:
+            rows = [row]
+            while len(rows) <= self._config.gradient_accumulation_steps:
+                if rows[-1] == num_rows:
+                    break
+                rows.append(row_ends[rows[-1]])
+            if rows[-1] == num_rows and not is_last_window:
+                return  # the last batch may go on in the next window
+            yield Step(self._rows_to_edges(rows, window.start, window.stop), window)
+            row = rows[-1]
 
-    def _jumps(self, tokens: Int64, start: int) -> list[int]:
-        """For each row of one pack per rank: the row where a batch that starts here
-        ends.
+    def _batch_edges(self, tokens: Int64, start: int) -> list[int]:
+        """Return the edges of the batches of a step.
+
+        Args:
+            tokens: int64 `[n]`, tokens of the packs of the step.
+            start: place of its first pack.
         """
-        budget = self.config.tokens_per_batch
+        stop = start + len(tokens)
+        if self._config.tokens_per_batch is None:
+            return [*range(start, stop, self._packs_per_batch), stop]
+        row_ends = self._batch_ends(tokens, start)
+        rows = [0]
+        while rows[-1] < len(row_ends):
+            rows.append(row_ends[rows[-1]])
+        return self._rows_to_edges(rows, start, stop)
+
+    def _rows_to_edges(self, rows: list[int], start: int, stop: int) -> list[int]:
+        """Return the places where rows begin; the last row may be incomplete."""
+        return [min(start + row * self._world_size, stop) for row in rows]
+
+    def _batch_ends(self, tokens: Int64, start: int) -> list[int]:
+        """Return, for each row, the row where a batch that begins with it ends.
+
+        A row is one pack for each rank. A batch holds as many rows as fit the token
+        budget of every rank.
+
+        Args:
+            tokens: int64 `[n]`, tokens of packs.
+            start: place of the first of them.
+        """
+        budget = self._config.tokens_per_batch
         assert budget is not None
-        ranks = self.world_size
-        rows = -(-len(tokens) // ranks)
-        sums = np.zeros((rows + 1, ranks), np.int64)
+        num_ranks = self._world_size
+        num_rows = -(-len(tokens) // num_ranks)
+        sums = np.zeros((num_rows + 1, num_ranks), np.int64)
         sums[1:].flat[: len(tokens)] = tokens
         np.cumsum(sums, axis=0, out=sums)
-        jumps = np.full(rows, rows)
-        for of_rank in sums.T:
-            fits = np.searchsorted(of_rank, of_rank[:-1] + budget, side="right") - 1
-            np.minimum(jumps, fits, out=jumps)
+
+        ends = np.full(num_rows, num_rows)
+        for rank_sums in sums.T:
+            limits = rank_sums[:-1] + budget
+            rank_ends = np.searchsorted(rank_sums, limits, side="right") - 1
+            np.minimum(ends, rank_ends, out=ends)
+
         if (tokens > budget).any():
             places = np.arange(start, start + len(tokens))
-            check_fits(tokens, self.unseen[places], budget)
-        return jumps.tolist()
+            check_fits(tokens, self.remaining[places], budget)
+        return ends.tolist()
 
-    def _is_cut_short(self, step: Step) -> bool:
-        """Returns True for an incomplete last step, which `drop_last` omits."""
-        if not self.config.drop_last or step.stop < self.end or self.fixed is not None:
+    def _is_dropped(self, step: Step) -> bool:
+        """Return True for an incomplete last step, which `drop_last` omits."""
+        if not self._config.drop_last or step.stop < self.end:
             return False
-        if self.config.examples_per_step is None:
-            return len(step.edges) <= self.config.gradient_accumulation_steps
-        return step.examples < self.config.examples_per_step + step.shortfall_before
+        if self.packs_per_step is not None:
+            return False  # `end` leaves it out already
+        if self._config.examples_per_step is not None:
+            target = self._config.examples_per_step + step.shortfall_before
+            return step.examples < target
+        return step.num_batches < self._config.gradient_accumulation_steps
 
 
-Share = tuple[Int64, int]
-"""Positions of a batch's packs, and how many at the end are fillers of weight 0."""
+class Share(NamedTuple):
+    """The packs of one rank in a batch.
+
+    Attributes:
+        places: int64, their places among the :class:`RemainingPacks`.
+        is_filler: True if the batch has no pack for this rank: `places` then has one
+            pack of the step, which gets weight 0.
+    """
+
+    places: Int64
+    is_filler: bool
 
 
 def assign_ranks(
     step: Step, rank: int, world_size: int, config: BatchConfig
 ) -> list[Share]:
-    """Returns the batches of `rank`; in one without a pack for it, a filler of weight
-    0.
-    """
+    """Return the packs of `rank` in each batch of the step."""
     if config.balance and world_size > 1:
-        batches = [ranks[rank] for ranks in _balanced(step, world_size, config)]
+        batches = [ranks[rank] for ranks in _balance(step, world_size, config)]
     else:
-        batches = [np.arange(a + rank, b, world_size) for a, b in pairwise(step.edges)]
-    spare = next((batch[:1] for batch in batches if len(batch)), None)
-    if spare is None:
-        spare = np.array([step.start + rank % (step.stop - step.start)])
-    return [(batch, 0) if len(batch) else (spare, 1) for batch in batches]
+        batches = [_deal(a, b, rank, world_size) for a, b in pairwise(step.edges)]
+
+    filler = np.array([step.start + rank % (step.stop - step.start)])
+    for places in batches:
+        if len(places):
+            filler = places[:1]
+            break
+
+    shares = []
+    for places in batches:
+        is_filler = len(places) == 0
+        shares.append(Share(filler if is_filler else places, is_filler))
+    return shares
 
 
-def _balanced(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
-    """The positions of each rank in each batch, with sums of squared lengths as even as
-    possible.
+def _deal(start: int, stop: int, rank: int, world_size: int) -> Int64:
+    """Return the places of a rank, if those of a batch are dealt in turn."""
+    return np.arange(start + rank, stop, world_size)
 
-    With packs per batch the whole step is balanced at once, largest packs first. With a
-    token budget each batch is balanced alone, and round-robin where some rank would
-    exceed the budget.
+
+def _balance(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
+    """Return the places of each rank in each batch: ``places[batch][rank]``.
+
+    Sums of squared lengths are as even as possible over the ranks.
     """
-    sizes, start = step.sizes, step.start
     if config.tokens_per_batch is None:
-        ranks = [start + part for part in spread(sizes.squares, world_size)]
-        batches, width = len(step.edges) - 1, config.width
-        return [
-            [part[g * width : (g + 1) * width] for part in ranks]
-            for g in range(batches)
-        ]
-    out = []
-    for a, b in pairwise(step.edges):
-        parts = spread(sizes.squares[a - start : b - start], world_size)
-        tokens = sizes.tokens[a - start : b - start]
-        if max(int(tokens[part].sum()) for part in parts) <= config.tokens_per_batch:
-            out.append([a + part for part in parts])
-        else:
-            out.append(
-                [np.arange(a + rank, b, world_size) for rank in range(world_size)]
-            )
-    return out
+        return _balance_step(step, world_size, config.width)
+    return [
+        _balance_batch(step, start, stop, world_size, config.tokens_per_batch)
+        for start, stop in pairwise(step.edges)
+    ]
+
+
+def _balance_step(step: Step, world_size: int, width: int) -> list[list[Int64]]:
+    """Balance a step of `width` packs per batch at once, largest packs first."""
+    ranks = [step.start + items for items in spread(step.sizes.squares, world_size)]
+    return [
+        [places[batch * width : (batch + 1) * width] for places in ranks]
+        for batch in range(step.num_batches)
+    ]
+
+
+def _balance_batch(
+    step: Step, start: int, stop: int, world_size: int, token_budget: int
+) -> list[Int64]:
+    """Balance one batch; deal it in turn if a rank would exceed the budget."""
+    batch = slice(start - step.start, stop - step.start)
+    tokens = step.sizes.tokens[batch]
+    ranks = spread(step.sizes.squares[batch], world_size)
+    largest_load = max(int(tokens[items].sum()) for items in ranks)
+    if largest_load > token_budget:
+        return [_deal(start, stop, rank, world_size) for rank in range(world_size)]
+    return [start + items for items in ranks]
 
 
 def spread(work: Int64, ranks: int) -> list[Int64]:
-    """Assigns indices of `work` to `ranks`, equally many each: largest first, to the
-    smallest sum.
+    """Assign items to ranks, so that the sums of work are even.
 
-    Graham, "Bounds on multiprocessing timing anomalies", 1969, with equal counts.
+    Each rank gets equally many items, or one more. Largest item first, to the smallest
+    sum: Graham, "Bounds on multiprocessing timing anomalies", 1969, with equal counts.
+
+    Args:
+        work: int64 `[n]`, work of each item.
+        ranks: number of ranks.
+
+    Returns:
+        The indices of the items of each rank, largest first.
     """
-    each, extra = divmod(len(work), ranks)
-    parts: list[list[int]] = [[] for _ in range(ranks)]
+    min_items, num_longer = divmod(len(work), ranks)
+    items_of: list[list[int]] = [[] for _ in range(ranks)]
     heap = [(0, rank) for rank in range(ranks)]
     for item in np.argsort(-work, kind="stable").tolist():
         load, rank = heapq.heappop(heap)
-        while len(parts[rank]) > each or (len(parts[rank]) == each and not extra):
+        while not _has_room(len(items_of[rank]), min_items, num_longer):
             load, rank = heapq.heappop(heap)
-        extra -= len(parts[rank]) == each
-        parts[rank].append(item)
+        if len(items_of[rank]) == min_items:
+            num_longer -= 1
+        items_of[rank].append(item)
         heapq.heappush(heap, (load + int(work[item]), rank))
-    return [np.array(part, np.int64) for part in parts]
+    return [np.array(items, np.int64) for items in items_of]
+
+
+def _has_room(num_items: int, min_items: int, num_longer: int) -> bool:
+    """Return True if a rank may get one more item; `num_longer` ranks still may."""
+    if num_items == min_items:
+        return num_longer > 0
+    return num_items < min_items
 
 
 def to_resumable_position(stream: PackStream, position: Position) -> Position:
-    """Converts `position` to the set of yielded packs, from which any settings can
-    resume.
+    """Convert a position inside a step to the set of packs that were yielded.
+
+    Any settings and number of ranks can resume from it.
+
+    Raises:
+        CompatibilityError: the settings or batches of the position are not valid.
     """
     if not position.batches:
         return position
@@ -285,22 +427,26 @@ def to_resumable_position(stream: PackStream, position: Position) -> Position:
     try:
         config = BatchConfig.of(**settings)
     except ConfigError as error:
-        raise stale_state_error(
-            "cut must be the settings of a loader", str(error)
-        ) from error
+        rule = "cut must be the settings of a loader"
+        raise stale_state_error(rule, str(error)) from error
     if not isinstance(world_size, int) or world_size < 1:
         raise stale_state_error("cut must name the number of ranks", repr(world_size))
+
     cutter = StepCutter(stream, position, config, world_size)
     step = next(iter(cutter), None)
-    if step is None or position.batches >= len(step.edges):
-        raise stale_state_error(
-            "batches must be fewer than its step has", str(position.batches)
-        )
-    out = [np.empty(0, np.int64)]
+    if step is None or position.batches >= step.num_batches:
+        rule = "batches must be fewer than its step has"
+        raise stale_state_error(rule, str(position.batches))
+
+    yielded = [np.empty(0, np.int64)]
     for rank in range(world_size):
-        shares = assign_ranks(step, rank, world_size, config)[: position.batches]
-        out += [batch[: len(batch) - filled] for batch, filled in shares]
-    return cutter.unseen.without(np.concatenate(out), position.step, position.shortfall)
+        shares = assign_ranks(step, rank, world_size, config)
+        for share in shares[: position.batches]:
+            if not share.is_filler:
+                yielded.append(share.places)
+    return cutter.remaining.position_without(
+        np.concatenate(yielded), position.step, position.shortfall
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +459,7 @@ class StepPlan:
         batches: batches on each rank.
         packs: packs yielded with full weight, over all ranks.
         examples: examples in these packs.
-        examples_per_step: fewest, mean and most.
+        examples_per_step: minimum, mean and maximum.
         dropped_packs, dropped_examples: omitted by `drop_last`.
         filler_packs: repeated with weight 0.
     """
@@ -336,90 +482,125 @@ def plan_steps(
     epochs: Sequence[int],
     start: Position,
 ) -> StepPlan:
-    """Plans `epochs`, the first from `start` on; leaves the stream at the last one."""
-    examples: list[int] = []
-    batches = packs = dropped_packs = dropped_examples = fillers = 0
+    """Plan `epochs`, the first from `start` on; leave the stream at the last one."""
+    examples_of_steps: list[int] = []
+    batches = 0
+    packs = 0
+    fillers = 0
+    dropped_packs = 0
+    dropped_examples = 0
     for epoch in epochs:
         stream.set_epoch(epoch)
         cutter = StepCutter(stream, start, config, world_size)
-        unseen, start, end = cutter.unseen, Position(), 0
+        end = 0
         for step in cutter:
-            examples.append(step.examples)
-            batches += len(step.edges) - 1
-            fillers += sum(
-                max(world_size - (b - a), 0) for a, b in pairwise(step.edges)
-            )
+            examples_of_steps.append(step.examples)
+            batches += step.num_batches
+            fillers += step.count_fillers(world_size)
             end = step.stop
         packs += end
-        dropped_packs += len(unseen) - end
-        for first in range(end, len(unseen), WINDOW):
-            left = unseen[np.arange(first, min(first + WINDOW, len(unseen)))]
-            dropped_examples += int(stream.sizes(left).examples.sum())
-    steps, sizes = len(examples), examples or [0]
+        dropped_packs += len(cutter.remaining) - end
+        dropped_examples += _count_examples(stream, cutter.remaining, end)
+        start = Position()  # of all epochs after the first
+
+    steps = len(examples_of_steps)
+    examples = sum(examples_of_steps)
     return StepPlan(
         epochs=len(epochs),
         steps=steps,
         batches=batches,
         packs=packs,
-        examples=sum(examples),
-        examples_per_step=(min(sizes), sum(examples) / max(steps, 1), max(sizes)),
+        examples=examples,
+        examples_per_step=(
+            min(examples_of_steps, default=0),
+            examples / max(steps, 1),
+            max(examples_of_steps, default=0),
+        ),
         dropped_packs=dropped_packs,
         dropped_examples=dropped_examples,
         filler_packs=fillers,
     )
 
 
+def _count_examples(stream: PackStream, remaining: RemainingPacks, start: int) -> int:
+    """Count the examples of the remaining packs from place `start` on."""
+    total = 0
+    for first in range(start, len(remaining), WINDOW):
+        places = np.arange(first, min(first + WINDOW, len(remaining)))
+        total += int(stream.sizes(remaining[places]).examples.sum())
+    return total
+
+
 def log_steps(
     plan: StepPlan, stream: PackStream, config: BatchConfig, world_size: int
 ) -> None:
-    """Logs how large the steps are, if the settings limit them, and what they leave
-    out.
-    """
-    fewest, mean, largest = plan.examples_per_step
-    if requested := config.examples_per_step:
-        text = (
-            "%d examples in %d steps of %.1f on average, %d to %d "
-            "(examples_per_step=%d)"
-        )
-        logger.info(text, plan.examples, plan.steps, mean, fewest, largest, requested)
-        pack_size = min(
-            (data.manifest.pack_size for data in stream.datasets), default=0
-        )
-        longest = max((longest_example(data) for data in stream.datasets), default=0)
-        text = large_steps_warning(
-            requested, mean, largest, world_size, pack_size, longest
-        )
-        if text:
-            logger.warning(text)
+    """Log the sizes of steps, if settings limit them, and the examples left out."""
+    if config.examples_per_step is not None:
+        _log_step_sizes(plan, stream, config.examples_per_step, world_size)
     if plan.dropped_examples:
-        text = (
-            "drop_last leaves out %d of %d examples of the epoch, in its last %d packs"
+        logger.warning(
+            "drop_last leaves out %d of %d examples of the epoch, in its last %d packs",
+            plan.dropped_examples,
+            plan.examples + plan.dropped_examples,
+            plan.dropped_packs,
         )
-        whole = plan.examples + plan.dropped_examples
-        logger.warning(text, plan.dropped_examples, whole, plan.dropped_packs)
+
+
+def _log_step_sizes(
+    plan: StepPlan, stream: PackStream, requested: int, world_size: int
+) -> None:
+    smallest, mean, largest = plan.examples_per_step
+    logger.info(
+        "%d examples in %d steps of %.1f on average, %d to %d (examples_per_step=%d)",
+        plan.examples,
+        plan.steps,
+        mean,
+        smallest,
+        largest,
+        requested,
+    )
+    pack_sizes = [dataset.manifest.pack_size for dataset in stream.datasets]
+    longest_examples = [longest_example(dataset) for dataset in stream.datasets]
+    warning = large_steps_warning(
+        requested=requested,
+        mean=mean,
+        largest=largest,
+        ranks=world_size,
+        pack_size=min(pack_sizes, default=0),
+        longest=max(longest_examples, default=0),
+    )
+    if warning:
+        logger.warning(warning)
 
 
 def longest_example(dataset: Dataset) -> int:
-    """Return a number of tokens that no example exceeds; a manifest knows the longest
-    sequence.
+    """Return a number of tokens that no example exceeds.
+
+    The manifest records the longest sequence only.
     """
     statistics = dataset.manifest.statistics
-    if dataset.manifest.kind == "scored":  # any number of answers
-        return statistics.longest_sequence * statistics.most_segments
-    return statistics.longest_sequence * (
-        2 if dataset.manifest.kind == "preference" else 1
-    )
+    match dataset.manifest.kind:
+        case "scored":  # any number of responses
+            return statistics.longest_sequence * statistics.most_segments
+        case "preference":
+            return statistics.longest_sequence * 2
+        case _:
+            return statistics.longest_sequence
 
 
 def check_fits(tokens: Int64, indices: Int64, budget: int) -> None:
-    """Refuses packs longer than `budget`: tokens and place in the global order, int64
-    `[n]`.
+    """Raise ConfigError if a pack is longer than a batch may be.
+
+    Args:
+        tokens: int64 `[n]`, tokens of each pack.
+        indices: int64 `[n]`, index of each pack in the global order.
+        budget: `tokens_per_batch`.
     """
-    if len(tokens) and tokens.max() > budget:
-        which = int(tokens.argmax())
-        raise ConfigError(
-            f"batches: every pack must fit tokens_per_batch={budget}; found "
-            f"{tokens[which]} "
-            f"tokens in pack {indices[which]} of the epoch's order. Raise "
-            "tokens_per_batch."
-        )
+    if not len(tokens) or tokens.max() <= budget:
+        return
+    longest = int(tokens.argmax())
+    raise ConfigError(
+        f"batches: every pack must fit tokens_per_batch={budget}; found "
+        f"{tokens[longest]} tokens in pack {indices[longest]} of the epoch's order. "
+        "Raise tokens_per_batch."
+    )
