@@ -63,10 +63,11 @@ class Iteration:
 class PackedDataset(IterableDataset[Packs]):
     """Yields the packs of one rank.
 
-    Over all ranks and workers, every pack is yielded once per epoch. Pack i of the global order goes to rank ``i % world_size``. The order is a pure
-    function of the dataset, `seed`, `lanes` and the epoch, independent of the number of
-    ranks and workers. Iterating again repeats the epoch; call :meth:`set_epoch` before
-    each. Persistent workers (``persistent_workers=True``) follow it.
+    Over all ranks and workers, every pack is yielded once per epoch: pack i of the
+    global order goes to rank ``i % world_size``. The order is a pure function of the
+    dataset, `seed`, `lanes` and the epoch, independent of the number of ranks and
+    workers. Iterating again repeats the epoch; call :meth:`set_epoch` before each.
+    Persistent workers (``persistent_workers=True``) follow it.
 
     Its epoch and position are those of its own iterations, and of a torch loader around
     it. A :class:`PackedDataLoader` and a trainer have an epoch and a position of their

@@ -17,6 +17,7 @@ import itertools
 import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +51,29 @@ which costs little for such a rare source.
 """
 
 _CHUNK = 16
+"""Batches whose packs are located at once."""
+
 _PASS_SHIFT = 32
+"""Bits of an epoch number below the number of the pass over a source."""
+
 _OPEN_PASSES = 4
+"""Passes over each source whose streams are cached."""
 
 
 class MixedPacks:
-    """A :class:`PackStream` of several; every further pass over one of them has another
+    """A :class:`PackStream` of several sources, in proportion to their weights.
+
+    A source that is exhausted before the epoch ends begins another pass, in another
     order.
+
+    Args:
+        sources: the streams to mix, each of one dataset.
+        weights: weight of each source, which counts examples.
+        stopping_strategy: ``first_exhausted`` or ``all_exhausted``: when an epoch ends.
+
+    Raises:
+        ConfigError: a value is out of range, or a source is a mix or has no packs.
+        CompatibilityError: sources differ in kind, tokenizer or chat template.
     """
 
     def __init__(
@@ -71,223 +88,310 @@ class MixedPacks:
         if not sources or not all(0 < weight < float("inf") for weight in weights):
             raise ConfigError(f"a mix needs weights above 0; found {list(weights)}.")
         _check_compatible(sources)
-        self.streams, self.kind = sources, sources[0].kind
+
+        self.streams = sources
+        self.kind = sources[0].kind
         self.datasets = [stream.datasets[0] for stream in sources]
         settings = [[stream.identity for stream in sources], weights, stopping_strategy]
         self.identity: Identity = {"mix": fingerprint(settings)[:16]}
-        self._lengths = np.array([len(stream) for stream in sources])
+
         totals = [dataset.manifest.totals for dataset in self.datasets]
-        rates = np.array(weights) * [t.packs / t.examples for t in totals]
+        packs_per_example = [total.packs / total.examples for total in totals]
+        pack_weights = np.array(weights) * packs_per_example
+        self._rates = pack_weights / pack_weights.sum()
+        self._lengths = np.array([len(stream) for stream in sources])
         turns = 1 if self._lengths.min() < _SMALL else TURNS
-        self._rates = rates / rates.sum()
         self._order = MixOrder(self._rates, turns)
         self._length = self._order.length(self._lengths, stopping_strategy)
+
         self._epoch = 0
-        self._passes: dict[_Key, PackStream] = {}
+        self._streams_of_passes: dict[_Pass, PackStream] = {}
 
     def __len__(self) -> int:
         return self._length
 
     def log_proportions(self) -> None:
-        """Logs what an epoch takes of each source, and which columns only some of them
-        have.
+        """Log the packs that an epoch takes of each source.
+
+        Warn about columns that only some sources have.
         """
         for dataset, rate in zip(self.datasets, self._rates, strict=True):
-            text = "an epoch of the mix takes about %.0f packs from the %d of %s"
-            log.info(text, rate * len(self), len(dataset), dataset.url)
+            log.info(
+                "an epoch of the mix takes about %.0f packs from the %d of %s",
+                rate * len(self),
+                len(dataset),
+                dataset.url,
+            )
         columns = [
             stream.columns for stream in self.streams if isinstance(stream, StoredPacks)
         ]
-        every: set[str] = set().union(*columns)
-        if some := every - every.intersection(*columns):
-            text = (
-                "columns that not all sources of the mix have are left out where "
-                "these meet: %s"
+        all_columns: set[str] = set().union(*columns)
+        partial_columns = all_columns - all_columns.intersection(*columns)
+        if partial_columns:
+            log.warning(
+                "columns that not all sources of the mix have are left out where these "
+                "meet: %s",
+                ", ".join(sorted(partial_columns)),
             )
-            log.warning(text, ", ".join(sorted(some)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Switches to the order of `epoch`."""
+        """Switch to the order of `epoch`."""
         if epoch != self._epoch:
-            self._epoch, self._passes = epoch, {}
-
-    def _locate(self, indices: Int64) -> tuple[Int64, Int64, Int64]:
-        """Returns of each pack its source, completed passes over that, and position in
-        the pass.
-        """
-        sources, numbers = self._order.locate(indices)
-        return sources, *np.divmod(numbers, self._lengths[sources])
+            self._epoch = epoch
+            self._streams_of_passes = {}
 
     def sources(self, indices: Int64) -> Int64:
-        """Returns the index of each pack's source, int64 `[n]`."""
-        return self._locate(indices)[0]
+        """Return the index of each pack's source, int64 `[n]`."""
+        sources, _ = self._order.locate(indices)
+        return sources
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Returns the sizes of the packs at positions `indices`; see
-        :class:`PackStream`.
-        """
-        parts = next(self._split(iter([indices])))
-        sizes = [self._pass(*key).sizes(np.array(at)) for key, (_, at) in parts.items()]
-        order = np.argsort(np.concatenate([rows for rows, _ in parts.values()]))
-        return PackSizes.concat(sizes).take(order)
+        """Return the sizes of the packs at `indices`; see :class:`PackStream`."""
+        parts = next(self._split([indices]))
+        sizes = []
+        rows: list[int] = []
+        for pass_, part in parts.items():
+            sizes.append(self._stream_of(pass_).sizes(np.array(part.positions)))
+            rows += part.rows
+        return PackSizes.concat(sizes).take(np.argsort(rows))
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields the packs at each array of positions; every source has its own
-        read-ahead.
+        """Yield the packs of each array of indices; see :class:`PackStream`.
+
+        Each pass over a source has its own read-ahead.
         """
-        split, ahead = self._split(iter(batches)), deque[_Parts]()
-        current = 0  # the batch that is put together, the first of `ahead`
+        upcoming = _UpcomingParts(self._split(batches))
+        readers: dict[_Pass, Iterator[list[Packs]]] = {}
+        while True:
+            parts = upcoming.current()
+            if parts is None:
+                return
+            packs_by_row: dict[int, Packs] = {}
+            for pass_, part in parts.items():
+                packs = self._read_pass(pass_, upcoming, readers)
+                packs_by_row.update(zip(part.rows, packs, strict=True))
+            upcoming.advance()
+            yield [packs_by_row[row] for row in range(len(packs_by_row))]
 
-        def batch(number: int) -> _Parts | None:
-            while number - current >= len(ahead):
-                if (parts := next(split, None)) is None:
-                    return None
-                ahead.append(parts)
-            return ahead[number - current]
+    def _read_pass(
+        self,
+        pass_: _Pass,
+        upcoming: _UpcomingParts,
+        readers: dict[_Pass, Iterator[list[Packs]]],
+    ) -> list[Packs]:
+        """Return the packs of the current batch that come from a pass.
 
-        def positions(key: _Key, number: int) -> Iterator[Int64]:
-            """Yields positions of `key` in the batches from `number` on, while they are
-            near.
-            """
-            while number - current < _LOOK_AHEAD:
-                number = max(number, current)
-                if (parts := batch(number)) is None:
-                    return
-                if key in parts:
-                    yield np.array(parts[key][1])
-                number += 1
+        `readers` holds the open passes; others are opened and closed as needed.
+        """
+        if pass_ in readers:
+            packs = next(readers[pass_], None)
+            if packs is not None:
+                return packs
 
-        reading: dict[_Key, Iterator[list[Packs]]] = {}
-        while (parts := batch(current)) is not None:
-            out: dict[int, Packs] = {}
-            for key, (rows, _) in parts.items():
-                packs = next(reading.get(key, iter(())), None)
-                if packs is None:
-                    for old in [
-                        k for k in reading if k[0] == key[0] and k[1] < key[1] - 1
-                    ]:
-                        del reading[old]
-                    reading[key] = self._pass(*key).read(positions(key, current))
-                    packs = next(reading[key])
-                out |= zip(rows, packs, strict=True)
-            ahead.popleft()
-            current += 1
-            yield [out[row] for row in range(len(out))]
+        # These are the first packs of the pass, or were too far ahead for its reader.
+        # The previous pass stays open, as the two overlap.
+        outdated = [
+            reading
+            for reading in readers
+            if reading.source == pass_.source and reading.number < pass_.number - 1
+        ]
+        for reading in outdated:
+            del readers[reading]
+        readers[pass_] = self._stream_of(pass_).read(upcoming.positions(pass_))
+        return next(readers[pass_])
 
-    def _split(self, batches: Iterator[Int64]) -> Iterator[_Parts]:
-        """Yields for each batch the packs of each pass."""
-        while chunk := list(itertools.islice(batches, _CHUNK)):
-            packs = zip(
-                *(x.tolist() for x in self._locate(np.concatenate(chunk))), strict=True
+    def _split(self, batches: Iterable[Int64]) -> Iterator[_Parts]:
+        """Divide the packs of each batch by the passes that they come from."""
+        batches = iter(batches)
+        while True:
+            chunk = list(itertools.islice(batches, _CHUNK))
+            if not chunk:
+                return
+            sources, numbers = self._order.locate(np.concatenate(chunk))
+            passes, positions = np.divmod(numbers, self._lengths[sources])
+            places = zip(
+                sources.tolist(), passes.tolist(), positions.tolist(), strict=True
             )
             for batch in chunk:
                 parts: _Parts = {}
-                for row, (*key, position) in enumerate(
-                    itertools.islice(packs, len(batch))
-                ):
-                    rows, positions = parts.setdefault(tuple(key), ([], []))
-                    rows.append(row)
-                    positions.append(position)
+                of_batch = itertools.islice(places, len(batch))
+                for row, (source, number, position) in enumerate(of_batch):
+                    part = parts.setdefault(_Pass(source, number), _Part([], []))
+                    part.rows.append(row)
+                    part.positions.append(position)
                 yield parts
 
-    def _pass(self, source: int, number: int) -> PackStream:
-        """Returns the source in the order of its pass `number` in this epoch."""
-        key = source, number
-        if key not in self._passes:
-            if len(self._passes) >= _OPEN_PASSES * len(self.streams):
-                del self._passes[next(iter(self._passes))]
-            self._passes[key] = copy.copy(self.streams[source])
-            self._passes[key].set_epoch(self._epoch + (number << _PASS_SHIFT))
-        return self._passes[key]
+    def _stream_of(self, pass_: _Pass) -> PackStream:
+        """Return the source of a pass, in the order of that pass in this epoch."""
+        streams = self._streams_of_passes
+        if pass_ not in streams:
+            if len(streams) >= _OPEN_PASSES * len(self.streams):
+                oldest = next(iter(streams))
+                del streams[oldest]
+            streams[pass_] = copy.copy(self.streams[pass_.source])
+            streams[pass_].set_epoch(self._epoch + (pass_.number << _PASS_SHIFT))
+        return streams[pass_]
 
 
-_Key = tuple[int, int]
-"""A source, and the number of completed passes over it."""
+class _Pass(NamedTuple):
+    """A source, and the number of completed passes over it in the epoch."""
 
-_Parts = dict[_Key, tuple[list[int], list[int]]]
-"""The rows of a batch that come from a pass, and their positions in it."""
+    source: int
+    number: int
+
+
+class _Part(NamedTuple):
+    """The packs of a batch that come from one pass: rows of the batch, and positions
+    in the pass.
+    """
+
+    rows: list[int]
+    positions: list[int]
+
+
+_Parts = dict[_Pass, _Part]
+
+
+class _UpcomingParts:
+    """The parts of the batch that is read next, and of batches after it.
+
+    It must not refer to the readers of passes, which iterate over :meth:`positions`: in
+    a circle of references, their threads would outlive the iteration.
+    """
+
+    def __init__(self, parts_of_batches: Iterator[_Parts]) -> None:
+        self._source = parts_of_batches
+        self._parts: deque[_Parts] = deque()  # from the current batch on
+        self._current = 0  # index of the current batch
+
+    def current(self) -> _Parts | None:
+        """Return the parts of the current batch; None after the last."""
+        return self._get(self._current)
+
+    def advance(self) -> None:
+        """Go to the next batch."""
+        self._parts.popleft()
+        self._current += 1
+
+    def positions(self, pass_: _Pass) -> Iterator[Int64]:
+        """Yield the positions of a pass in each batch that has any.
+
+        From the current batch on, up to `_LOOK_AHEAD` batches ahead of it.
+        """
+        batch = self._current
+        while batch - self._current < _LOOK_AHEAD:
+            batch = max(batch, self._current)
+            parts = self._get(batch)
+            if parts is None:
+                return
+            if pass_ in parts:
+                yield np.array(parts[pass_].positions)
+            batch += 1
+
+    def _get(self, batch: int) -> _Parts | None:
+        while batch - self._current >= len(self._parts):
+            parts = next(self._source, None)
+            if parts is None:
+                return None
+            self._parts.append(parts)
+        return self._parts[batch - self._current]
 
 
 class MixOrder:
-    """Maps each pack of a mix to a source, and to its number among the packs of that
-    source.
+    """Maps each pack of a mix to its source, and its number among that source's packs.
 
-    `rates`, float64 `[S]`, are the shares of the sources in the packs. The `turns` are
-    interleaved, each with phases of its own, so that their rounding errors partly
-    cancel.
+    The turns are interleaved, each with phases of its own, so that their rounding
+    errors partly cancel.
+
+    Args:
+        rates: float64 `[S]`, share of each source in the packs.
+        turns: number of turns, at most 8; see :data:`TURNS`.
     """
 
     def __init__(self, rates: Float64, turns: int) -> None:
-        self._rates, self._turns = rates, turns
+        self._rates = rates
+        self._turns = turns
         reversed_bits = (0, 4, 2, 6, 1, 5, 3, 7)[:turns]
         odd = 2 * np.arange(len(rates)) + 1
-        self._phases = (
-            np.outer(reversed_bits, odd) % turns + 0.5
-        ) / turns  # [turns, S]
+        # [turns, S]
+        self._phases = (np.outer(reversed_bits, odd) % turns + 0.5) / turns
         self._blocks: dict[tuple[int, int], tuple[Int64, Int64]] = {}
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Returns source and number of the packs at `indices`, int64 `[n]` each."""
+        """Return source and number of the packs at `indices`, int64 `[n]` each."""
         items, turns = np.divmod(indices, self._turns)
         blocks, places = np.divmod(items, _BLOCK)
-        sources, numbers = np.empty_like(indices), np.empty_like(indices)
-        for turn, block in {*zip(turns.tolist(), blocks.tolist(), strict=True)}:
-            here = (turns == turn) & (blocks == block)
-            of_block, ranks = self._block(turn, block)
-            sources[here] = of_block[places[here]]
-            numbers[here] = ranks[places[here]] * self._turns + turn
+        sources = np.empty_like(indices)
+        numbers = np.empty_like(indices)
+        for turn, block in set(zip(turns.tolist(), blocks.tolist(), strict=True)):
+            is_inside = (turns == turn) & (blocks == block)
+            block_sources, block_numbers = self._block(turn, block)
+            sources[is_inside] = block_sources[places[is_inside]]
+            numbers[is_inside] = block_numbers[places[is_inside]] * self._turns + turn
         return sources, numbers
 
     def length(self, lengths: Int64, stopping_strategy: str) -> int:
-        """Counts the packs before one of a source repeats, or until each came once."""
-        repeats, ends = stopping_strategy == "all_exhausted", list[int]()
+        """Count the packs before one of a source repeats, or until each came once.
+
+        Args:
+            lengths: int64 `[S]`, packs of each source.
+            stopping_strategy: ``first_exhausted`` or ``all_exhausted``.
+        """
+        needs_all = stopping_strategy == "all_exhausted"
+        ends = []
         for turn in range(self._turns):
-            for source, packs in enumerate(lengths.tolist()):
-                number = len(range(turn, packs, self._turns)) - repeats
-                ends.append(self._place(turn, source, number) * self._turns + turn)
-        return max(ends) + 1 if repeats else min(ends)
+            for source, num_packs in enumerate(lengths.tolist()):
+                number = len(range(turn, num_packs, self._turns))
+                if needs_all:
+                    number -= 1  # the last pack of the source, not its first repetition
+                place = self._place(turn, source, number)
+                ends.append(place * self._turns + turn)
+        return max(ends) + 1 if needs_all else min(ends)
 
     def _block(self, turn: int, block: int) -> tuple[Int64, Int64]:
-        """Returns source and number of the packs of a block of a turn,
-        `[_BLOCK]` each.
+        """Return source and number of the packs of a block of a turn.
+
+        Both are `[_BLOCK]`; numbers count in the turn.
         """
-        if (turn, block) not in self._blocks:
+        key = (turn, block)
+        if key not in self._blocks:
             if len(self._blocks) >= 4 * self._turns:
-                del self._blocks[next(iter(self._blocks))]
+                oldest = next(iter(self._blocks))
+                del self._blocks[oldest]
             # Rounding moves a pack by at most one place for each source.
-            first, margin = block * _BLOCK, len(self._rates)
-            begins = self._before(turn, first - margin)
-            counts = self._before(turn, first + _BLOCK + margin) + 3 - begins
-            sources, times = self._times(turn, begins, counts)
-            order = np.argsort(times, kind="stable")[first - begins.sum() :][:_BLOCK]
-            numbers = range_indices(begins, counts)
-            self._blocks[turn, block] = sources[order], numbers[order]
-        return self._blocks[turn, block]
+            margin = len(self._rates)
+            first = block * _BLOCK
+            starts = self._count_before(turn, first - margin)
+            counts = self._count_before(turn, first + _BLOCK + margin) + 3 - starts
+            sources, times = self._times(turn, starts, counts)
+            order = np.argsort(times, kind="stable")
+            order = order[first - starts.sum() :][:_BLOCK]
+            numbers = range_indices(starts, counts)
+            self._blocks[key] = (sources[order], numbers[order])
+        return self._blocks[key]
 
     def _place(self, turn: int, source: int, number: int) -> int:
-        """Counts the packs of a turn before a pack of a source: the inverse of
-        :meth:`locate`.
-        """
+        """Count the packs of a turn before a pack: the inverse of :meth:`locate`."""
         time = (number + self._phases[turn, source]) / self._rates[source]
-        begins = self._before(turn, time)
-        sources, times = self._times(turn, begins, np.full_like(begins, 4))
-        earlier = (times < time) | ((times == time) & (sources < source))
-        return int(begins.sum() + earlier.sum())
+        starts = self._count_before(turn, time)
+        sources, times = self._times(turn, starts, np.full_like(starts, 4))
+        is_earlier = (times < time) | ((times == time) & (sources < source))
+        return int(starts.sum() + is_earlier.sum())
 
-    def _times(self, turn: int, begins: Int64, counts: Int64) -> tuple[Int64, Float64]:
-        """Returns source and time of `counts` packs of each source from `begins` on."""
-        sources = np.repeat(np.arange(len(begins)), counts)
-        numbers = range_indices(begins, counts)
-        return sources, (numbers + self._phases[turn, sources]) / self._rates[sources]
+    def _times(self, turn: int, starts: Int64, counts: Int64) -> tuple[Int64, Float64]:
+        """Return source and time of `counts` packs of each source from `starts` on."""
+        sources = np.repeat(np.arange(len(starts)), counts)
+        numbers = range_indices(starts, counts)
+        times = (numbers + self._phases[turn, sources]) / self._rates[sources]
+        return sources, times
 
-    def _before(self, turn: int, time: float) -> Int64:
-        """Counts packs of each source surely before a time: all but its last one or
-        two, `[S]`.
+    def _count_before(self, turn: int, time: float) -> Int64:
+        """Count the packs of each source before a time, `[S]`.
+
+        Without its last one or two, whose order rounding may change.
         """
-        counts: Int64 = np.floor(time * self._rates - self._phases[turn]).astype(
-            np.int64
-        )
-        return np.maximum(counts - 1, 0)
+        counts: Float64 = np.floor(time * self._rates - self._phases[turn])
+        return np.maximum(counts.astype(np.int64) - 1, 0)
 
 
 def _check_compatible(sources: Sequence[PackStream]) -> None:
@@ -296,16 +400,16 @@ def _check_compatible(sources: Sequence[PackStream]) -> None:
         raise CompatibilityError(
             f"sources of the mix must be of one kind; found {quote(kinds)}."
         )
-    for i, stream in enumerate(sources):
+    for number, stream in enumerate(sources):
         if isinstance(stream, MixedPacks) or not len(stream):
             raise ConfigError(
-                f"source {i} of the mix must be a dataset that holds packs."
+                f"source {number} of the mix must be a dataset that holds packs."
             )
     manifests = [stream.datasets[0].manifest for stream in sources]
     check_same_tokenizer(manifests)
-    recorded = [manifest.provenance.get("tokenizer") or {} for manifest in manifests]
-    hashes = {tokenizer.get("chat_template_sha256") for tokenizer in recorded}
-    if len(hashes - {None}) > 1:
+    tokenizers = [manifest.provenance.get("tokenizer") or {} for manifest in manifests]
+    templates = {tokenizer.get("chat_template_sha256") for tokenizer in tokenizers}
+    if len(templates - {None}) > 1:
         raise CompatibilityError(
             "sources of the mix must be rendered with one chat template."
         )

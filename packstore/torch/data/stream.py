@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-import fsspec.implementations.local  # noqa: F401  (taking longer than opening a dataset does)
+# Loaded with this module, as it takes longer than opening a dataset.
+import fsspec.implementations.local  # noqa: F401
 import numpy as np
 
 from packstore.config import ReadConfig
@@ -56,122 +57,29 @@ class PackStream(Protocol):
         """Number of packs of the epoch."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes this the stream of `epoch`."""
+        """Make this the stream of `epoch`."""
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Returns the sizes of the packs at `indices`, int64 `[n]`, without reading the
-        packs.
+        """Return the sizes of the packs at `indices`, int64 `[n]`.
+
+        They are known without reading the packs.
         """
 
     def sources(self, indices: Int64) -> Int64:
-        """Returns the source index of each pack at `indices`, int64 `[n]`; 0 without a
-        mix.
-        """
+        """Return the index of each pack's source in a mix, int64 `[n]`; else 0."""
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields for each array of positions its packs, each as :class:`Packs` of one
-        row.
-        """
-
-
-class SideColumns:
-    """The columns of side datasets, by example id; some have one value for each
-    sequence.
-
-    A side dataset is read whole with the first pack; each batch of packs is then one
-    lookup. For a combined dataset, several may have a column together, each for some of
-    its parts.
-    """
-
-    def __init__(
-        self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]
-    ) -> None:
-        self.sides = [s if isinstance(s, Side) else open_side(str(s)) for s in sides]
-        manifest = dataset.manifest
-        self._spans = [
-            covered_spans(side.manifest, manifest, side.url) for side in self.sides
-        ]
-        self.columns: dict[str, list[int]] = {}  # name -> the sides that have it
-        for number, side in enumerate(self.sides):
-            for name in side.manifest.known_columns:
-                self.columns.setdefault(name, []).append(number)
-        for name, numbers in self.columns.items():
-            types = {self.sides[n].manifest.known_columns[name] for n in numbers}
-            if name in manifest.carried or len(types) > 1:
-                raise ConfigError(
-                    f"two columns of the joined packs are named {quote(name)}."
-                )
-            require_covered(
-                name, [span for n in numbers for span in self._spans[n]], manifest
-            )
-        self._tables: list[SideTable] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_tables": []}
-
-    def join(self, packs: list[Packs]) -> list[Packs]:
-        """Returns the packs with the columns."""
-        if not self._tables:
-            self._tables += map(SideTable, self.sides)
-        if not packs:
-            return packs
-        ids = np.concatenate([p.example_ids for p in packs])
-        counts = np.concatenate([p.num_responses for p in packs])
-        examples = np.cumsum([len(p.example_ids) for p in packs])[:-1]
-        sequences = np.cumsum([len(p.lengths) for p in packs])[:-1]
-        found = [self._find(number, ids) for number in range(len(self.sides))]
-        for name, numbers in self.columns.items():
-            parts = [(self._tables[n], *part) for n in numbers for part in found[n]]
-            places = np.concatenate([at for _, at, _ in parts])
-            if len(places) < len(ids):
-                other = np.setdiff1d(np.arange(len(ids)), places)
-                rule = f"side data {quote(name)} must have every example"
-                raise CompatibilityError(
-                    f"{rule}; found no part with example {ids[other[0]]}."
-                )
-            order = np.argsort(places)
-            if self.sides[numbers[0]].manifest.known_columns[name] == PER_SEQUENCE:
-                each = [
-                    t.sequence_values(name, rows, counts[at]) for t, at, rows in parts
-                ]
-                values = np.concatenate(each)[
-                    ragged_indices(to_offsets(counts[places]), order)
-                ]
-                pairs = zip(packs, np.split(values, sequences), strict=True)
-                packs = [
-                    replace(p, ref_logps=x)
-                    if name == REF_LOGPS
-                    else replace(p, sequence_columns={**p.sequence_columns, name: x})
-                    for p, x in pairs
-                ]
-            else:
-                values = np.concatenate([t.column(name, rows) for t, _, rows in parts])[
-                    order
-                ]
-                pairs = zip(packs, np.split(values, examples), strict=True)
-                packs = [replace(p, columns={**p.columns, name: x}) for p, x in pairs]
-        return packs
-
-    def _find(self, number: int, ids: Int64) -> list[tuple[Int64, Int64]]:
-        """Returns, of each span of a side, the places of its examples in `ids`, and
-        their rows.
-        """
-        places = [
-            np.flatnonzero((ids >= s.first) & (ids <= s.last))
-            for s in self._spans[number]
-        ]
-        pairs = zip(places, self._spans[number], strict=True)
-        return [
-            (at, self._tables[number].find(ids[at] - span.first)) for at, span in pairs
-        ]
+        """Yield, for each array of indices, its packs, each as one row of packs."""
 
 
 class StoredPacks:
-    """The packs of a dataset as they are stored; threads read ahead. Pickles its
-    arguments only.
+    """The packs of a dataset as they are stored; threads read ahead.
 
-    `quarantined` holds the row groups that this process skipped, with other packs in
-    their place.
+    A pickle holds the arguments, and nothing that was read.
+
+    Attributes:
+        quarantined: row groups that this process skipped, with other packs in their
+            place.
     """
 
     def __init__(
@@ -184,16 +92,20 @@ class StoredPacks:
         side: SideColumns | None = None,
     ) -> None:
         choice("shuffle", shuffle, (True, False, "stratified"))
+        self.seed = seed
+        self.shuffle = shuffle
+        self.lanes = lanes
         self.reading = reading or ReadConfig()
+        self.side = side
         self.dataset = dataset.cached(self.reading)
-        self.kind, self.datasets = dataset.manifest.kind, [self.dataset]
+        self.datasets = [self.dataset]
+        self.kind = dataset.manifest.kind
         self.identity: Identity = {
             "dataset": dataset.manifest.fingerprint,
             "seed": seed,
             "shuffle": shuffle,
             "lanes": lanes,
         }
-        self.seed, self.shuffle, self.lanes, self.side = seed, shuffle, lanes, side
         self.quarantined: set[int] = set()
         self._epoch = 0
         self._cached_order: PackOrder | None = None
@@ -205,49 +117,201 @@ class StoredPacks:
         return self.dataset.manifest.num_packs
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes this the stream of `epoch`."""
+        """Make this the stream of `epoch`."""
         if epoch != self._epoch:
-            self._epoch, self._cached_order = epoch, None
+            self._epoch = epoch
+            self._cached_order = None
 
     @property
     def columns(self) -> set[str]:
-        """Names of the columns that packs carry, and of those that are joined
-        to them.
-        """
-        return {
-            *self.dataset.manifest.carried,
-            *([] if self.side is None else self.side.columns),
-        }
+        """Names of the carried columns, and of the joined side data."""
+        names = set(self.dataset.manifest.carried)
+        if self.side is not None:
+            names.update(self.side.columns)
+        return names
 
     @property
     def _order(self) -> PackOrder:
-        """The order of the epoch, made on first access."""
+        """The order of the epoch, computed on first access."""
         if self._cached_order is None:
+            strata = None
+            if self.shuffle == "stratified":
+                strata = self.dataset.pack_index.examples
             self._cached_order = PackOrder(
                 self.dataset.group_rows,
                 seed=self.seed,
                 epoch=self._epoch,
                 lanes=self.lanes,
                 shuffle=bool(self.shuffle),
-                strata=self.dataset.pack_index.examples
-                if self.shuffle == "stratified"
-                else None,
+                strata=strata,
             )
         return self._cached_order
 
     def sources(self, indices: Int64) -> Int64:
-        """Returns 0 for each pack: there is one source."""
+        """Return 0 for each pack: there is one source."""
         return np.zeros_like(indices)
 
     def sizes(self, indices: Int64) -> PackSizes:
-        """Returns the sizes of the packs at positions `indices`; see
-        :class:`PackStream`.
-        """
+        """Return the sizes of the packs at `indices`; see :class:`PackStream`."""
         groups, rows = self._order.locate(indices)
         return self.dataset.sizes(self.dataset.group_offsets[groups] + rows)
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yields the packs at each array of positions; see :class:`PackStream`."""
-        order, skipped = self._order, self.quarantined
-        packs = iter(ReadAhead(self.dataset, order, batches, self.reading, skipped))
-        return packs if self.side is None else map(self.side.join, packs)
+        """Yield the packs of each array of indices; see :class:`PackStream`."""
+        reader = ReadAhead(
+            self.dataset, self._order, batches, self.reading, self.quarantined
+        )
+        if self.side is None:
+            return iter(reader)
+        return self.side.join_all(reader)
+
+
+class _Match(NamedTuple):
+    """The examples of a batch that are in one span of a side dataset.
+
+    Attributes:
+        table: the values of the side dataset.
+        places: int64 `[n]`, index of each example in the batch.
+        rows: int64 `[n]`, row of each example in the table.
+    """
+
+    table: SideTable
+    places: Int64
+    rows: Int64
+
+
+class SideColumns:
+    """The columns of side datasets, joined to packs by example id.
+
+    The side datasets are read as a whole with the first packs; each batch of packs is
+    then one lookup. For a combined dataset, several side datasets may share a column,
+    each for some of its parts.
+
+    Attributes:
+        columns: name -> indices of the side datasets that have the column.
+
+    Raises:
+        ConfigError: a column has the name of another one.
+        CompatibilityError: a side dataset does not belong to the dataset, or the side
+            datasets of a column do not cover it.
+    """
+
+    def __init__(
+        self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]
+    ) -> None:
+        manifest = dataset.manifest
+        self._sides = [
+            side if isinstance(side, Side) else open_side(str(side)) for side in sides
+        ]
+        self._spans = [
+            covered_spans(side.manifest, manifest, side.url) for side in self._sides
+        ]
+        self._tables: list[SideTable] = []
+
+        self.columns: dict[str, list[int]] = {}
+        for number, side in enumerate(self._sides):
+            for name in side.manifest.known_columns:
+                self.columns.setdefault(name, []).append(number)
+
+        for name, numbers in self.columns.items():
+            types = {
+                self._sides[number].manifest.known_columns[name] for number in numbers
+            }
+            if name in manifest.carried or len(types) > 1:
+                raise ConfigError(
+                    f"two columns of the joined packs are named {quote(name)}."
+                )
+            spans = [span for number in numbers for span in self._spans[number]]
+            require_covered(name, spans, manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": []}
+
+    def join_all(self, batches: Iterable[list[Packs]]) -> Iterator[list[Packs]]:
+        """Yield the packs of each batch with the columns."""
+        for packs in batches:
+            yield self._join(packs)
+
+    def _join(self, packs: list[Packs]) -> list[Packs]:
+        if not self._tables:
+            self._tables = [SideTable(side) for side in self._sides]
+        if not packs:
+            return packs
+
+        example_ids = np.concatenate([pack.example_ids for pack in packs])
+        matches = [
+            self._match(number, example_ids) for number in range(len(self._sides))
+        ]
+        for name, numbers in self.columns.items():
+            of_column = [match for number in numbers for match in matches[number]]
+            _check_complete(name, example_ids, of_column)
+            if self._sides[numbers[0]].manifest.known_columns[name] == PER_SEQUENCE:
+                packs = _join_sequence_column(packs, name, of_column)
+            else:
+                packs = _join_example_column(packs, name, of_column)
+        return packs
+
+    def _match(self, number: int, example_ids: Int64) -> list[_Match]:
+        """Look up the examples that each span of a side dataset holds."""
+        table = self._tables[number]
+        matches = []
+        for span in self._spans[number]:
+            is_inside = (example_ids >= span.first) & (example_ids <= span.last)
+            places = np.flatnonzero(is_inside)
+            rows = table.find(example_ids[places] - span.first)
+            matches.append(_Match(table, places, rows))
+        return matches
+
+
+def _check_complete(name: str, example_ids: Int64, matches: Sequence[_Match]) -> None:
+    places = np.concatenate([match.places for match in matches])
+    if len(places) < len(example_ids):
+        unmatched = np.setdiff1d(np.arange(len(example_ids)), places)
+        raise CompatibilityError(
+            f"side data {quote(name)} must have every example; found no part with "
+            f"example {example_ids[unmatched[0]]}."
+        )
+
+
+def _join_example_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of one value for each example."""
+    places = np.concatenate([match.places for match in matches])
+    values = np.concatenate([match.table.column(name, match.rows) for match in matches])
+    values = values[np.argsort(places)]
+
+    ends = np.cumsum([len(pack.example_ids) for pack in packs])
+    parts = np.split(values, ends[:-1])
+    return [
+        replace(pack, columns={**pack.columns, name: part})
+        for pack, part in zip(packs, parts, strict=True)
+    ]
+
+
+def _join_sequence_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of one value for each sequence."""
+    places = np.concatenate([match.places for match in matches])
+    counts = np.concatenate([pack.num_responses for pack in packs])
+    values = np.concatenate(
+        [
+            match.table.sequence_values(name, match.rows, counts[match.places])
+            for match in matches
+        ]
+    )
+    values = values[ragged_indices(to_offsets(counts[places]), np.argsort(places))]
+
+    ends = np.cumsum([len(pack.lengths) for pack in packs])
+    parts = np.split(values, ends[:-1])
+    return [
+        _with_sequence_column(pack, name, part)
+        for pack, part in zip(packs, parts, strict=True)
+    ]
+
+
+def _with_sequence_column(pack: Packs, name: str, values: Any) -> Packs:
+    if name == REF_LOGPS:
+        return replace(pack, ref_logps=values)
+    return replace(pack, sequence_columns={**pack.sequence_columns, name: values})
