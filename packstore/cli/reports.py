@@ -21,22 +21,17 @@ from packstore.config import (
 
 if TYPE_CHECKING:
     from packstore.etl.reports.place import Finding
-    from packstore.etl.reports.projection import Choice, Report
+    from packstore.etl.reports.projection import Report
 
 NOTE = (
-    "padded: fill once sequences are padded (pad_to_multiple); saved: tokens that the "
-    "layout "
-    "leaves out; per pack, per step: examples; too long: examples that do not fit; "
-    "steps: "
-    "optimizer steps of an epoch."
+    "fill: tokens in percent of the packs' capacity; steps: optimizer steps of an "
+    "epoch, on one rank; dropped: records that are dropped, mostly as too long."
 )
 TRIED = {
-    "--pack-sizes --pack-size N,N,…": "2048 to 32768",
-    "--layouts --layout NAME,NAME,…": "concat,shared_prefix",
-    "--strategies --strategy NAME,NAME,…": "pool",
-    "--sample N": "most records to look at, from all over (20000)",
-    "--records N": "records in all, if SOURCE is a part of them",
-    "--world-size --ranks N": "ranks that share a step (1)",
+    "--pack-sizes --pack-size N,N,…": "pack sizes to try (2048 to 32768)",
+    "--layouts --layout NAME,NAME,…": "layouts to try (concat,shared_prefix)",
+    "--sample N": "maximum records to read, from all of the input (20000)",
+    "--records N": "number of all records, if SOURCE is a part of them",
 }
 """Argument of :func:`packstore.estimate` that is no setting -> its help, with the
 default.
@@ -45,7 +40,7 @@ default.
 STEPS = ("packs_per_batch", "gradient_accumulation_steps", "examples_per_step")
 
 DIAGNOSIS = ("kind", "records", "findings", "forms")
-ESTIMATE_OF = ("kind", "sample", "scale", "recommended", "choices")
+ESTIMATE_OF = ("kind", "sample", "scale", "choices")
 """Parts of a report that are printed as JSON, of a dry run and of an estimate."""
 
 _STYLES = {"ok": None, "remark": "yellow", "problem": "red"}
@@ -91,14 +86,13 @@ def _configure_estimate(parser: argparse.ArgumentParser) -> None:
     )
     common.add_flags(tried, TRIED)
     common.add_settings(parser, "steps", BatchConfig, STEPS)
-    common.add_settings(parser, "planning", PlanConfig, ("seed",))
+    common.add_settings(parser, "planning", PlanConfig, ("strategy", "seed"))
     _add_settings(parser)
 
 
 @command(
     _configure_estimate,
-    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --ranks 8 --examples-per-step "
-    "64\n",
+    "  packstore estimate prefs.jsonl --tokenizer Qwen3/ --examples-per-step 64\n",
 )
 def _estimate(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import estimate
@@ -116,20 +110,23 @@ def _estimate(args: argparse.Namespace) -> int:
 
 
 def print_estimate(report: Report) -> None:
-    """Prints the choices as a table, with a recommendation if there are several."""
+    """Print the choices as a table."""
     console = common.stdout_console()
     console.print(_summary(report))
-    columns = [
-        Column(c, justify="right", no_wrap=True) for c in _cells(report.choices[0])
-    ]
+    names = ("pack size", "layout", "fill", "packs", "steps", "dropped")
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for choice in report.choices:
-        style = "bold green" if choice is report.recommended else None
-        table.add_row(*_cells(choice).values(), style=style)
+        table.add_row(
+            common.number(choice.pack_size),
+            choice.layout,
+            f"{choice.fill_rate:.2%}",
+            common.number(choice.packs),
+            common.number(choice.steps),
+            common.number(choice.dropped),
+        )
     console.print(table)
     console.print(NOTE)
-    if len(report.choices) > 1:
-        console.print(_advice(report))
 
 
 def _summary(report: Report) -> str:
@@ -153,54 +150,14 @@ def _summary(report: Report) -> str:
         text += f"; counts scaled by {report.scale:.4g}"
     if sample.total is None:
         return f"{text}; what follows them is not known, as the input has no length"
-    packs = max((c.packs_error or 0) / max(c.packs, 1) for c in report.choices)
-    overlong = max(c.overlong_error or 0 for c in report.choices)
-    if packs or overlong:
+    packs_error = max((c.packs_error or 0) / max(c.packs, 1) for c in report.choices)
+    dropped_error = max(c.dropped_error or 0 for c in report.choices)
+    if packs_error or dropped_error:
         text += (
-            f": packs within {packs:.1%}, too long within {overlong:,} "
+            f": packs within {packs_error:.1%}, dropped within {dropped_error:,} "
             "(two standard errors, by the differences of neighbouring places)"
         )
     return text
-
-
-def _advice(report: Report) -> str:
-    from packstore.etl.reports.projection import ENOUGH_FILL
-
-    best = report.best
-    choice = (
-        f"pack size {best.pack_size}, layout {best.layout}, strategy {best.strategy}"
-    )
-    if report.recommended is None:
-        return (
-            "no pack size that was tried fills to 99 % and keeps 99.9 % of the records "
-            "that can be "
-            f"kept; the fullest is {choice}: {best.fill_rate:.2%}. Try larger ones."
-        )
-    fills = "fills to 99 %"
-    if best.fill_rate < ENOUGH_FILL:
-        fills += f" in all packs but the emptiest ({best.fill_rate:.2%} in all)"
-    return (
-        f"recommended: {choice}: the smallest pack size that {fills} and keeps 99.9 % "
-        "of "
-        "the records that any of them keeps."
-    )
-
-
-def _cells(choice: Choice) -> dict[str, str]:
-    """Returns the row of a choice, by column."""
-    return {
-        "pack size": common.number(choice.pack_size),
-        "layout": choice.layout,
-        "strategy": choice.strategy,
-        "fill": f"{choice.fill_rate:.2%}",
-        "padded": f"{choice.aligned_fill_rate:.2%}",
-        "saved": f"{choice.tokens_saved:.1%}",
-        "packs": common.number(choice.packs),
-        "per pack": f"{choice.examples_per_pack:.1f}",
-        "too long": common.number(choice.overlong),
-        "steps": common.number(choice.steps),
-        "per step": f"{choice.examples_per_step:.1f}",
-    }
 
 
 def print_findings(findings: Iterable[Finding], records: int = 0) -> int:

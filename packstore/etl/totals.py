@@ -49,8 +49,8 @@ PROBLEMS = {
     "renders it as a "
     "chat, as_chat=False (--no-as-chat) says that it is right",
 }
-"""Findings that harm training: `pack` and `append` log them as warnings, for
-`packstore.doctor` they are problems.
+"""Findings that harm training: `pack` and `append` log them as warnings, and lint
+reports them as problems.
 """
 
 log = logging.getLogger("packstore")
@@ -315,7 +315,7 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> 
     where = f" (first: {first.where}: {first.detail})" if first else ""
     rule, remedy = (
         "at least one record must remain",
-        "Run `packstore pack --dry-run`, which lists them",
+        "List the dropped records in a file (rejects, --rejects FILE)",
     )
     if counted["overlong"] == max(counted.values(), default=0):
         remedy = (
@@ -336,6 +336,17 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> 
     if others := tally.dropped - counted:
         found += f", beside {_listed(others)}, which do not count"
     raise DropRateError(sentence("input", rule, found, remedy))
+
+
+def describe_drops(tally: Tally) -> str:
+    """Return the number of dropped records, the reasons, and the first place."""
+    text = f"{tally.dropped.total():,} of {tally.read:,} dropped"
+    if tally.dropped:
+        text += f": {_listed(tally.dropped)}"
+    for sample in tally.samples:
+        if sample.reason in tally.dropped:
+            return f"{text} (first: {sample.where}: {sample.detail})"
+    return text
 
 
 def _listed(dropped: Counter[str]) -> str:

@@ -352,7 +352,7 @@ def test_a_dry_run_looks_at_the_records_of_the_job(
         records.items()
         >= {"empty_prompt": 1, "overlong": 1, "missing_field": 1}.items()
     )
-    assert (found["estimate"]["examples"], found["estimate"]["overlong"]) == (21, 1)
+    assert (found["estimate"]["examples"], found["estimate"]["dropped"]) == (21, 2)
     assert "the job stops at the first missing_field" in found["findings"][-1]["text"]
     write_jsonl(folder / "ids.jsonl", [{"prompt": [1], "chosen": [2], "rejected": [3]}])
     assert main(["pack", "ids.jsonl", "out", "--dry-run"]) == 0

@@ -59,7 +59,7 @@ TABLE = [
     (
         "pack {0}/pairs.jsonl {0}/new --tokenizer {0}/t.json --dry-run",
         0,
-        ["{0}/pairs.jsonl, line 21: resp", "  padded  saved  packs ", "ok      write "],
+        ["{0}/pairs.jsonl, line 21: resp", "  packs  steps  dropped", "ok      write "],
     ),
     ("pack {0}/packed {0}/again --overwrite", 0, ["preference dataset {0}/again\n"]),
     (
@@ -79,7 +79,11 @@ TABLE = [
         1,
         ["must be the tokenizer that"],
     ),
-    ("estimate {0}/pairs.jsonl --tokenizer {0}/t.json", 0, ["  padded  saved  packs "]),
+    (
+        "estimate {0}/pairs.jsonl --tokenizer {0}/t.json",
+        0,
+        ["  packs  steps  dropped"],
+    ),
     ("verify {0}/packed", 0, ["ok: 1 shards, 1 packs, 20 examples"]),
     ("clean {0}/packed", 0, ["nothing to remove"]),
 ]

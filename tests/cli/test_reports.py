@@ -53,15 +53,19 @@ def test_the_figures_of_an_estimate_are_those_of_packing(
     result = figures(capsys, *command)
     assert len(result["choices"]) == 4
     for i, choice in enumerate(result["choices"]):
-        chosen = {name: choice[name] for name in ("pack_size", "layout", "strategy")}
-        packed = packstore.pack(source, tmp_path / str(i), **chosen)
+        settings = {name: choice[name] for name in ("pack_size", "layout")}
+        packed = packstore.pack(source, tmp_path / str(i), **settings)
         assert (choice["packs"], choice["examples"]) == (
             len(packed),
             packed.manifest.pairs,
         )
+        assert choice["dropped"] == packed.manifest.records.dropped.get("overlong", 0)
         assert choice["fill_rate"] == pytest.approx(packed.manifest.fill_rate)
+        assert choice["steps"] == len(packed)
     assert main([*map(str, command)]) == 0
-    assert "recommended: pack size" in capsys.readouterr().out
+    table = capsys.readouterr().out
+    for choice in result["choices"]:
+        assert f"{choice['fill_rate']:.2%}" in table
 
 
 @pytest.mark.parametrize(

@@ -78,24 +78,24 @@ def test_a_small_input_is_read_in_full_and_is_exact(
         ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how
     )
     overlong = packed.manifest.records.dropped["overlong"]
-    assert (choice.packs, choice.overlong) == (len(packed), overlong)
-    assert (choice.packs_error, choice.overlong_error) == (0, 0)
+    assert (choice.packs, choice.dropped) == (len(packed), overlong)
+    assert (choice.packs_error, choice.dropped_error) == (0, 0)
 
 
 def test_input_in_order_of_length_is_estimated_within_the_stated_error(
     truth: Any, ordered: Path
 ) -> None:
     (true,) = truth.choices
-    packs, overlong = 0, 0
+    packs, dropped = 0, 0
     for seed in range(10):
         found = sampled(ordered, seed=seed)
         (choice,) = found.choices
         assert 300 < found.tally.read <= 900
         assert found.sample.total == len(LENGTHS)
         packs += abs(choice.packs - true.packs) <= choice.packs_error < 0.2 * true.packs
-        overlong += abs(choice.overlong - true.overlong) <= choice.overlong_error
+        dropped += abs(choice.dropped - true.dropped) <= choice.dropped_error
     assert packs >= 9
-    assert overlong >= 9
+    assert dropped >= 9
 
 
 def test_lists_and_tables_are_sampled_and_generators_are_not(truth: Any) -> None:
@@ -125,43 +125,34 @@ def test_a_dataset_is_sampled(ordered: Path, tmp_path: Path) -> None:
     assert abs(a.packs - b.packs) <= b.packs_error < 0.2 * a.packs
 
 
-def test_pack_size_layout_and_strategy_are_respected(
+def test_pack_size_and_layout_are_respected(
     ordered: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    asked = [
-        "--pack-size",
-        "1024",
-        "--layout",
-        "concat",
-        "--strategy",
-        "pool",
-        "--json",
-    ]
-    assert main(["estimate", str(ordered), *asked]) == 0
+    flags = ["--pack-size", "1024", "--layout", "concat", "--strategy", "none"]
+    assert main(["estimate", str(ordered), *flags, "--json"]) == 0
     (choice,) = json.loads(capsys.readouterr().out)["choices"]
-    assert (choice["pack_size"], choice["layout"], choice["strategy"]) == (
-        1024,
-        "concat",
-        "pool",
-    )
-    settings = {"pack_size": 1024, "layout": "concat", "strategy": "pool"}
-    (alike,) = estimate(ordered, None, **settings).choices
-    assert alike.packs == choice["packs"]
+    assert (choice["pack_size"], choice["layout"]) == (1024, "concat")
+    settings = {"pack_size": 1024, "layout": "concat", "strategy": "none"}
+    (same_choice,) = estimate(ordered, None, **settings).choices
+    assert same_choice.packs == choice["packs"] == choice["examples"]
     with pytest.raises(ConfigError, match="pack_size"):
         estimate(ordered, pack_sizes=(512,), pack_size=1024)
     with pytest.raises(ConfigError, match="dedup"):
         estimate(ordered, None, dedup="pair")
+    with pytest.raises(ConfigError, match="strategy"):
+        estimate(ordered, None, strategy="fullest")
 
 
 def test_a_single_block_that_was_read_whole_has_no_error(tmp_path: Path) -> None:
     found = sampled(write(tmp_path / "few.jsonl", [10] * 5 + [LONG]))
     assert found.sample.is_complete
     for choice in found.choices:
-        assert (choice.packs_error, choice.overlong_error) == (0, 0)
+        assert (choice.packs_error, choice.dropped_error) == (0, 0)
 
 
-def test_the_emptiest_of_two_packs_is_left_out(tmp_path: Path) -> None:
-    """A pair of 130 has 390 tokens of 400."""
-    (choice,) = sampled(write(tmp_path / "two.jsonl", [130, 10])).choices
-    assert choice.packs == 2
-    assert choice.fill_but_emptiest == pytest.approx(390 / LONG)
+def test_records_dropped_for_any_reason_count(tmp_path: Path) -> None:
+    source = write(tmp_path / "mixed.jsonl", [10] * 5 + [LONG])
+    with source.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**record(10), "rejected": []}) + "\n")
+    (choice,) = sampled(source).choices
+    assert (choice.examples, choice.dropped) == (5, 2)

@@ -1,3 +1,1 @@
-"""Reports before a job, which write no dataset: doctor, estimate, check, and all of
-them.
-"""
+"""Reports before a job, which write no dataset; see ``README.md``."""

@@ -1,5 +1,6 @@
-"""Checks records for what harms training: texts in the workers, token ids as they
-return.
+"""Checks records for errors that harm training.
+
+Texts are checked in the workers, token ids in this process as examples return.
 """
 
 from __future__ import annotations
@@ -28,153 +29,181 @@ from packstore.tokenizer.refusals import Refused
 
 _REMARKS = {
     "unknown_tokens": "text that the vocabulary cannot spell",
-    "generation_prompt_always": "the chat template writes the generation prompt even "
-    "where it is "
-    "not asked for; behind the last turn it is stored, and not supervised",
-    "rendered_text": "text that begins with a control string of the chat template, or "
-    "whose "
-    "answers end with EOS: taken as rendered, with its control strings as control ids",
-    "empty_thinking": "a turn begins with an empty thinking block, which is not "
-    "supervised",
-    "tags_once": "a message stood in the tags that the chat template writes around its "
-    "role, as in "
-    "<tool_response>: they are written once",
-    "arguments_quoted": "arguments of tool calls that are JSON text, quoted by the "
-    "chat template",
+    "generation_prompt_always": (
+        "the chat template writes the generation prompt even where it is not asked "
+        "for; behind the last turn it is stored, and not supervised"
+    ),
+    "rendered_text": (
+        "text that begins with a control string of the chat template, or whose "
+        "answers end with EOS: taken as rendered, with its control strings as control "
+        "ids"
+    ),
+    "empty_thinking": (
+        "a turn begins with an empty thinking block, which is not supervised"
+    ),
+    "tags_once": (
+        "a message stood in the tags that the chat template writes around its role, "
+        "as in <tool_response>: they are written once"
+    ),
+    "arguments_quoted": (
+        "arguments of tool calls that are JSON text, quoted by the chat template"
+    ),
     "reasoning_unrendered": "the chat template leaves out the reasoning of a turn",
-    "empty_prompt": "the prompt, or every question, is empty, or only white space or a "
-    "dash",
+    "empty_prompt": (
+        "the prompt, or every question, is empty, or only white space or a dash"
+    ),
     "glued_prompt": "no white space separates the prompt from its answer",
-    "duplicate_prompts": "the prompt of an earlier record again (dedup=prompt leaves "
-    "it out)",
-    "duplicate_records": "an earlier record again, rewards apart (dedup=pair leaves it "
-    "out)",
+    "duplicate_prompts": (
+        "the prompt of an earlier record again (dedup=prompt leaves it out)"
+    ),
+    "duplicate_records": (
+        "an earlier record again, rewards apart (dedup=pair leaves it out)"
+    ),
 }
 """Findings that may be fine, and need an explanation."""
 
-_ENDS = frozenset(".,;:!?\"'’”)…")
+_SENTENCE_ENDS = frozenset(".,;:!?\"'’”)…")
 """Characters at the end of sentences, besides letters and digits. Turn markers end with
 > or ].
 """
 
 
-def linted(reader: ExampleReader) -> Iterator[Part]:
-    """Yields examples and tallies like the reader, with what was found among
-    the notes.
+def lint_parts(reader: ExampleReader) -> Iterator[Part]:
+    """Yield the examples and tallies of a reader, with findings noted in the tallies.
+
+    Raises:
+        ConfigError: the source is a packed dataset, or there is no tokenizer.
     """
     if not isinstance(reader, RecordExampleReader) or reader.tokenizer is None:
         raise ConfigError(
             "lint needs records and a tokenizer; check a dataset with verify."
         )
-    prompts, records = Seen(), Seen()
-    for examples, tally in reader.parts(
-        reader.tokenize(_TextLint(reader.tokenizer, reader.kind))
-    ):
+    prompts = Seen()
+    records = Seen()
+    lint_texts = _TextLint(reader.tokenizer, reader.kind)
+    for examples, tally in reader.parts(reader.tokenize(lint_texts)):
         if examples.num_examples:
             flags = _flag_tokens(examples, reader.tokenizer)
             assert examples.keys is not None
             flags["duplicate_prompts"] = ~prompts.add(examples.keys)
             flags["duplicate_records"] = ~records.add(pair_keys(examples))
-            for check, flagged in flags.items():
-                for i in examples.example_ids[flagged].tolist():
-                    source, ordinal = divmod(i, 1 << SOURCE_SHIFT)
+            for check, is_flagged in flags.items():
+                for example_id in examples.example_ids[is_flagged].tolist():
+                    source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
                     tally.note(check, place_of(reader.paths[source], ordinal))
         yield examples, tally
 
 
-def find(tally: Tally, kind: str, config: PackConfig) -> Iterator[Finding]:
-    """Yields what was found, problems first, the frequent first."""
-    examples = defaultdict[str, list[str]](list)
-    for s in tally.samples:
-        examples[s.reason].append(f"{s.where}: {s.detail}" if s.detail else s.where)
-    for name, written in absent_fields(tally, config):
-        yield Finding(
-            f"mapped_field_absent: {name}={written}", "problem", records=tally.read
-        )
-    noted = tally.events.most_common()
-    problems = [
-        *tally.dropped.most_common(),
-        *((c, n) for c, n in noted if c in PROBLEMS),
-    ]
-    for check, count in problems:
-        yield Finding(check, "problem", _meaning(check), count, tuple(examples[check]))
-    for check, count in noted:
-        if check not in PROBLEMS:
-            yield Finding(
-                check, "remark", _meaning(check), count, tuple(examples[check])
-            )
-    for name in sorted(tally.unused):
-        yield Finding(f"field_not_used: {name}", "remark", records=tally.unused[name])
+def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
+    """Yield a finding for each reason and event of a tally.
 
-
-def _meaning(check: str) -> str:
-    """Returns what a check finds, with the setting that decides what then happens, if
-    any.
+    Problems come first, and among these the most frequent.
     """
-    known = PROBLEMS.get(check) or _REMARKS.get(check, "")
-    if known or check not in REASONS:
-        return known
-    rule, answers = REASONS[check]
-    return f"{rule} (--on {check}={'|'.join(answers)})"
+    places = defaultdict[str, list[str]](list)
+    for sample in tally.samples:
+        place = sample.where
+        if sample.detail:
+            place += f": {sample.detail}"
+        places[sample.reason].append(place)
+
+    for name, input_name in absent_fields(tally, config):
+        check = f"mapped_field_absent: {name}={input_name}"
+        yield Finding(check, "problem", records=tally.read)
+
+    events = tally.events.most_common()
+    problems = tally.dropped.most_common()
+    problems += [(event, count) for event, count in events if event in PROBLEMS]
+    remarks = [(event, count) for event, count in events if event not in PROBLEMS]
+    for check, count in problems:
+        meaning = _meaning_of(check)
+        yield Finding(check, "problem", meaning, count, tuple(places[check]))
+    for check, count in remarks:
+        meaning = _meaning_of(check)
+        yield Finding(check, "remark", meaning, count, tuple(places[check]))
+
+    for name in sorted(tally.unused):
+        check = f"field_not_used: {name}"
+        yield Finding(check, "remark", records=tally.unused[name])
+
+
+def _meaning_of(check: str) -> str:
+    """Return an explanation of a check, and the setting that decides, if there is one.
+
+    Returns:
+        An empty text for a check that needs no explanation.
+    """
+    if check in PROBLEMS:
+        return PROBLEMS[check]
+    if check in _REMARKS:
+        return _REMARKS[check]
+    if check in REASONS:
+        rule, answers = REASONS[check]
+        return f"{rule} (--on {check}={'|'.join(answers)})"
+    return ""
 
 
 def _flag_tokens(examples: Examples, tokenizer: Tokenizer) -> dict[str, Bool]:
-    """Returns for each check bool `[E]`: True for examples with a sequence that it
-    hits.
+    """Check token ids.
+
+    Returns:
+        Check -> bool `[E]`, True for examples with a sequence that has the error.
     """
-    starts, ids, bos = (
-        examples.sequence_offsets[:-1],
-        examples.input_ids,
-        tokenizer.bos_id,
-    )
-    flags: dict[str, Bool] = {}
-    if bos is not None:
-        first = ids[starts] == bos
-        second = ids[np.minimum(starts + 1, len(ids) - 1)] == bos
-        flags["double_bos"] = first & second & (examples.lengths > 1)
+    ids = examples.input_ids
+    starts = examples.sequence_offsets[:-1]
+    sequence_flags: dict[str, Bool] = {}
+
+    if tokenizer.bos_id is not None:
+        second_positions = np.minimum(starts + 1, len(ids) - 1)
+        is_first_bos = ids[starts] == tokenizer.bos_id
+        is_second_bos = ids[second_positions] == tokenizer.bos_id
+        is_longer = examples.lengths > 1
+        sequence_flags["double_bos"] = is_first_bos & is_second_bos & is_longer
         if tokenizer.adds_bos:
-            flags["no_bos"] = ~first
+            sequence_flags["no_bos"] = ~is_first_bos
     if tokenizer.eos_id is not None:
-        flags["no_eos"] = ~_ends_with(examples, tokenizer.eos_id)
+        sequence_flags["no_eos"] = ~_ends_with(examples, tokenizer.eos_id)
     if tokenizer.unk_id is not None:
-        flags["unknown_tokens"] = np.logical_or.reduceat(
-            ids == tokenizer.unk_id, starts
-        )
+        is_unknown = ids == tokenizer.unk_id
+        sequence_flags["unknown_tokens"] = np.logical_or.reduceat(is_unknown, starts)
+
     first_sequences = examples.example_offsets[:-1]
-    return {c: np.logical_or.reduceat(hit, first_sequences) for c, hit in flags.items()}
+    return {
+        check: np.logical_or.reduceat(flags, first_sequences)
+        for check, flags in sequence_flags.items()
+    }
 
 
 def _ends_with(examples: Examples, eos: int) -> Bool:
-    """Returns True for sequences with EOS as last or second to last supervised
-    token.
+    """Return bool `[S]`: True if EOS is the last or second to last supervised token.
+
+    Many templates write a line break behind EOS.
     """
-    hit = (examples.input_ids == eos) & examples.supervised
-    position = np.arange(len(hit))
+    positions = np.arange(len(examples.input_ids))
     starts = examples.sequence_offsets[:-1]
-    last_eos = np.maximum.reduceat(np.where(hit, position, -1), starts)
-    last = np.maximum.reduceat(np.where(examples.supervised, position, -1), starts)
+    is_eos = (examples.input_ids == eos) & examples.supervised
+    last_eos = np.maximum.reduceat(np.where(is_eos, positions, -1), starts)
+    last = np.maximum.reduceat(np.where(examples.supervised, positions, -1), starts)
     return (last_eos >= starts) & (last - last_eos <= 1)
 
 
 class _TextLint:
-    """Checks the texts of a record, in a worker, for errors that its ids do not
-    show.
-    """
+    """Checks the texts of a record in a worker, for errors that its ids do not show."""
 
     def __init__(self, tokenizer: Tokenizer, kind: str) -> None:
-        self._tokenizer, self._kind = tokenizer, kind
+        self._tokenizer = tokenizer
+        self._kind = kind
 
     def __call__(self, record: Parsed) -> Iterator[tuple[str, str]]:
-        """Yields checks with a hit, each with a detail."""
-        prompt, responses = record.prompt, record.responses
+        """Yield each check that finds an error, and a detail."""
+        prompt = record.prompt
         # Ids of kind sft are all response, prompts included.
         if isinstance(prompt, np.ndarray) and self._kind != "sft" and not len(prompt):
             yield "empty_prompt", ""
-        if isinstance(prompt, str) and any(_glued(prompt, str(r)) for r in responses):
-            yield (
-                "glued_prompt",
-                f"{quote(prompt[-20:])} and {quote(str(responses[0])[:20])}",
-            )
+        if isinstance(prompt, str):
+            responses = [str(response) for response in record.responses]
+            if any(_is_glued(prompt, response) for response in responses):
+                detail = f"{quote(prompt[-20:])} and {quote(responses[0][:20])}"
+                yield "glued_prompt", detail
         if isinstance(prompt, list) and self._markers:
             yield "marker_no_token", " ".join(self._markers)
 
@@ -185,7 +214,8 @@ class _TextLint:
         if tokenizer.template is None:
             return []
         turns: list[Message] = [
-            {"role": role, "content": "a"} for role in ("user", "assistant")
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "a"},
         ]
         try:
             with limited():
@@ -193,14 +223,16 @@ class _TextLint:
         except (Refused, PackstoreError):  # the template refuses this dialogue
             return []
         markers = dict.fromkeys(re.findall(r"<[^<>\s]{1,40}>", text))
-        return [m for m in markers if tokenizer.engine.token_to_id(m) is None]
+        return [
+            marker for marker in markers if tokenizer.engine.token_to_id(marker) is None
+        ]
 
 
-def _glued(prompt: str, response: str) -> bool:
-    """Returns True if prompt and response join without a space, in a script with
-    spaces.
-    """
-    last, first = prompt[-1:], response[:1]
-    if any(unicodedata.east_asian_width(c) in "WF" for c in last + first):
-        return False
-    return (last.isalnum() or last in _ENDS) and first.isalnum()
+def _is_glued(prompt: str, response: str) -> bool:
+    """Return True if a script with spaces has none between prompt and response."""
+    last = prompt[-1:]
+    first = response[:1]
+    for character in last + first:
+        if unicodedata.east_asian_width(character) in "WF":
+            return False
+    return (last.isalnum() or last in _SENTENCE_ENDS) and first.isalnum()

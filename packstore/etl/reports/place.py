@@ -16,6 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,8 @@ from packstore.errors import (
     message_with_notes,
     sentence,
 )
-from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.commit import list_versions, require_exclusive
 from packstore.io.store.clients import PACKAGES
 from packstore.io.store.location import Location
@@ -40,23 +42,29 @@ TRIAL_BYTES = 16 << 20
 once.
 """
 
+LISTINGS = 5
+"""Listings that are timed; the median is reported."""
+
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check.
+    """The outcome of one check, of records or of a place.
 
-    Of records, a `problem` harms training or drops them, a `remark` may be fine; checks
-    without a hit are left out. Of a place, a `problem` stops a job, a `remark` was not
-    tried.
+    Attributes:
+        check: name of the check.
+        level: of records, a ``problem`` harms training or drops them, and a ``remark``
+            may be fine; checks without a hit are left out. Of a place, a ``problem``
+            stops a job, and a ``remark`` was not tried.
+        text: meaning or measurement; of a place, with the remedy of a problem.
+        records: number of records with a hit; None: the check is not of records.
+        examples: places of a few of these records.
     """
 
     check: str
     level: Literal["ok", "remark", "problem"]
-    text: str = (
-        ""  # what it means or measured; of a place, with the remedy of a problem
-    )
-    records: int | None = None  # with a hit; None: not of records
-    examples: tuple[str, ...] = ()  # places of a few of them
+    text: str = ""
+    records: int | None = None
+    examples: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -67,15 +75,14 @@ class Finding:
 def check(
     url: str, *, storage_options: Mapping[str, Any] | None = None
 ) -> list[Finding]:
-    """Tests a location as a job would use it: lists, reads, writes, commits, measures
-    speed.
+    """Test a location as a job would use it: list, read, write, commit, measure speed.
 
         >>> all(finding.ok for finding in packstore.check("s3://bucket/prefs-8k"))
         True
 
     Args:
-        url: a local folder or an fsspec URL: of a dataset, or for a new one. Files that
-            are there are not changed; those of the test are removed.
+        url: a local folder or an fsspec URL: of a dataset, or for a new one. Existing
+            files are not changed, and the files of the test are removed.
         storage_options: passed to fsspec's filesystem. They override
             :data:`packstore.config.CHECK_RETRIES`.
 
@@ -86,11 +93,11 @@ def check(
 
 
 def try_place(location: Location) -> Iterator[Finding]:
-    """Yields the findings of :func:`check`, each as soon as it is known."""
-    yield Finding("versions", "ok", _versions(location))
-    listed = _outcome("list", lambda: _list(location))
-    yield listed
-    if not listed.ok:
+    """Yield the findings of :func:`check`, each as soon as it is known."""
+    yield Finding("versions", "ok", _describe_versions(location))
+    listing = _outcome_of("list", partial(_time_listing, location))
+    yield listing
+    if not listing.ok:
         yield Finding("read", "remark", "what cannot be listed is not tried further")
         return
     yield from _try_to_read(location)
@@ -100,133 +107,161 @@ def try_place(location: Location) -> Iterator[Finding]:
         yield from _try_to_write(location)
 
 
-def _outcome(check: str, action: Callable[[], str]) -> Finding:
+def _outcome_of(check: str, action: Callable[[], str]) -> Finding:
+    """Return the text that `action` returns, or the problem that it meets."""
     try:
         return Finding(check, "ok", action())
     except PackstoreError as error:
         return Finding(check, "problem", message_with_notes(error))
 
 
-def _versions(location: Location) -> str:
-    releases = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
+def _describe_versions(location: Location) -> str:
+    """Return the versions of packstore, Python, and the libraries of the store."""
     scheme = location.url.partition("://")[0]
-    client = (
-        "huggingface_hub" if scheme == "hf" else PACKAGES.get(EXTRAS.get(scheme, ""))
-    )
-    for name in ("fsspec", "pyarrow", client):
+    packages = ["fsspec", "pyarrow"]
+    if scheme == "hf":
+        packages.append("huggingface_hub")
+    elif EXTRAS.get(scheme) in PACKAGES:
+        packages.append(PACKAGES[EXTRAS[scheme]])
+
+    releases = [f"packstore {VERSION}", f"Python {platform.python_version()}"]
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            releases += [f"{name} {importlib.metadata.version(name)}"] if name else []
+            releases.append(f"{package} {importlib.metadata.version(package)}")
     return ", ".join(releases)
 
 
-def _list(location: Location) -> str:
-    times, files = [], 0
-    for _ in range(5):
-        began = time.perf_counter()
-        files = len(location.files())
-        times.append(time.perf_counter() - began)
-    return (
-        f"{files} files directly in it, {statistics.median(times) * 1000:.0f} ms a "
-        "request"
-    )
+def _time_listing(location: Location) -> str:
+    seconds = []
+    num_files = 0
+    for _ in range(LISTINGS):
+        start = time.perf_counter()
+        num_files = len(location.files())
+        seconds.append(time.perf_counter() - start)
+    milliseconds = 1000 * statistics.median(seconds)
+    return f"{num_files} files directly in it, {milliseconds:.0f} ms a request"
 
 
 def _try_to_read(location: Location) -> Iterator[Finding]:
+    """Yield findings about the dataset at the location, if there is one."""
     try:
-        dataset = (
-            open(location.url, location.storage_options)
-            if list_versions(location)
-            else None
-        )
+        if not list_versions(location):
+            yield Finding("dataset", "ok", "none here yet")
+            return
+        dataset = open_dataset(location.url, location.storage_options)
     except PackstoreError as error:
         yield Finding("dataset", "problem", message_with_notes(error))
         return
-    if dataset is None:
-        yield Finding("dataset", "ok", "none here yet")
-        return
-    shards = len(dataset.manifest.shards)
-    yield Finding("dataset", "ok", f"version {dataset.version}, {shards} shards")
-    if shards:
-        yield _outcome("first shard", lambda: _read_group(dataset, 0))
-        yield _outcome(
-            "last shard", lambda: _read_group(dataset, len(dataset.row_groups) - 1)
-        )
+    num_shards = len(dataset.manifest.shards)
+    text = f"version {dataset.version}, {num_shards} shards"
+    yield Finding("dataset", "ok", text)
+    if num_shards:
+        last_group = len(dataset.row_groups) - 1
+        yield _outcome_of("first shard", partial(_read_row_group, dataset, 0))
+        yield _outcome_of("last shard", partial(_read_row_group, dataset, last_group))
 
 
-def _read_group(dataset: Dataset, group: int) -> str:
-    began = time.perf_counter()
+def _read_row_group(dataset: Dataset, group: int) -> str:
+    start = time.perf_counter()
     packs = dataset.read_packs(group)
-    ms = (time.perf_counter() - began) * 1000
-    return f"a row group of {len(packs)} packs, checksums right, {ms:.0f} ms"
+    milliseconds = 1000 * (time.perf_counter() - start)
+    return f"a row group of {len(packs)} packs, checksums right, {milliseconds:.0f} ms"
 
 
 def _try_to_write(location: Location) -> Iterator[Finding]:
-    """Tests permissions, conditional puts, speed, and removal, with two files."""
-    small = f".packstore-check-{uuid.uuid4().hex}"
-    large, created = f"{small}-large", list[str]()
-    folder = location.local_path
-    while folder and not os.path.exists(folder):
-        created.append(folder)
-        folder = os.path.dirname(folder)
-
-    def write() -> str:
-        location.create_bytes(small, b"first")
-        return "allowed"
-
-    def write_again() -> str:
-        require_exclusive(location)
-        try:
-            location.create_bytes(small, b"second")
-        except DatasetExistsError:
-            return "only one of two writers can win"
-        rule = "must refuse to put a file over one that is there (If-None-Match: *)"
-        found = "that it replaced it, so two writers could both commit"
-        remedy = "Name another store, or a newer release of it"
-        raise IntegrityError(sentence(location.display, rule, found, remedy))
-
-    def clean_up() -> str:
-        location.remove(small)
-        location.remove(large)
-        for upload in uploads(location) or ():
-            if upload.path == large:
-                abort_upload(location, upload)
-        return "nothing is left"
-
+    """Test permissions, conditional puts, speed, and removal, with two files."""
+    small_file = f".packstore-check-{uuid.uuid4().hex}"
+    large_file = f"{small_file}-large"
+    new_folders = _absent_folders(location.local_path)
     try:
-        written = _outcome("write", write)
-        yield written
-        if written.ok:
-            yield _outcome("commit", write_again)
-            yield _outcome("speed", lambda: _measure(location, large))
+        writing = _outcome_of("write", partial(_write, location, small_file))
+        yield writing
+        if writing.ok:
+            yield _outcome_of("commit", partial(_write_again, location, small_file))
+            yield _outcome_of("speed", partial(_measure_speed, location, large_file))
     finally:
-        removed = _outcome("clean up", clean_up)
-        for folder in created:
+        clean_up = partial(_clean_up, location, small_file, large_file)
+        removal = _outcome_of("clean up", clean_up)
+        for folder in new_folders:
             with contextlib.suppress(OSError):
                 os.rmdir(folder)
-    yield removed
+    yield removal
 
 
-def _measure(location: Location, name: str) -> str:
+def _absent_folders(path: str | None) -> list[str]:
+    """Return the folders that a file in `path` would create, the innermost first."""
+    folders = []
+    while path and not os.path.exists(path):
+        folders.append(path)
+        path = os.path.dirname(path)
+    return folders
+
+
+def _write(location: Location, name: str) -> str:
+    location.create_bytes(name, b"first")
+    return "allowed"
+
+
+def _write_again(location: Location, name: str) -> str:
+    """Check that the file that :func:`_write` wrote is not replaced.
+
+    Raises:
+        IntegrityError: it was.
+    """
+    require_exclusive(location)
+    try:
+        location.create_bytes(name, b"second")
+    except DatasetExistsError:
+        return "only one of two writers can win"
+    raise IntegrityError(
+        sentence(
+            where=location.display,
+            rule="must refuse to put a file over one that is there (If-None-Match: *)",
+            found="that it replaced it, so two writers could both commit",
+            remedy="Name another store, or a newer release of it",
+        )
+    )
+
+
+def _measure_speed(location: Location, name: str) -> str:
+    """Write and read a file of :data:`TRIAL_BYTES`.
+
+    Raises:
+        IntegrityError: other bytes were read.
+    """
     data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
-    with tempfile.TemporaryDirectory(dir=location.local_path, prefix=name) as beside:
-        path = os.path.join(beside, "trial")
+    with tempfile.TemporaryDirectory(dir=location.local_path, prefix=name) as folder:
+        path = os.path.join(folder, "trial")
         with as_storage_errors("write", path, {}):
             Path(path).write_bytes(data)
-        began = time.perf_counter()
+        start = time.perf_counter()
         location.put_file(path, name)
-        put = time.perf_counter() - began
-    began = time.perf_counter()
-    back = location.read_bytes(name)
-    got = time.perf_counter() - began
-    if back != data:
-        rule = f"must give back the {len(data)} bytes that were written"
-        remedy = "Do not use it: it damages what it stores"
+        write_seconds = time.perf_counter() - start
+
+    start = time.perf_counter()
+    data_read = location.read_bytes(name)
+    read_seconds = time.perf_counter() - start
+    if data_read != data:
         raise IntegrityError(
-            sentence(location.display, rule, f"{len(back)} others", remedy)
+            sentence(
+                where=location.display,
+                rule=f"must give back the {len(data)} bytes that were written",
+                found=f"{len(data_read)} others",
+                remedy="Do not use it: it damages what it stores",
+            )
         )
-    mb = len(data) / 1e6
+    megabytes = len(data) / 1e6
     return (
-        f"writes {mb / put:.0f} MB/s, reads {mb / got:.0f} MB/s ({mb:.0f} MB in "
-        "one "
-        "stream)"
+        f"writes {megabytes / write_seconds:.0f} MB/s, "
+        f"reads {megabytes / read_seconds:.0f} MB/s ({megabytes:.0f} MB in one stream)"
     )
+
+
+def _clean_up(location: Location, small_file: str, large_file: str) -> str:
+    """Remove the files of the test, and an upload that was not completed."""
+    location.remove(small_file)
+    location.remove(large_file)
+    for upload in uploads(location) or ():
+        if upload.path == large_file:
+            abort_upload(location, upload)
+    return "nothing is left"

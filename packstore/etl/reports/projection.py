@@ -1,16 +1,17 @@
 """Projects the packs of all records from the lengths of a sample.
 
 Each combination of settings is planned from lengths alone. Counts are scaled to all
-records with ratio estimates, whose errors come from the differences of neighbouring
-places of the sample.
+records by ratio estimates, with errors from the differences between neighbouring places
+of the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,70 +19,67 @@ import numpy.typing as npt
 from packstore.config import BatchConfig, PackConfig
 from packstore.etl.reports.place import Finding
 from packstore.format import seeds
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally, to_offsets
+from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally
 from packstore.io.dataset.steps import cut_by_examples
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import sizes
-from packstore.pack.plan import Plan, plan
+from packstore.pack.plan import plan
 
-ENOUGH_FILL = 0.99
-ENOUGH_RECORDS = 0.999
-"""Minimum fill rate of a recommended pack size, and the minimum fraction of records
-that it keeps, relative to the combination that keeps most.
-"""
-
-STEPS_TRIED = 10_000
-"""Packs, of those of the sample in turn, that are cut into steps."""
+MAX_SIMULATED_PACKS = 10_000
+"""Packs that are cut into steps; the steps of more are scaled from these."""
 
 UNSEEN = 3
-"""95 % upper limit of hits in a sample without any (rule of three); scaled to all
-records.
-"""
+"""95 % upper limit of hits in a sample without any hit (rule of three)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A combination of settings with its estimated results; counts are scaled to all
-    records.
+    """A pack size and layout with the estimated result; counts are of all records.
+
+    Attributes:
+        pack_size: tokens of a pack.
+        layout: ``concat`` or ``shared_prefix``.
+        fill_rate: tokens / (packs * pack_size).
+        packs: number of packs.
+        steps: optimizer steps of an epoch on one rank.
+        examples: examples that are packed.
+        dropped: records that are dropped, for any reason.
+        packs_error: two standard errors of `packs`; 0 if all records were read, None if
+            only the first ones were.
+        dropped_error: the same for `dropped`.
     """
 
     pack_size: int
     layout: str
-    strategy: str
+    fill_rate: float
     packs: int
+    steps: int
     examples: int
-    overlong: int  # examples that do not fit
-    # two standard errors; 0 if all records were read, None if only the first ones were
+    dropped: int
     packs_error: int | None
-    overlong_error: int | None
-    fill_rate: float  # tokens / (packs * pack_size)
-    fill_but_emptiest: (
-        float  # without the emptiest pack, which a small sample leaves open
-    )
-    aligned_fill_rate: float  # with sequences padded to `pad_to_multiple`
-    examples_per_pack: float  # mean
-    tokens_saved: (
-        float  # fraction of the tokens of layout ``concat`` that this layout saves
-    )
-    steps: int  # optimizer steps of an epoch
-    examples_per_step: float  # mean
-    largest_step: int  # examples
+    dropped_error: int | None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Report:
-    """The result of one pass over records, or a sample of them."""
+    """The result of one pass over records, or over a sample of them.
 
-    kind: str  # ``preference``, ``sft`` or ``scored``
-    tally: Tally  # of the records that were read
-    sample: Sampling | None = None  # None: all records were read
-    findings: Sequence[Finding] = ()  # of :func:`doctor`, problems first
-    # of :func:`estimate`:
-    scale: float = 1.0  # number of all records, divided by those of the sample
-    choices: Sequence[Choice] = ()  # all combinations
-    # layout -> tokens of each example of the sample, `[E]`; ``sequence`` -> of each
-    # sequence, `[S]`
-    lengths: Mapping[str, Int32] = field(default_factory=dict)
+    Attributes:
+        kind: ``preference``, ``sft`` or ``scored``.
+        tally: counts of the records that were read.
+        findings: records that are dropped or noted, problems first; from ``doctor``
+            and a dry run with the findings of lint.
+        sample: how the sample was drawn; None: all records were read.
+        scale: number of all records, divided by the number in the sample.
+        choices: the estimate for each pack size and layout; none from ``doctor``.
+    """
+
+    kind: str
+    tally: Tally
+    findings: Sequence[Finding] = ()
+    sample: Sampling | None = None
+    scale: float = 1.0
+    choices: Sequence[Choice] = ()
 
     @property
     def ok(self) -> bool:
@@ -90,198 +88,163 @@ class Report:
 
     @property
     def records(self) -> int:
-        """Records that were read."""
+        """Number of records that were read."""
         return self.tally.read
 
     @property
     def forms(self) -> dict[str, int]:
-        """Form or adapter -> records that it read, the most frequent first; own names:
-        ``none``.
+        """Form or adapter -> number of its records, most frequent first.
+
+        Records with packstore's field names count as ``none``.
         """
         return {name or "none": count for name, count in self.tally.forms.most_common()}
 
-    @property
-    def recommended(self) -> Choice | None:
-        """The smallest pack size that fills well and drops few records, if any."""
-        enough = ENOUGH_RECORDS * max((c.examples for c in self.choices), default=0)
-        # Without the emptiest pack: that of a sample stays open, unlike the last one of
-        # a dataset.
-        good = [c for c in self.choices if c.fill_but_emptiest >= ENOUGH_FILL]
-        return min(
-            (c for c in good if c.examples >= enough),
-            key=lambda c: (c.pack_size, -c.tokens_saved, -c.fill_rate),
-            default=None,
-        )
 
-    @property
-    def best(self) -> Choice:
-        """The recommended choice, or else the fullest."""
-        return self.recommended or max(
-            self.choices, key=lambda choice: choice.fill_rate
-        )
+class _Estimate(NamedTuple):
+    """An estimated sum over all records."""
+
+    value: float
+    error: float  # two standard errors
 
 
 class Projection:
-    """Lengths of a sample, added place by place, and what follows for all `total`
-    records.
+    """Lengths of the examples of a sample, and the packs of all records.
+
+    Args:
+        sample: how the sample was drawn.
+        total: number of all records.
+        layouts: layouts that :meth:`choice` may be asked for.
+        multiple: multiple to which sequences are padded at load.
     """
 
     def __init__(
-        self,
-        sample: Sampling,
-        total: int,
-        layouts: Iterable[str],
-        multiple: int,
-        parts: Iterable[tuple[Examples, Tally]] = (),
+        self, sample: Sampling, total: int, layouts: Iterable[str], multiple: int
     ) -> None:
-        self._sample, self._total = sample, total
-        self._scale = total / sample.records
-        self._layouts = tuple(dict.fromkeys(("concat", *layouts)))
+        self._sample = sample
+        self._total = total
+        self._layouts = tuple(layouts)
         self._multiple = multiple
-        self._parts: list[dict[str, Int32]] = []
-        self._records: list[
-            tuple[int, int]
-        ] = []  # of each place: read, too long when tokenized
-        for examples, tally in parts:
-            self.add(examples, tally)
+
+        # One entry for each place of the sample: a block or row group.
+        self._lengths: list[dict[str, Int32]] = []
+        self._num_read: list[int] = []
+        self._num_dropped: list[int] = []
 
     def add(self, examples: Examples, tally: Tally) -> None:
-        """Adds the examples of the next place."""
-        part = {
-            "place": np.full(examples.num_examples, len(self._parts), np.int32),
-            "sequence": examples.lengths,
-            "longest": np.maximum.reduceat(
-                examples.lengths, examples.example_offsets[:-1]
-            ),
+        """Add the examples of the next place."""
+        first_sequences = examples.example_offsets[:-1]
+        lengths = {
+            "place": np.full(examples.num_examples, len(self._lengths), np.int32),
+            "longest": np.maximum.reduceat(examples.lengths, first_sequences),
         }
         for layout in self._layouts:
-            part[layout] = sizes(examples, layout)
-            part[f"padded {layout}"] = sizes(examples, layout, self._multiple)
-        self._parts.append(part)
-        self._records.append((tally.read, tally.dropped["overlong"]))
+            lengths[layout] = sizes(examples, layout)
+            lengths[f"padded {layout}"] = sizes(examples, layout, self._multiple)
 
-    @cached_property
-    def _columns(self) -> dict[str, Int32]:
-        """The columns of all parts, lengths in tokens: `[S]` for ``sequence``, else
-        `[E]`.
-        """
-        return {
-            name: np.concatenate([part[name] for part in self._parts])
-            for name in self._parts[0]
-        }
+        self._lengths.append(lengths)
+        self._num_read.append(tally.read)
+        self._num_dropped.append(tally.dropped.total())
 
-    def choice(
-        self, config: PackConfig, batching: BatchConfig, world_size: int
-    ) -> Choice:
-        """Plans one combination."""
-        tokens, padded = (
-            self._columns[config.layout],
-            self._columns[f"padded {config.layout}"],
-        )
-        longest = self._columns["longest"]
-        fits: Bool = (padded <= config.pack_size) & (longest <= config.sequence_limit)
+    def choice(self, config: PackConfig, batching: BatchConfig) -> Choice:
+        """Plan the packs of the sample with `config`, and scale them to all records."""
+        tokens = self._columns[config.layout]
+        padded = self._columns[f"padded {config.layout}"]
+        is_short = self._columns["longest"] <= config.sequence_limit
+        fits: Bool = is_short & (padded <= config.pack_size)
+
         packing = plan(padded[fits], config=config)
         packing = replace(packing, tokens=int(tokens[fits].sum()))
-        examples, _ = self._sum(fits)
-        overlong, overlong_error = self._sum(~fits, np.array(self._records)[:, 1])
-        stored, stored_error = self._sum(tokens * fits)
+
+        packed_examples = self._sum(self._by_place(fits))
+        packed_tokens = self._sum(self._by_place(tokens * fits))
+        dropped = self._sum(self._by_place(~fits) + np.array(self._num_dropped))
+
         packs_per_token = packing.num_packs / max(packing.tokens, 1)
-        packs = round(stored * packs_per_token)
-        # The plan of all records may have fewer packs over the tokens than that of a
-        # few.
-        spare = max(packing.num_packs - packing.aligned_tokens // packing.pack_size, 1)
-        packs_error = round(stored_error * packs_per_token + spare * (self._scale - 1))
-        most_overlong = round(max(overlong_error, UNSEEN * (self._scale - 1)))
-        from_all = self._sample.total is not None
-        steps, step_mean, largest = _steps(
-            np.diff(packing.offsets), packs, batching, world_size
-        )
+        packs = round(packed_tokens.value * packs_per_token)
+
+        # A plan of more examples leaves fewer packs unfilled than a plan of a few.
+        full_packs = packing.aligned_tokens // packing.pack_size
+        spare_packs = max(packing.num_packs - full_packs, 1)
+        packs_error = packed_tokens.error * packs_per_token
+        packs_error += spare_packs * (self.scale - 1)
+        dropped_error = max(dropped.error, UNSEEN * (self.scale - 1))
+
+        is_length_known = self._sample.total is not None
         return Choice(
             pack_size=packing.pack_size,
             layout=config.layout,
-            strategy=packing.strategy,
-            packs=packs,
-            examples=round(examples),
-            overlong=round(overlong),
-            packs_error=packs_error if from_all else None,
-            overlong_error=most_overlong if from_all else None,
             fill_rate=packing.fill_rate,
-            fill_but_emptiest=_fill_but_emptiest(packing, tokens[fits]),
-            aligned_fill_rate=packing.aligned_fill_rate,
-            examples_per_pack=packing.examples_per_pack[1],
-            tokens_saved=float(
-                1 - tokens.sum() / max(self._columns["concat"].sum(), 1)
-            ),
-            steps=steps,
-            examples_per_step=step_mean,
-            largest_step=largest,
+            packs=packs,
+            steps=_count_steps(np.diff(packing.offsets), packs, batching),
+            examples=round(packed_examples.value),
+            dropped=round(dropped.value),
+            packs_error=round(packs_error) if is_length_known else None,
+            dropped_error=round(dropped_error) if is_length_known else None,
         )
 
-    def planned(self, report: Report, choices: Sequence[Choice]) -> Report:
-        """Returns a report on the sample, with choices."""
-        lengths = {name: self._columns[name] for name in (*self._layouts, "sequence")}
-        return replace(
-            report,
-            sample=self._sample,
-            scale=self._scale,
-            choices=choices,
-            lengths=lengths,
-        )
+    @property
+    def scale(self) -> float:
+        """Number of all records, divided by the number in the sample."""
+        return self._total / self._sample.records
 
-    def _sum(self, values: npt.NDArray[Any], more: Any = 0) -> tuple[float, float]:
-        """Estimates a sum over all records of `values` `[E]` and `more` `[B]`; two
-        errors of it.
+    @cached_property
+    def _columns(self) -> dict[str, Int32]:
+        """Place and lengths in tokens of every example, `[E]` each."""
+        return {
+            name: np.concatenate([lengths[name] for lengths in self._lengths])
+            for name in self._lengths[0]
+        }
+
+    def _by_place(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
+        """Sum `values` `[E]` of examples over each place, `[B]`."""
+        places = self._columns["place"]
+        weights = values.astype(np.float64)
+        sums: npt.NDArray[Any] = np.bincount(places, weights, len(self._num_read))
+        return sums
+
+    def _sum(self, by_place: npt.NDArray[np.float64]) -> _Estimate:
+        """Estimate the sum over all records of a value with sums `by_place` `[B]`.
+
+        The ratio estimator: each place weighs as many blocks as it was drawn from,
+        scaled so that the weighted records are all records. Neighbouring places are
+        alike in sorted data, so their successive differences give the variance
+        (Wolter, Introduction to Variance Estimation, chapter 8).
         """
-        read = np.array(self._records)[:, 0]
-        weights = np.full(len(read), float(self._sample.run))
+        num_read = np.array(self._num_read)
+        weights = np.full(len(num_read), float(self._sample.run))
         weights[-1] = self._sample.last_run
-        weights /= weights @ read / self._total
-        by_place = np.bincount(self._columns["place"], values, len(read)) + more
-        total, known = float(weights @ by_place), read.sum() / self._total
-        if known >= 1:
-            return total, 0.0
-        if len(read) < 2:
-            return total, 2 * total
-        off = weights * (by_place - total / (weights @ read) * read)
-        variance = np.sum(np.diff(off) ** 2) / (2 * (len(off) - 1))
-        return total, 2 * float(np.sqrt((1 - known) * len(off) * variance))
+        weights *= self._total / (weights @ num_read)
+        value = float(weights @ by_place)
+
+        fraction_read = num_read.sum() / self._total
+        if fraction_read >= 1:
+            return _Estimate(value, error=0.0)
+        if len(num_read) < 2:
+            return _Estimate(value, error=2 * value)
+
+        mean = value / self._total
+        residuals = weights * (by_place - mean * num_read)
+        variance = np.sum(np.diff(residuals) ** 2) / (2 * (len(residuals) - 1))
+        variance *= (1 - fraction_read) * len(residuals)
+        return _Estimate(value, error=2 * math.sqrt(variance))
 
 
-def _fill_but_emptiest(packing: Plan, tokens: Int32) -> float:
-    if packing.num_packs < 2:
-        return packing.fill_rate
-    by_pack = np.add.reduceat(
-        tokens[packing.order], packing.offsets[:-1], dtype=np.int64
-    )
-    return float(
-        (by_pack.sum() - by_pack.min()) / ((packing.num_packs - 1) * packing.pack_size)
-    )
+def _count_steps(examples: Int64, packs: int, batching: BatchConfig) -> int:
+    """Return the optimizer steps of an epoch of `packs` packs, on one rank.
 
-
-def _steps(
-    examples: Int64, packs: int, batching: BatchConfig, world_size: int
-) -> tuple[int, float, int]:
-    """Steps of `packs` packs like those of the sample, and their mean and most
-    examples.
+    Args:
+        examples: number of examples in each pack of the sample.
+        packs: number of packs of all records.
+        batching: how packs become steps.
     """
-    requested = batching.examples_per_step
-    packs_of_ranks = world_size * batching.width * batching.gradient_accumulation_steps
-    min_packs = packs_of_ranks if requested is None else world_size
-    tried = min(packs, max(STEPS_TRIED, 10 * min_packs))
-    if not tried or not len(examples):
-        return 0, 0.0, 0
+    if batching.examples_per_step is None:
+        packs_per_step = batching.width * batching.gradient_accumulation_steps
+        return math.ceil(packs / packs_per_step)
+
+    num_simulated = min(packs, MAX_SIMULATED_PACKS)
+    if not num_simulated or not len(examples):
+        return 0
     shuffled = examples[seeds.permutation(len(examples), 0, "steps")]
-    repeated = np.resize(shuffled, tried)
-    if requested is None:
-        edges = [*range(0, tried, min_packs), tried]
-    else:
-        edges = [
-            0,
-            *(end for end, _ in cut_by_examples(repeated, requested, min_packs)),
-        ]
-    sizes_of_steps, steps = np.diff(to_offsets(repeated)[edges]), len(edges) - 1
-    return (
-        -(-steps * packs // tried),
-        float(sizes_of_steps.mean()),
-        int(sizes_of_steps.max()),
-    )
+    simulated = np.resize(shuffled, num_simulated)
+    ends = list(cut_by_examples(simulated, batching.examples_per_step, min_packs=1))
+    return math.ceil(len(ends) * packs / num_simulated)
