@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,13 +18,18 @@ from packstore.io.dataset.pack_index import PackIndex, require_same
 from packstore.io.dataset.reader import ShardReader, ShardStream
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import check_stored
-from packstore.io.shards.shard import PackCounter, Totals, pack_figures, pack_sizes
+from packstore.io.shards.shard import (
+    PackCounter,
+    PackFigures,
+    ShardInfo,
+    Statistics,
+    Totals,
+)
 from packstore.io.store.location import Location
 from packstore.progress import Progress
 
 JOBS = 4
 """Default maximum of shards verified in parallel."""
-
 
 TOLERANCE = 1e-6
 """Largest error of a fraction in the statistics: writers may round, and divide
@@ -37,6 +42,7 @@ class VerifyReport:
     """The result of :meth:`Dataset.verify`.
 
     Attributes:
+        url: the dataset, without secrets.
         problems: one sentence each; empty if the dataset is intact.
         totals: counted from the shards, not from the manifest.
         shards: number of shards checked.
@@ -53,136 +59,236 @@ class VerifyReport:
         return not self.problems
 
 
-@dataclass
-class _Checked:
-    """Problems and totals of one shard, or of all; named like the fields of a shard."""
-
-    problems: list[str] = field(default_factory=list)
-    counter: PackCounter = field(default_factory=PackCounter)
-    example_ids: list[Int64] = field(default_factory=list)
-    bytes: int = 0
-    sha256: str = ""
-    sequences: int = 0
-    supervised_tokens: int = 0
-    longest: Int64 | None = None
-
-    @contextlib.contextmanager
-    def collecting_errors(self) -> Iterator[None]:
-        """Turns errors in this context into problems."""
-        try:
-            yield
-        except PackstoreError as error:
-            self.problems.append(str(error))
-
-    def compare(
-        self, where: str, recorded: object, real: object, names: Iterable[str]
-    ) -> None:
-        """Adds a problem for each named attribute that is wrong in the manifest."""
-        for name in names:
-            a, b = getattr(recorded, name), getattr(real, name)
-            near = isinstance(a, float) and abs(a - b) <= TOLERANCE
-            if not near and not np.array_equal(a, b):
-                rule = f"must have {name} {quote(a, 80)}, as the manifest says"
-                self.problems.append(sentence(where, rule, quote(b, 80)))
-
-
 def verify(
     location: Location,
     manifest: Manifest,
     progress: Progress | None,
     jobs: int | None = None,
 ) -> VerifyReport:
-    """Verifies a dataset in 16 bytes per example, and two row groups for each job."""
+    """Verify a dataset in 16 bytes of memory per example, and two row groups per job.
+
+    Args:
+        location: folder of the dataset.
+        manifest: the version to verify.
+        progress: called after each shard.
+        jobs: shards read in parallel; None: one for each processor, at most `JOBS`.
+
+    Raises:
+        ConfigError: `jobs` is less than 1.
+    """
     if jobs is not None and jobs < 1:
         raise ConfigError(f"jobs must be at least 1; found {jobs}.")
-    where, whole, index = location.display, _Checked(), None
+
+    problems = _Problems()
+    index = None
     if manifest.pack_index is not None:
-        with whole.collecting_errors():
+        with problems.collect():
             index = PackIndex(location, manifest, manifest.pack_index)
     for file in manifest.further_files:
-        with whole.collecting_errors():
+        with problems.collect():
             check_stored(location, file)
-    numbers, check = (
-        range(len(manifest.shards)),
-        partial(_check_shard, location, manifest, index),
-    )
+
+    counter = PackCounter()
+    example_ids: list[Int64] = []
+    num_bytes = 0
+    num_shards = len(manifest.shards)
+    check_shard = partial(_check_shard, location, manifest, index)
     with ThreadPoolExecutor(jobs or min(JOBS, os.cpu_count() or 1)) as pool:
-        for done, checked in enumerate(pool.map(check, numbers), 1):
-            whole.problems += checked.problems
-            whole.example_ids += checked.example_ids
-            whole.bytes += checked.bytes
-            whole.counter.merge(checked.counter)
+        results = pool.map(check_shard, range(num_shards))
+        for num_checked, result in enumerate(results, start=1):
+            problems += result.problems
+            counter.merge(result.counter)
+            example_ids += result.example_ids
+            num_bytes += result.num_bytes
             if progress is not None:
-                progress("verify", done, len(numbers), "shards")
-    totals = whole.counter.totals(whole.bytes)
-    if not whole.problems:
-        recorded = manifest.statistics
-        real = whole.counter.statistics(manifest.pack_size, recorded.planning)
-        whole.compare(where, manifest.totals, totals, vars(totals))
-        whole.compare(
-            where, recorded, real, [n for n in vars(real) if n != "examples_per_pack"]
-        )
-        whole.compare(
-            where,
-            recorded.examples_per_pack,
-            real.examples_per_pack,
-            ("min", "mean", "max"),
-        )
-    ids = np.concatenate([np.empty(0, np.int64), *whole.example_ids])
+                progress("verify", num_checked, num_shards, "shards")
+
+    where = location.display
+    totals = counter.totals(num_bytes)
+    if not problems:
+        planning = manifest.statistics.planning
+        statistics = counter.statistics(manifest.pack_size, planning)
+        _compare_totals(problems, where, manifest.totals, totals)
+        _compare_statistics(problems, where, manifest.statistics, statistics)
+    _check_distinct_ids(problems, where, example_ids)
+    return VerifyReport(
+        url=where, problems=tuple(problems), totals=totals, shards=num_shards
+    )
+
+
+class _Problems(list[str]):
+    """Sentences about a damaged dataset."""
+
+    @contextlib.contextmanager
+    def collect(self) -> Iterator[None]:
+        """Add errors of this context to the problems."""
+        try:
+            yield
+        except PackstoreError as error:
+            self.append(str(error))
+
+    def compare(self, where: str, name: str, recorded: object, actual: object) -> None:
+        """Add a problem if a value of the manifest is not the actual one."""
+        if isinstance(recorded, float) and isinstance(actual, float):
+            is_equal = abs(recorded - actual) <= TOLERANCE
+        else:
+            is_equal = np.array_equal(recorded, actual)  # type: ignore[arg-type]
+        if not is_equal:
+            self.append(
+                sentence(
+                    where,
+                    rule=f"must have {name} {quote(recorded, 80)}, as the manifest "
+                    "says",
+                    found=quote(actual, 80),
+                )
+            )
+
+
+def _compare_totals(
+    problems: _Problems, where: str, recorded: Totals, actual: Totals
+) -> None:
+    for name, value in vars(actual).items():
+        problems.compare(where, name, getattr(recorded, name), value)
+
+
+def _compare_statistics(
+    problems: _Problems, where: str, recorded: Statistics, actual: Statistics
+) -> None:
+    for name, value in vars(actual).items():
+        if name != "examples_per_pack":
+            problems.compare(where, name, getattr(recorded, name), value)
+    for name, value in vars(actual.examples_per_pack).items():
+        problems.compare(where, name, getattr(recorded.examples_per_pack, name), value)
+
+
+def _check_distinct_ids(
+    problems: _Problems, where: str, example_ids: Sequence[Int64]
+) -> None:
+    ids = np.concatenate([np.empty(0, np.int64), *example_ids])
     ids.sort()
-    repeated = ids[1:][ids[1:] == ids[:-1]]
-    if len(repeated):
-        found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
-        whole.problems.append(sentence(where, "example ids must be distinct", found))
-    return VerifyReport(where, tuple(whole.problems), totals, len(manifest.shards))
+    is_repeated = ids[1:] == ids[:-1]
+    repeated_ids = ids[1:][is_repeated]
+    if len(repeated_ids):
+        problems.append(
+            sentence(
+                where,
+                rule="example ids must be distinct",
+                found=f"{len(repeated_ids)} that repeat, the first of them "
+                f"{repeated_ids[0]}",
+            )
+        )
+
+
+# One shard
+
+
+@dataclass
+class _ShardResult:
+    """Problems and counts of one shard."""
+
+    problems: _Problems = field(default_factory=_Problems)
+    counter: PackCounter = field(default_factory=PackCounter)
+    example_ids: list[Int64] = field(default_factory=list)  # of each row group
+    num_bytes: int = 0
 
 
 def _check_shard(
     location: Location, manifest: Manifest, index: PackIndex | None, number: int
-) -> _Checked:
-    shard, checked = manifest.shards[number], _Checked()
+) -> _ShardResult:
+    shard = manifest.shards[number]
     where = location.join(shard.path).display
-    with checked.collecting_errors(), ShardStream(location, shard) as stream:
-        checked.bytes = location.size(shard.path)
-        checked.compare(where, shard, checked, ("bytes",))
+    result = _ShardResult()
+    problems = result.problems
+    with problems.collect(), ShardStream(location, shard) as stream:
+        result.num_bytes = location.size(shard.path)
+        problems.compare(where, "bytes", shard.bytes, result.num_bytes)
         reader = ShardReader(location, manifest, shard, stream)
-        figures, first_row = list[Int64](), 0
-        with checked.collecting_errors(), reader.error_context("footer"):
+        with problems.collect(), reader.error_context("footer"):
             reader.footer()  # also of a shard without row groups
-        if checked.problems:  # each row group would say the same
-            return checked
-        for group, rows in enumerate(shard.row_groups.rows.tolist()):
-            with checked.collecting_errors():
-                packs = reader.read_packs(group)
-                if manifest.layout == "shared_prefix":  # a read checks all else
-                    check_prefix(packs, where, first_row)
-                figures.append(pack_figures(packs, manifest.kind))
-                checked.counter.add(figures[-1], packs.lengths)
-                checked.example_ids.append(packs.example_ids)
-            first_row += rows
-        sources = len(manifest.provenance["sources"])
-        # With a base, a combined dataset alone tells them apart.
-        if shard.example_id_base == 0 or "combined_from" in manifest.provenance:
-            for ids in checked.example_ids if sources else ():
-                if (last := int(ids.max(initial=0))) >> SOURCE_SHIFT >= sources:
-                    rule = (
-                        f"example ids must be of the {sources} sources of the manifest"
-                    )
-                    found = f"{last}, of source {last >> SOURCE_SHIFT}"
-                    checked.problems.append(sentence(where, rule, found))
-        with checked.collecting_errors():
-            checked.sha256 = stream.sha256()  # reads the rest
-            checked.compare(where, shard, checked, ("sha256",))
-        if checked.problems:
-            return checked
-        every = np.concatenate([np.empty((0, 10), np.int64), *figures])
-        checked.sequences, checked.supervised_tokens = (
-            every[:, [1, 3]].sum(axis=0).tolist()
-        )
-        checked.longest = np.array([packs[:, 4].max() for packs in figures])
-        checked.compare(where, shard, checked, ("sequences", "supervised_tokens"))
-        checked.compare(where, shard.row_groups, checked, ("longest",))
-        if index is not None and not checked.problems:
-            with checked.collecting_errors():
-                require_same(index.shard(number), pack_sizes(every), index.where, where)
-    return checked
+        if problems:  # each row group would repeat them
+            return result
+
+        figures = _read_row_groups(reader, manifest, result)
+        _check_sources(manifest, shard, where, result)
+        with problems.collect():
+            problems.compare(where, "sha256", shard.sha256, stream.sha256())
+        if problems:
+            return result
+
+        shard_figures = PackFigures.concat(figures)
+        _compare_figures(problems, where, shard, figures, shard_figures)
+        if index is not None and not problems:
+            with problems.collect():
+                recorded = index.shard(number)
+                require_same(recorded, shard_figures.sizes, index.where, where)
+    return result
+
+
+def _read_row_groups(
+    reader: ShardReader, manifest: Manifest, result: _ShardResult
+) -> list[PackFigures]:
+    """Check the packs of a shard, and return their figures for each row group."""
+    figures: list[PackFigures] = []
+    first_row = 0
+    for group, rows in enumerate(reader.shard.row_groups.rows.tolist()):
+        with result.problems.collect():
+            packs = reader.read_packs(group)
+            if manifest.layout == "shared_prefix":  # a read checks all else
+                check_prefix(packs, reader.where, first_row)
+            figures.append(PackFigures.of(packs, manifest.kind))
+            result.counter.add(figures[-1], packs.lengths)
+            result.example_ids.append(packs.example_ids)
+        first_row += rows
+    return figures
+
+
+def _check_sources(
+    manifest: Manifest, shard: ShardInfo, where: str, result: _ShardResult
+) -> None:
+    """Add a problem if example ids are of sources that the manifest lacks."""
+    num_sources = len(manifest.provenance["sources"])
+    if not num_sources:
+        return
+    # The ids of a shard with a base have their sources moved, too: only the manifest
+    # of a combined dataset counts these.
+    is_combined = "combined_from" in manifest.provenance
+    if shard.example_id_base != 0 and not is_combined:
+        return
+    for ids in result.example_ids:
+        last = int(ids.max(initial=0))
+        source = last >> SOURCE_SHIFT
+        if source >= num_sources:
+            result.problems.append(
+                sentence(
+                    where,
+                    rule=f"example ids must be of the {num_sources} sources of the "
+                    "manifest",
+                    found=f"{last}, of source {source}",
+                )
+            )
+
+
+def _compare_figures(
+    problems: _Problems,
+    where: str,
+    shard: ShardInfo,
+    figures: Sequence[PackFigures],
+    shard_figures: PackFigures,
+) -> None:
+    """Compare counts that a read does not check.
+
+    Args:
+        problems: where differences are added.
+        where: the shard.
+        shard: its entry in the manifest.
+        figures: actual figures of each row group.
+        shard_figures: actual figures of all row groups.
+    """
+    sequences = int(shard_figures.sequences.sum())
+    problems.compare(where, "sequences", shard.sequences, sequences)
+    supervised_tokens = int(shard_figures.supervised_tokens.sum())
+    problems.compare(
+        where, "supervised_tokens", shard.supervised_tokens, supervised_tokens
+    )
+    longest = np.array([group.longest_segments.max() for group in figures])
+    problems.compare(where, "longest", shard.row_groups.longest, longest)

@@ -4,10 +4,9 @@ Arrow would read a file object in its own threads, and a thread that still holds
 Python object when the interpreter exits can abort the process. Here Arrow only gets
 bytes in memory.
 
-Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format;
-    ``File.fbs``, which
-declares the footer: a table whose fourth field lists a ``Block`` of 24 bytes for each
-record batch; and ``Message.fbs``.
+Source: https://arrow.apache.org/docs/format/Columnar.html#ipc-file-format.
+``File.fbs`` declares the footer: a flatbuffers table with a list of record batches,
+each a ``Block`` of 24 bytes. ``Message.fbs`` declares the header of a record batch.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import pyarrow as pa
 
@@ -22,40 +22,62 @@ from packstore.errors import IntegrityError
 from packstore.io.shards.shard import ShardInfo, crc32_of
 
 _MAGIC = b"ARROW1"
-_TAIL = 4 + len(_MAGIC)  # after the table: its length, and the magic word
-_BATCHES = (
-    3  # of the fields of the table: version, schema, dictionaries, record batches
-)
-_HEADER = 2  # of a message: version, type of the header, header, bytes of the body
-_COMPRESSION = 3  # of a record batch: rows, nodes, buffers, compression
-_BLOCK = struct.Struct("<qi4xq")  # offset, bytes of its metadata, bytes of its body
+_TAIL_BYTES = 4 + len(_MAGIC)
+"""Bytes behind the footer's table: its length, and the magic word."""
+
+# Positions of fields in flatbuffers tables.
+_FOOTER_RECORD_BATCHES = 3  # after version, schema and dictionaries
+_MESSAGE_HEADER = 2  # after version and type of the header
+_RECORD_BATCH_COMPRESSION = 3  # after length, nodes and buffers
+
+
+class _Block(NamedTuple):
+    """Place of a record batch in a file, in bytes."""
+
+    offset: int
+    metadata_bytes: int
+    body_bytes: int
+
+
+_BLOCK = struct.Struct("<qi4xq")  # as it is stored
 
 
 class ArrowFile:
-    """Schema and byte ranges from the verified footer of an Arrow file, from its table
-    on.
+    """Schema and record batches of an Arrow file, by its verified footer.
+
+    Args:
+        footer: bytes of the file from the footer's table on.
+        shard: the manifest's entry.
+        names: columns to read.
+
+    Raises:
+        IntegrityError: a record batch is not in the file.
     """
 
     def __init__(self, footer: bytes, shard: ShardInfo, names: Sequence[str]) -> None:
-        self.names = names  # of the columns to read
-        # The batches of this file cannot be read, but its schema can.
-        self.schema = pa.ipc.open_file(
-            pa.BufferReader(_MAGIC + b"\0\0" + footer)
-        ).schema
-        blocks = _blocks(footer[:-_TAIL])
-        self._ranges = [(start, start + head + body) for start, head, body in blocks]
+        self.names = names
+        # Arrow parses the schema from a file without its record batches.
+        parsed = pa.ipc.open_file(pa.BufferReader(_MAGIC + b"\0\0" + footer))
+        self.schema = parsed.schema
+        blocks = _read_blocks(footer[:-_TAIL_BYTES])
         self.num_groups = len(blocks)
-        if any(not 0 <= start < end <= shard.bytes for start, end in self._ranges):
-            raise IntegrityError("its record batches must lie in the file")
+        self._ranges: list[tuple[int, int]] = []
+        for block in blocks:
+            end = block.offset + block.metadata_bytes + block.body_bytes
+            if not 0 <= block.offset < end <= shard.bytes:
+                raise IntegrityError("its record batches must lie in the file")
+            self._ranges.append((block.offset, end))
 
     def range(self, group: int) -> tuple[int, int]:
-        """Returns the byte range of a record batch in the file: start, end
-        (exclusive).
-        """
+        """Return the byte range of a record batch: start, end (exclusive)."""
         return self._ranges[group]
 
     def batch(self, data: bytes | memoryview) -> pa.RecordBatch:
-        """Returns the record batch in `data`; its buffers are views of `data`."""
+        """Return the record batch in `data`; its buffers are views of `data`.
+
+        Raises:
+            IntegrityError: the bytes are not an uncompressed record batch.
+        """
         message = pa.ipc.read_message(pa.py_buffer(data))
         if message.type != "record batch" or _is_compressed(bytes(message.metadata)):
             raise IntegrityError(
@@ -65,7 +87,7 @@ class ArrowFile:
 
 
 def batch_crc32(batch: pa.RecordBatch) -> int:
-    """Returns the crc32 of a batch: its counts of rows and nulls, and its buffers."""
+    """Return the crc32 of a batch: counts of rows and nulls, and buffers."""
     crc = 0
     for column in batch.columns:
         shape = (
@@ -81,48 +103,54 @@ def batch_crc32(batch: pa.RecordBatch) -> int:
     return crc
 
 
-def _blocks(table: bytes) -> list[tuple[int, int, int]]:
-    """Returns offset, metadata bytes and body bytes of each record batch."""
+def _read_blocks(footer: bytes) -> list[_Block]:
+    """Return the places of the record batches, from the footer's table."""
     try:
-        place = _field(table, _u32(table, 0), _BATCHES)
-        if place is None:
+        field = _field_offset(footer, _u32(footer, 0), _FOOTER_RECORD_BATCHES)
+        if field is None:
             return []
-        start = place + _u32(table, place)
-        places = range(
-            start + 4, start + 4 + _u32(table, start) * _BLOCK.size, _BLOCK.size
-        )
-        return [_BLOCK.unpack_from(table, place) for place in places]
+        list_offset = field + _u32(footer, field)
+        count = _u32(footer, list_offset)
+        first = list_offset + 4
+        offsets = range(first, first + count * _BLOCK.size, _BLOCK.size)
+        return [_Block(*_BLOCK.unpack_from(footer, offset)) for offset in offsets]
     except struct.error as error:
         raise IntegrityError("its footer must list the record batches") from error
 
 
 def _is_compressed(message: bytes) -> bool:
-    """Returns True for a compressed record batch, which could decompress to any
-    size.
-    """
+    """Return True for a compressed record batch, which could decompress to any size."""
     with contextlib.suppress(struct.error):
-        header = _field(message, _u32(message, 0), _HEADER)
-        if header is not None:
-            return (
-                _field(message, header + _u32(message, header), _COMPRESSION)
-                is not None
-            )
+        field = _field_offset(message, _u32(message, 0), _MESSAGE_HEADER)
+        if field is not None:
+            header = field + _u32(message, field)
+            compression = _field_offset(message, header, _RECORD_BATCH_COMPRESSION)
+            return compression is not None
     raise IntegrityError("its record batches must have a header")
 
 
-def _u32(table: bytes, place: int) -> int:
-    return int(struct.unpack_from("<I", table, place)[0])
+# Flatbuffers: a table begins with the distance back to the list of its fields, its
+# vtable, which has its own length, the table's length, and the offset of each field.
 
 
-def _field(table: bytes, root: int, number: int) -> int | None:
-    """Returns the offset of a field of a flatbuffers table; None if the field is
-    absent.
-    """
-    (back,) = struct.unpack_from("<i", table, root)
-    known = struct.unpack_from("<H", table, root - back)[
-        0
-    ]  # bytes of the list of fields
-    if known < 6 + 2 * number:
+def _field_offset(data: bytes, table: int, number: int) -> int | None:
+    """Return the offset of a table's field; None if the field is absent."""
+    vtable = table - _i32(data, table)
+    vtable_bytes = _u16(data, vtable)
+    entry = 4 + 2 * number
+    if vtable_bytes < entry + 2:
         return None
-    (ahead,) = struct.unpack_from("<H", table, root - back + 4 + 2 * number)
-    return root + int(ahead) if ahead else None
+    offset_in_table = _u16(data, vtable + entry)
+    return table + offset_in_table if offset_in_table else None
+
+
+def _u16(data: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<H", data, offset)[0])
+
+
+def _i32(data: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<i", data, offset)[0])
+
+
+def _u32(data: bytes, offset: int) -> int:
+    return int(struct.unpack_from("<I", data, offset)[0])

@@ -38,51 +38,63 @@ stored bytes.
 """
 
 _CODECS = {"ZSTD", "LZ4", "UNCOMPRESSED"}
-"""Accepted compression, as pyarrow names it: what every reader can read."""
+"""Accepted compression, as pyarrow names it: every reader of Parquet has these."""
 
 
 class ParquetShard:
-    """The verified footer of a Parquet shard; decodes row groups whose bytes callers
-    read.
+    """Schema and row groups of a Parquet shard, by its verified footer. Thread-safe.
 
-    Thread-safe.
+    Callers read the bytes of row groups.
+
+    Args:
+        footer: bytes of the file from the metadata on.
+        shard: the manifest's entry.
+        names: columns to read.
+
+    Raises:
+        IntegrityError: lists have another form than the schema shows.
     """
 
     def __init__(self, footer: bytes, shard: ShardInfo, names: Sequence[str]) -> None:
+        self.names = names
+        self._shard = shard
         self._metadata = pq.read_metadata(pa.BufferReader(b"PAR1" + footer))
         self.schema = self._metadata.schema.to_arrow_schema()
         self.num_groups = self._metadata.num_row_groups
-        self._shard, self.names = shard, names  # of the columns to read
         self._ranges: dict[int, tuple[int, int]] = {}
         self._lock = threading.Lock()
-        self._slice = _FileSlice(shard.bytes)
         # One file object for all row groups: opening one costs a tenth of decoding a
         # row group.
+        self._slice = _FileSlice(shard.bytes)
         self._file = open_parquet(self._slice, self._metadata)
         check_lists(self._metadata, names)
 
     def range(
         self, group: int, columns: Sequence[str] | None = None
     ) -> tuple[int, int]:
-        """Returns the byte range of a row group, or some of its columns: start, end
-        (exclusive).
+        """Return the byte range of a row group, or of contiguous columns in it: start,
+        end (exclusive).
+
+        Raises:
+            IntegrityError: the row group breaks a limit, or is not in the file.
         """
         if columns is None and group in self._ranges:
             return self._ranges[group]
-        metadata, groups = self._metadata.row_group(group), self._shard.row_groups
-        rows, tokens = int(groups.rows[group]), int(groups.tokens[group])
-        # Most values: two per token (spans), or one more than tokens in each pack
-        # (boundaries).
-        check_group(metadata, rows, rows + 2 * tokens, self.names)
-        part = byte_range(metadata, self._shard.bytes, columns)
+
+        metadata = self._metadata.row_group(group)
+        rows = int(self._shard.row_groups.rows[group])
+        tokens = int(self._shard.row_groups.tokens[group])
+        # The longest columns have two values per token (spans), or one more than tokens
+        # in each pack (boundaries).
+        max_values = rows + 2 * tokens
+        check_group(metadata, rows, max_values, self.names)
+        range_ = byte_range(metadata, self._shard.bytes, columns)
         if columns is None:
-            self._ranges[group] = part
-        return part
+            self._ranges[group] = range_
+        return range_
 
     def batch(self, group: int, data: bytes) -> pa.RecordBatch:
-        """Decodes a row group from its bytes `data`, whose crc32 is already
-        verified.
-        """
+        """Decode a row group from its bytes, whose crc32 is already verified."""
         start, _ = self.range(group)
         with self._lock:
             self._slice.hold(data, start)
@@ -94,56 +106,74 @@ class ParquetShard:
     def columns(
         self, group: int, names: Sequence[str], read: Callable[[int, int], bytes]
     ) -> pa.RecordBatch:
-        """Decodes columns, of bytes `start` to `end` from `read`; verifies checksums of
-        pages.
+        """Decode columns of a row group, and verify the checksums of their pages.
+
+        Args:
+            group: number of the row group.
+            names: the columns.
+            read: returns the bytes of the file from a start to an end (exclusive).
         """
         start, end = self.range(group, names)
-        part = _FileSlice(self._shard.bytes)
-        part.hold(read(start, end), start)
-        return read_group(
-            open_parquet(part, self._metadata, page_checksums=True), group, names
-        )
+        file_slice = _FileSlice(self._shard.bytes)
+        file_slice.hold(read(start, end), start)
+        file = open_parquet(file_slice, self._metadata, page_checksums=True)
+        return read_group(file, group, names)
 
 
 def check_group(
     group: pq.RowGroupMetaData,
     rows: int,
-    values: int = MAX_VALUES,
+    max_values: int = MAX_VALUES,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Refuses a row group with other rows, too many values, or a dictionary, in columns
-    to read.
+    """Raise IntegrityError if columns of a row group break a limit.
+
+    Args:
+        group: metadata of the row group.
+        rows: number of rows that it must have.
+        max_values: maximum values of a column.
+        names: columns to read; None: all.
     """
-    columns = _chunks(group, names)
-    size = sum(column.total_uncompressed_size for column in columns)
-    most, limit = max(column.num_values for column in columns), min(values, MAX_VALUES)
-    top = MAX_GROUP_BYTES
-    encodings = {name for column in columns for name in column.encodings}
-    codecs = {column.compression for column in columns}
-    plain = encodings <= _ENCODINGS and not any(
-        column.has_dictionary_page for column in columns
-    )
-    for ok, rule, declared in (
-        (group.num_rows == rows, f"{rows} rows", group.num_rows),
-        (0 <= size <= top, f"at most {top} bytes when decompressed", size),
-        (most <= limit, f"at most {limit} values a column", most),
-        (
-            plain,
-            f"no dictionary, and encodings among {sorted(_ENCODINGS)}",
-            sorted(encodings),
-        ),
-        (codecs <= _CODECS, f"compression among {sorted(_CODECS)}", sorted(codecs)),
-    ):
-        if not ok:
-            raise IntegrityError(f"must have {rule}; its footer declares {declared}")
+    chunks = _column_chunks(group, names)
+    if group.num_rows != rows:
+        raise _broken_limit(f"{rows} rows", group.num_rows)
+
+    num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks)
+    if not 0 <= num_bytes <= MAX_GROUP_BYTES:
+        limit = f"at most {MAX_GROUP_BYTES} bytes when decompressed"
+        raise _broken_limit(limit, num_bytes)
+
+    max_values = min(max_values, MAX_VALUES)
+    num_values = max(chunk.num_values for chunk in chunks)
+    if num_values > max_values:
+        raise _broken_limit(f"at most {max_values} values a column", num_values)
+
+    encodings = {encoding for chunk in chunks for encoding in chunk.encodings}
+    has_dictionary = any(chunk.has_dictionary_page for chunk in chunks)
+    if has_dictionary or not encodings <= _ENCODINGS:
+        limit = f"no dictionary, and encodings among {sorted(_ENCODINGS)}"
+        raise _broken_limit(limit, sorted(encodings))
+
+    codecs = {chunk.compression for chunk in chunks}
+    if not codecs <= _CODECS:
+        raise _broken_limit(f"compression among {sorted(_CODECS)}", sorted(codecs))
+
+
+def _broken_limit(limit: str, declared: object) -> IntegrityError:
+    return IntegrityError(f"must have {limit}; its footer declares {declared}")
 
 
 def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
-    """Refuses lists whose levels have other names: the stored Arrow schema would hide
-    them.
+    """Raise IntegrityError if levels of lists have other names than ``list.element``.
+
+    The stored Arrow schema would hide them.
+
+    Args:
+        metadata: footer of a file.
+        names: columns to read.
     """
-    paths = [metadata.schema.column(i).path for i in range(metadata.num_columns)]
-    for name, _, levels in (path.partition(".") for path in paths):
+    for index in range(metadata.num_columns):
+        name, _, levels = metadata.schema.column(index).path.partition(".")
         if name in names and levels not in ("", "list.element"):
             raise IntegrityError(
                 f"its lists must be named list.element; found {levels}"
@@ -151,24 +181,35 @@ def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
 
 
 def byte_range(
-    group: pq.RowGroupMetaData, size: int, columns: Sequence[str] | None = None
+    group: pq.RowGroupMetaData, file_bytes: int, columns: Sequence[str] | None = None
 ) -> tuple[int, int]:
-    """Returns the bytes, start and end, of contiguous columns, default all, in
-    a file.
+    """Return the range of contiguous columns in a file: start, end (exclusive).
+
+    Args:
+        group: metadata of a row group.
+        file_bytes: size of the file.
+        columns: names of the columns; None: all.
+
+    Raises:
+        IntegrityError: the columns are not in the file, or not side by side.
     """
-    chunks = _chunks(group, columns)
-    starts = [c.data_page_offset for c in chunks]
-    ends = [a + c.total_compressed_size for a, c in zip(starts, chunks, strict=True)]
-    start, end = min(starts), max(ends)
-    if not 0 <= start < end <= min(size, start + MAX_GROUP_BYTES):
+    chunks = _column_chunks(group, columns)
+    starts = [chunk.data_page_offset for chunk in chunks]
+    ends = [chunk.data_page_offset + chunk.total_compressed_size for chunk in chunks]
+    start = min(starts)
+    end = max(ends)
+    max_end = min(file_bytes, start + MAX_GROUP_BYTES)
+    if not 0 <= start < end <= max_end:
         raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
     if columns is None and starts[1:] != ends[:-1]:
         raise IntegrityError("its column chunks must lie side by side")
     return start, end
 
 
-def _chunks(group: pq.RowGroupMetaData, names: Sequence[str] | None) -> list[Any]:
-    chunks = [group.column(i) for i in range(group.num_columns)]
+def _column_chunks(
+    group: pq.RowGroupMetaData, names: Sequence[str] | None
+) -> list[Any]:
+    chunks = [group.column(index) for index in range(group.num_columns)]
     if names is None:
         return chunks
     return [
@@ -179,8 +220,13 @@ def _chunks(group: pq.RowGroupMetaData, names: Sequence[str] | None) -> list[Any
 def open_parquet(
     source: Any, metadata: pq.FileMetaData, page_checksums: bool = False
 ) -> pq.ParquetFile:
-    """Opens a file; `page_checksums` are needed if the crc32 of a row group is not
-    verified.
+    """Open a file for reading in the calling thread.
+
+    Args:
+        source: a seekable binary file.
+        metadata: its footer.
+        page_checksums: verify the checksum of each page, as is needed if the crc32 of
+            the row group is not verified.
     """
     # No pre-buffering: a thread of Arrow's may outlive the interpreter.
     return pq.ParquetFile(
@@ -194,12 +240,19 @@ def open_parquet(
 def read_group(
     file: pq.ParquetFile, number: int, columns: Sequence[str] | None = None
 ) -> pa.RecordBatch:
-    """Decodes a row group, or columns of these names, in this thread; raises Arrow's
-    errors.
+    """Decode a row group in the calling thread.
+
+    Args:
+        file: result of :func:`open_parquet`.
+        number: number of the row group.
+        columns: names of the columns; None: all.
+
+    Raises:
+        IntegrityError: the row group is empty.
+        pyarrow.ArrowException: the row group is damaged.
     """
-    table = file.read_row_group(
-        number, columns=columns and list(columns), use_threads=False
-    )
+    names = None if columns is None else list(columns)
+    table = file.read_row_group(number, columns=names, use_threads=False)
     batches: list[pa.RecordBatch] = table.combine_chunks().to_batches()
     if len(batches) != 1:
         raise IntegrityError("must have rows; found none")
@@ -207,17 +260,21 @@ def read_group(
 
 
 class _FileSlice(io.RawIOBase):
-    """A part of a file of `size` bytes, with the offsets of the whole file, for
-    pyarrow.
+    """A file for pyarrow of which only some bytes are there, at their offsets.
+
+    Args:
+        file_bytes: size of the full file.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, file_bytes: int) -> None:
+        self._file_bytes = file_bytes
         self.hold(b"", 0)
 
     def hold(self, data: bytes, start: int) -> None:
-        """Replaces the part; `start` is its offset in the file."""
-        self._data, self._start, self._position = memoryview(data), start, start
+        """Replace the bytes; `start` is their offset in the file."""
+        self._data = memoryview(data)
+        self._start = start
+        self._position = start
 
     def readable(self) -> bool:
         return True
@@ -229,10 +286,11 @@ class _FileSlice(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[
-            whence
-        ]
-        self._position = base + offset
+        if whence == os.SEEK_CUR:
+            offset += self._position
+        elif whence == os.SEEK_END:
+            offset += self._file_bytes
+        self._position = offset
         return self._position
 
     def read(self, size: int = -1) -> memoryview:

@@ -1,4 +1,6 @@
-"""Properties, totals and statistics of shards and packs, which a manifest records."""
+"""Facts about shards and packs, which a manifest records: shapes, sizes, checksums,
+totals and statistics.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,26 @@ from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256
 
 _crc32 = zlib.crc32
 with contextlib.suppress(ImportError):
-    from isal.isal_zlib import crc32 as _faster
+    from isal.isal_zlib import crc32 as _isal_crc32
 
-    # Every read depends on it, so a native crc32 is used only if it passes the standard
-    # test.
-    if _faster(b"56789", _faster(b"1234")) == _faster(b"123456789") == 0xCBF43926:
-        _crc32 = _faster
+    # Every read depends on the checksum, so the faster function is used only if it
+    # passes the standard test of CRC-32.
+    _test_value = _isal_crc32(b"56789", _isal_crc32(b"1234"))
+    if _test_value == _isal_crc32(b"123456789") == 0xCBF43926:
+        _crc32 = _isal_crc32
 
 
-def crc32_of(data: Any, before: int = 0) -> int:
-    """Returns the crc32 of a buffer, continued from the crc32 `before` of earlier
-    bytes.
+def crc32_of(data: Any, crc_before: int = 0) -> int:
+    """Return the crc32 of a buffer.
+
+    Args:
+        data: bytes or another buffer.
+        crc_before: crc32 of the bytes before it.
     """
-    return int(_crc32(data, before))
+    return int(_crc32(data, crc_before))
+
+
+# Shards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +58,7 @@ class PackShape:
 class RowGroups:
     """The row groups of a shard: int64 `[G]` each, checksums uint32."""
 
-    rows: Int64  # rows, examples, tokens: counts of the row group
+    rows: Int64  # packs of the row group
     examples: Int64
     tokens: Int64
     longest: Int64  # tokens of its longest segment
@@ -73,51 +82,141 @@ class ShardInfo:
     sha256: Sha256  # of the file, hexadecimal
     # bytes at the end of the file that a reader needs before any row group
     footer_bytes: Positive
-    footer_sha256: Sha256  # of those bytes; page checksums do not cover them
+    footer_sha256: Sha256  # of these bytes; page checksums do not cover them
     example_id_base: Count  # added to the example ids in the file
     row_groups: RowGroups
-    further: Any = field(
-        default_factory=dict
-    )  # members of a later release, name to JSON value
+    # members of a later release, name -> JSON value
+    further: Any = field(default_factory=dict)
 
 
 def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
-    """Returns sizes and hashes of a file and its footer, named as in
-    :class:`ShardInfo`.
+    """Return sizes and hashes of a finished shard, named as in :class:`ShardInfo`.
 
-    It ends with the footer, the footer's length in four bytes, and a magic word.
+    Parquet and Arrow files end with the footer, its length in four bytes, and a magic
+    word.
     """
-    digest = hashlib.file_digest(file, "sha256").hexdigest()
+    sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 10, 0))
     end = file.read()
-    magic = 6 if end.endswith(b"ARROW1") else 4
-    footer = int.from_bytes(end[-magic - 4 : -magic], "little") + 4 + magic
-    file.seek(size - footer)
-    of_footer = hashlib.sha256(file.read()).hexdigest()
-    sizes = {"bytes": size, "footer_bytes": footer}
-    return {**sizes, "sha256": digest, "footer_sha256": of_footer}
+    magic_bytes = len(b"ARROW1") if end.endswith(b"ARROW1") else len(b"PAR1")
+    declared_length = int.from_bytes(end[-magic_bytes - 4 : -magic_bytes], "little")
+    footer_bytes = declared_length + 4 + magic_bytes
+
+    file.seek(size - footer_bytes)
+    return {
+        "bytes": size,
+        "footer_bytes": footer_bytes,
+        "sha256": sha256,
+        "footer_sha256": hashlib.sha256(file.read()).hexdigest(),
+    }
 
 
 def describe_shard(
-    path: str, figures: Sequence[Int64], hashes: Mapping[str, Any], crc32: Int64
+    path: str,
+    figures: Sequence[PackFigures],
+    hashes: Mapping[str, Any],
+    crc32: Int64,
 ) -> ShardInfo:
-    """Builds the manifest's entry of a shard from `pack_figures` and crc32 of each row
-    group.
+    """Return the manifest's entry for a shard.
+
+    Args:
+        path: path of the shard, relative to the dataset.
+        figures: figures of the packs of each row group.
+        hashes: result of :func:`file_hashes`.
+        crc32: int64 `[G]`, crc32 of each row group.
     """
-    groups = [[len(f), *f[:, :4].sum(axis=0), f[:, 4].max()] for f in figures]
-    table = np.ascontiguousarray(np.array(groups, np.int64).reshape(-1, 6).T)
-    columns = dict(zip((*_GROUP_SUMS, "longest"), table, strict=True))
-    sums: dict[str, Any] = {name: int(columns[name].sum()) for name in _GROUP_SUMS}
-    stored = {name: columns[name] for name in ("rows", "examples", "tokens", "longest")}
-    row_groups = RowGroups(**stored, crc32=crc32.astype(np.uint32))
+    packs_of_groups = [len(group) for group in figures]
+    examples = [group.sizes.examples.sum() for group in figures]
+    sequences = [group.sequences.sum() for group in figures]
+    tokens = [group.sizes.tokens.sum() for group in figures]
+    supervised_tokens = [group.supervised_tokens.sum() for group in figures]
+    longest = [group.longest_segments.max() for group in figures]
     return ShardInfo(
-        path=path, **sums, **hashes, example_id_base=0, row_groups=row_groups
+        path=path,
+        rows=sum(packs_of_groups),
+        examples=int(sum(examples)),
+        sequences=int(sum(sequences)),
+        tokens=int(sum(tokens)),
+        supervised_tokens=int(sum(supervised_tokens)),
+        **hashes,
+        example_id_base=0,
+        row_groups=RowGroups(
+            rows=np.array(packs_of_groups, np.int64),
+            examples=np.array(examples, np.int64),
+            tokens=np.array(tokens, np.int64),
+            longest=np.array(longest, np.int64),
+            crc32=crc32.astype(np.uint32),
+        ),
     )
 
 
-_GROUP_SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
-_SUMS = ("packs", *_GROUP_SUMS[1:], "logical_tokens")
+# Packs
+
+
+def sizes_of(packs: Packs, kind: str) -> PackSizes:
+    """Return the sizes by which loaders plan, counted from the packs."""
+    segment_starts = packs.sequence_offsets[:-1]
+    squares = packs.segment_lengths.astype(np.int64) ** 2
+    return PackSizes(
+        tokens=np.diff(packs.token_offsets),
+        examples=np.diff(packs.example_offsets),
+        squares=np.add.reduceat(squares, segment_starts),
+        counts=count_packs(packs, kind),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PackFigures:
+    """Figures of packs: int64 `[P]` each, but for `sizes`."""
+
+    sizes: PackSizes
+    sequences: Int64
+    supervised_tokens: Int64
+    longest_segments: Int64  # tokens of the longest segment of a pack
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, packs: slice) -> PackFigures:
+        return PackFigures(
+            sizes=self.sizes.take(packs),
+            sequences=self.sequences[packs],
+            supervised_tokens=self.supervised_tokens[packs],
+            longest_segments=self.longest_segments[packs],
+        )
+
+    @classmethod
+    def of(cls, packs: Packs, kind: str) -> PackFigures:
+        """Count packs of a kind of dataset."""
+        token_starts = packs.token_offsets[:-1]
+        segment_starts = packs.sequence_offsets[:-1]
+        # Sums of int32 take a third of the time.
+        supervised = np.add.reduceat(packs.supervised, token_starts, dtype=np.int32)
+        longest = np.maximum.reduceat(packs.segment_lengths, segment_starts)
+        return cls(
+            sizes=sizes_of(packs, kind),
+            sequences=np.diff(packs.sequence_offsets),
+            supervised_tokens=supervised.astype(np.int64),
+            longest_segments=longest.astype(np.int64),
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[PackFigures]) -> PackFigures:
+        """Return the figures of all packs in order."""
+        return cls(
+            sizes=PackSizes.concat([part.sizes for part in parts]),
+            sequences=_join([part.sequences for part in parts]),
+            supervised_tokens=_join([part.supervised_tokens for part in parts]),
+            longest_segments=_join([part.longest_segments for part in parts]),
+        )
+
+
+def _join(columns: Sequence[Int64]) -> Int64:
+    return np.concatenate([np.empty(0, np.int64), *columns])
+
+
+# Totals and statistics of a dataset
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,113 +256,147 @@ class Statistics:
     planning: Mapping[str, Any]  # figures of the planner
 
 
-def pack_figures(packs: Packs, kind: str) -> Int64:
-    """Returns int64 `[P, 10]`: examples, sequences, tokens, supervised tokens, longest
-    segment and sum of squared segment lengths of each pack, and the
-    :data:`packstore.format.arrays.COUNTS`.
-    """
-    sizes = sizes_of(packs, kind)
-    columns = [
-        sizes.examples,
-        np.diff(packs.sequence_offsets),
-        sizes.tokens,
-        np.add.reduceat(packs.supervised, packs.token_offsets[:-1], dtype=np.int32),
-        np.maximum.reduceat(packs.segment_lengths, packs.sequence_offsets[:-1]),
-        sizes.squares,
-    ]
-    return np.concatenate([np.stack(columns, axis=1), sizes.counts], axis=1)
+_SUMS = (
+    "packs",
+    "examples",
+    "sequences",
+    "tokens",
+    "supervised_tokens",
+    "logical_tokens",
+)
+"""Fields of :class:`Totals` in the order of :attr:`PackCounter.sums`."""
+
+_LENGTH_BITS = 32
+"""Buckets of the length histogram."""
 
 
-def pack_sizes(figures: Int64) -> PackSizes:
-    """Returns the sizes that loaders plan with, from :func:`pack_figures`."""
-    return PackSizes(figures[:, 2], figures[:, 0], figures[:, 5], counts=figures[:, 6:])
+def _no_sums() -> Int64:
+    return np.zeros(len(_SUMS), np.int64)
 
 
-def sizes_of(packs: Packs, kind: str) -> PackSizes:
-    """Returns the sizes that loaders plan with, counted from the packs."""
-    squares = packs.segment_lengths.astype(np.int64) ** 2
-    return PackSizes(
-        np.diff(packs.token_offsets),
-        np.diff(packs.example_offsets),
-        np.add.reduceat(squares, packs.sequence_offsets[:-1]),
-        counts=count_packs(packs, kind),
-    )
+def _empty_histogram() -> Int64:
+    return np.zeros(_LENGTH_BITS, np.int64)
+
+
+def _no_maxima() -> Int64:
+    return np.zeros(3, np.int64)
+
+
+def _no_minima() -> Int64:
+    return np.full(2, 2**63 - 1)
 
 
 @dataclass(eq=False)
 class PackCounter:
     """Accumulates totals of valid packs; the result does not depend on how they are
     batched.
+
+    Attributes:
+        sums: int64 `[6]`, in the order of `_SUMS`.
+        histogram: int64 `[32]`, sequences by the bits of their length.
+        most: int64 `[3]`, maxima: examples and segments of a pack, tokens of a
+            sequence.
+        least: int64 `[2]`, minima: examples and tokens of a pack.
     """
 
-    # int64 `[6]`, as in `_SUMS`
-    sums: Int64 = field(default_factory=lambda: np.zeros(len(_SUMS), np.int64))
-    # int64 `[32]`, sequences by the bits of their length
-    histogram: Int64 = field(default_factory=lambda: np.zeros(32, np.int64))
-    # int64 `[3]`: examples and segments of a pack, and tokens of a sequence
-    most: Int64 = field(default_factory=lambda: np.zeros(3, np.int64))
-    # int64 `[2]`: examples and tokens of a pack
-    least: Int64 = field(default_factory=lambda: np.full(2, 2**63 - 1))
+    sums: Int64 = field(default_factory=_no_sums)
+    histogram: Int64 = field(default_factory=_empty_histogram)
+    most: Int64 = field(default_factory=_no_maxima)
+    least: Int64 = field(default_factory=_no_minima)
 
     @property
     def tokens(self) -> int:
         """Number of stored tokens."""
-        return int(self.sums[3])
+        return int(self.sums[_SUMS.index("tokens")])
 
-    def add(self, figures: Int64, lengths: npt.NDArray[np.integer]) -> None:
-        """Adds packs: their :func:`pack_figures`, and logical lengths `[S]` of their
-        sequences.
+    def add(self, figures: PackFigures, lengths: npt.NDArray[np.integer]) -> None:
+        """Add packs.
+
+        Args:
+            figures: their figures.
+            lengths: `[S]`, logical tokens of their sequences.
         """
-        examples, segments, tokens, _ = figures[:, :4].T
-        sums = len(figures), *figures[:, :4].sum(axis=0), lengths.sum(dtype=np.int64)
-        histogram = np.bincount(np.frexp(lengths)[1] - 1, minlength=32)
-        most = np.array([examples.max(), segments.max(), lengths.max()])
-        least = np.array([examples.min(), tokens.min()])
-        self.merge(PackCounter(np.array(sums, np.int64), histogram, most, least))
+        examples = figures.sizes.examples
+        tokens = figures.sizes.tokens
+        sums = [
+            len(figures),
+            examples.sum(),
+            figures.sequences.sum(),
+            tokens.sum(),
+            figures.supervised_tokens.sum(),
+            lengths.sum(dtype=np.int64),
+        ]
+        # frexp has the exponent of the next power of two: the number's bits.
+        _, bits = np.frexp(lengths)
+        self.merge(
+            PackCounter(
+                sums=np.array(sums, np.int64),
+                histogram=np.bincount(bits - 1, minlength=_LENGTH_BITS),
+                most=np.array([examples.max(), figures.sequences.max(), lengths.max()]),
+                least=np.array([examples.min(), tokens.min()]),
+            )
+        )
 
-    def merge(self, other: PackCounter) -> None:
-        """Adds the totals of `other`."""
-        self.sums = self.sums + other.sums
-        self.histogram = self.histogram + other.histogram
-        self.most = np.maximum(self.most, other.most)
-        self.least = np.minimum(self.least, other.least)
+    def merge(self, counter: PackCounter) -> None:
+        """Add the totals of another counter."""
+        self.sums = self.sums + counter.sums
+        self.histogram = self.histogram + counter.histogram
+        self.most = np.maximum(self.most, counter.most)
+        self.least = np.minimum(self.least, counter.least)
 
     @classmethod
     def of_dataset(cls, totals: Totals, statistics: Statistics) -> PackCounter:
-        """Returns the counter of the packs of a dataset."""
+        """Return the counter of the packs of a dataset."""
         if not totals.packs:
             return cls()
-        histogram = np.zeros(32, np.int64)
-        for bound, count in statistics.length_histogram.items():
-            histogram[min(int(bound).bit_length(), 32) - 1] = count
-        sums, examples = (
-            [getattr(totals, name) for name in _SUMS],
-            statistics.examples_per_pack,
+
+        sums = [getattr(totals, name) for name in _SUMS]
+        histogram = _empty_histogram()
+        for lower_bound, count in statistics.length_histogram.items():
+            bits = min(int(lower_bound).bit_length(), _LENGTH_BITS)
+            histogram[bits - 1] = count
+        examples = statistics.examples_per_pack
+        most = [examples.max, statistics.most_segments, statistics.longest_sequence]
+        least = [examples.min, statistics.shortest_pack]
+        return cls(
+            sums=np.array(sums),
+            histogram=histogram,
+            most=np.array(most),
+            least=np.array(least),
         )
-        most = examples.max, statistics.most_segments, statistics.longest_sequence
-        least = examples.min, statistics.shortest_pack
-        return cls(np.array(sums), histogram, np.array(most), np.array(least))
 
     def totals(self, stored_bytes: int) -> Totals:
-        """Returns the sums, with the bytes of the shards."""
-        return Totals(
-            bytes=stored_bytes, **dict(zip(_SUMS, self.sums.tolist(), strict=True))
-        )
+        """Return the sums, with the bytes of the shards."""
+        sums = dict(zip(_SUMS, self.sums.tolist(), strict=True))
+        return Totals(bytes=stored_bytes, **sums)
 
     def statistics(self, pack_size: int, planning: Mapping[str, Any]) -> Statistics:
-        """Returns the statistics; all zero if there are no packs."""
-        packs, examples, _, tokens = self.sums[:4].tolist()
-        most_examples, most_segments, longest = self.most.tolist()
-        fewest, shortest = self.least.tolist() if packs else (0, 0)
-        mean = examples / max(packs, 1)
+        """Return the statistics; all are zero if there are no packs.
+
+        Args:
+            pack_size: maximum tokens of a pack.
+            planning: figures of the planner.
+        """
+        totals = self.totals(stored_bytes=0)
+        most_examples, most_segments, longest_sequence = self.most.tolist()
+        least_examples, shortest_pack = self.least.tolist()
+        if not totals.packs:
+            least_examples = 0
+            shortest_pack = 0
+        num_packs = max(totals.packs, 1)
+        histogram = enumerate(self.histogram.tolist())
         return Statistics(
-            fill_rate=tokens / (max(packs, 1) * pack_size),
-            examples_per_pack=Spread(min=fewest, mean=mean, max=most_examples),
-            longest_sequence=longest,
+            fill_rate=totals.tokens / (num_packs * pack_size),
+            examples_per_pack=Spread(
+                min=least_examples,
+                mean=totals.examples / num_packs,
+                max=most_examples,
+            ),
+            longest_sequence=longest_sequence,
             most_segments=most_segments,
-            shortest_pack=shortest,
+            shortest_pack=shortest_pack,
             length_histogram={
-                str(1 << b): int(n) for b, n in enumerate(self.histogram) if n
+                str(1 << bit): count for bit, count in histogram if count
             },
             planning=planning,
         )

@@ -43,7 +43,7 @@ class ShardFile:
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
         self.path, self.counter = path, facts.PackCounter()
-        self.figures: list[Int64] = []
+        self.figures: list[facts.PackFigures] = []
         with as_storage_errors("write", path, {}):
             self._file = open(path, "xb")  # noqa: SIM115
             if config.format == "arrow":
@@ -135,7 +135,7 @@ class ShardWriter:
         self._encoder.submit(int)
         self._encoding: deque[Future[None]] = deque()
         self._shard: ShardFile | None = None
-        self._pending: list[tuple[pa.RecordBatch, Int64, Int32]] = []
+        self._pending: list[tuple[pa.RecordBatch, facts.PackFigures, Int32]] = []
         self._pending_tokens = self._rows = 0
         self._finished: list[FinishedShard] = []
 
@@ -162,7 +162,7 @@ class ShardWriter:
         self._rows += len(packs)
         batch, figures = (
             to_arrow(packs, self._schema),
-            facts.pack_figures(packs, shape.kind),
+            facts.PackFigures.of(packs, shape.kind),
         )
 
         def hold(start: int, stop: int) -> None:
@@ -196,7 +196,7 @@ class ShardWriter:
             self._staging.path(), self._schema, self._config
         )
         self._shard = shard
-        figures = np.concatenate(some_figures)
+        figures = facts.PackFigures.concat(some_figures)
         shard.figures.append(figures)
         shard.counter.add(figures, np.concatenate(some_lengths))
         self._pending, self._pending_tokens = [], 0
@@ -221,5 +221,5 @@ class ShardWriter:
         info = facts.describe_shard(f"{DATA}/{name}", shard.figures, hashes, crc32)
         self._staging.store(shard.path, info.path)
         self._shard = None
-        sizes = facts.pack_sizes(np.concatenate(shard.figures))
+        sizes = facts.PackFigures.concat(shard.figures).sizes
         self._finished.append(FinishedShard(info, shard.counter, sizes))
