@@ -303,13 +303,7 @@ def add_settings(
 def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
     """Returns the settings given on the command line, as keywords of `config`."""
     values = vars(args)
-    return {
-        name: tuple(map(spelled, values[name]))
-        if isinstance(values[name], list)
-        else values[name]
-        for name in config.names()
-        if name in values
-    }
+    return {name: values[name] for name in config.names() if name in values}
 
 
 class KeyValue(argparse.Action):

@@ -9,7 +9,7 @@ fields and their ``help``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -17,33 +17,36 @@ from packstore.config.reasons import answers_of
 from packstore.config.record_fields import SPELLINGS
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
-from packstore.registry import meant
+from packstore.registry import choice, meant
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that come from the records."""
+
+VERDICT_SIDES = ("first", "second", "tie")
+ROLE_MEANINGS = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SizeConfig(Settings):
     """Size of a pack, and layout of the sequences in it."""
 
-    pack_size: int = setting(8192, "most tokens of a pack", low=2, high=2**31 - 1)
+    pack_size: int = setting(8192, "maximum tokens per pack", low=2, high=2**31 - 1)
     layout: Literal["concat", "shared_prefix"] = setting(
-        "concat", "sequences whole, or prompts once"
+        "concat", "whole sequences, or each prompt once"
     )
-    pad_to_multiple: int = setting(1, "room to pad sequences to a multiple of N", low=1)
+    pad_to_multiple: int = setting(1, "reserve room to pad to a multiple of N", low=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizeConfig(SizeConfig):
-    """Settings by which a record becomes token ids and supervision."""
+    """Settings of tokenizing: how a record becomes token ids and supervision."""
 
     kind: Literal["auto", "preference", "sft", "scored"] = setting(
-        "auto", "kind of records; auto: of the first"
+        "auto", "record kind; auto: as the first record"
     )
     fields: Mapping[str, str] = setting(
         dict,
-        "column or path for a role (repeatable)",
+        "column or path of a role (repeatable)",
         flag="field",
         metavar="ROLE=NAME",
     )
@@ -58,7 +61,7 @@ class TokenizeConfig(SizeConfig):
     )
     verdict: Mapping[str, Any] = setting(
         dict,
-        "first=VALUE,second=VALUE,tie=VALUE of the verdict",
+        "verdict that prefers a side, e.g. first=A,second=B",
         metavar="SIDE=VALUE",
         splits=True,
     )
@@ -72,31 +75,33 @@ class TokenizeConfig(SizeConfig):
         (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
     )
     chat_template: str | None = setting(
-        None, "Jinja file or text, chatml or plain", metavar="TEMPLATE"
+        None, "Jinja file or text, `chatml` or `plain`", metavar="TEMPLATE", path=True
     )
     template_variables: Mapping[str, Any] = setting(
-        dict, "for the chat template, as JSON (repeatable)", flag="template_variable"
+        dict,
+        "variable of the chat template, as JSON (repeatable)",
+        flag="template_variable",
     )
     as_chat: bool | None = setting(
-        None, "text becomes user and assistant turns; default: warn"
+        None, "render plain text as a chat (default: no, and warn)"
     )
     append_eos: bool | None = setting(
-        None, "end responses with EOS; default: of plain text"
+        None, "append EOS to responses (default: to plain text)"
     )
-    add_bos: bool | None = setting(
-        None, "begin with BOS; default: as the tokenizer says"
-    )
+    add_bos: bool | None = setting(None, "prepend BOS (default: as the tokenizer says)")
     supervised_turns: Literal["all", "last"] = setting(
-        "all", "of the assistant in the response"
+        "all", "assistant turns to supervise"
     )
     thinking: Literal["template", "strip"] = setting(
-        "template", "reasoning as rendered, or removed"
+        "template", "reasoning: as rendered, or removed"
     )
     max_length: int | None = setting(
-        None, "most tokens of a sequence; default: pack_size", low=2
+        None, "maximum tokens per sequence (default: pack_size)", low=2
     )
     on: Mapping[str, str] = setting(
-        dict, "answer to a reason to refuse (repeatable)", metavar="REASON=ANSWER"
+        dict,
+        "answer to a reason to refuse a record (repeatable)",
+        metavar="REASON=ANSWER",
     )
 
     def __post_init__(self) -> None:
@@ -105,6 +110,40 @@ class TokenizeConfig(SizeConfig):
         self._check_fields()
         self._check_verdict()
         self._check_roles()
+        self._check_template_variables()
+
+    def _check_fields(self) -> None:
+        for role, column in self.fields.items():
+            if role in SPELLINGS:
+                continue
+            if column in SPELLINGS:
+                hint = f" Swap the two: {column}={role}."
+            else:
+                hint = meant(role, SPELLINGS)
+            raise UnknownNameError(
+                f"unknown field {role!r} in `fields`; choose from: "
+                f"{', '.join(SPELLINGS)}.{hint}"
+            )
+
+    def _check_verdict(self) -> None:
+        for side in self.verdict:
+            if side not in VERDICT_SIDES:
+                raise UnknownNameError(
+                    f"unknown side {side!r} in `verdict`; choose from: "
+                    f"{', '.join(VERDICT_SIDES)}."
+                )
+        texts = [verdict_text(value) for _, value in self._verdict_values()]
+        if len(set(texts)) < len(texts):
+            raise ConfigError(
+                "setting verdict must give each value one side; found "
+                f"{quote(dict(self.verdict))}."
+            )
+
+    def _check_roles(self) -> None:
+        for role, meaning in self.roles.items():
+            choice(f"setting roles, {role},", meaning, ROLE_MEANINGS)
+
+    def _check_template_variables(self) -> None:
         for name, value in self.template_variables.items():
             where = f"setting template_variables, {name}"
             if name in RESERVED_VARIABLES:
@@ -114,72 +153,32 @@ class TokenizeConfig(SizeConfig):
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError) as error:
-                text = f"must be a JSON value; found {quote(value)} ({error})"
-                raise ConfigError(f"{where}, {text}.") from error
+                raise ConfigError(
+                    f"{where}, must be a JSON value; found {quote(value)} ({error})."
+                ) from error
 
-    def _check_fields(self) -> None:
-        for role, column in self.fields.items():
-            if role in SPELLINGS:
-                continue
-            text = (
-                f"unknown field {role!r} in `fields`; choose from: "
-                f"{', '.join(SPELLINGS)}."
-            )
-            hint = (
-                f" Swap the two: {column}={role}."
-                if column in SPELLINGS
-                else meant(role, SPELLINGS)
-            )
-            raise UnknownNameError(text + hint)
-
-    def _check_verdict(self) -> None:
-        sides = ("first", "second", "tie")
-        for side in self.verdict:
-            if side not in sides:
-                text = (
-                    f"unknown side {side!r} in `verdict`; choose from: "
-                    f"{', '.join(sides)}."
-                )
-                raise UnknownNameError(text)
-        values = [
-            value for listed in self.verdict.values() for value in _as_list(listed)
-        ]
-        written = [verdict_text(value) for value in values]
-        if len(set(written)) < len(written):
-            text = "setting verdict must give each value one side"
-            raise ConfigError(f"{text}; found {quote(dict(self.verdict))}.")
-
-    def _check_roles(self) -> None:
-        meanings = ("system", "user", "assistant", "tool")
-        for role, meaning in self.roles.items():
-            if meaning not in meanings:
-                text = f"setting roles, {role}, must be one of: {', '.join(meanings)}"
-                raise ConfigError(f"{text}; found {quote(meaning)}.")
+    def _verdict_values(self) -> Iterator[tuple[str, Any]]:
+        """Yield side and value of each verdict; a side may have a list of values."""
+        for side, values in self.verdict.items():
+            for value in values if isinstance(values, list) else [values]:
+                yield side, value
 
     @property
     def verdicts(self) -> dict[str, str]:
         """Value of a verdict, as text -> first, second or tie."""
-        return {
-            verdict_text(value): side
-            for side, listed in self.verdict.items()
-            for value in _as_list(listed)
-        }
+        return {verdict_text(value): side for side, value in self._verdict_values()}
 
     @property
     def sequence_limit(self) -> int:
-        """Most tokens of one sequence."""
+        """Maximum tokens of one sequence."""
         return min(self.max_length or self.pack_size, self.pack_size)
 
 
 def verdict_text(value: Any) -> str:
-    """Return the value of a verdict as text in small letters, so that 1 equals "1"."""
+    """Return the value of a verdict as lower-case text, so that 1 equals "1"."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     return str(value).strip().casefold()
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +189,7 @@ class SelectConfig(Settings):
         "none", "drop repeated records or prompts"
     )
     validation_fraction: float = setting(
-        0.0, "of the prompts, held out", low=0, below=1
+        0.0, "fraction of the prompts to hold out", low=0, below=1
     )
 
     @property
@@ -200,9 +199,9 @@ class SelectConfig(Settings):
 
 
 PARTITION_BYTES = 1 << 30
-"""Bytes of the input files, as they are stored, in a partition: tens of thousands of
-packs, so that the last one, which stays open, does not count; and minutes of work,
-which a killed job loses.
+"""Stored bytes of the input files in a partition: tens of thousands of packs, so that
+the last one, which is not full, does not matter; and minutes of work, which a killed
+job loses.
 """
 
 
@@ -210,11 +209,11 @@ which a killed job loses.
 class PlanConfig(SizeConfig):
     """Assignment of examples to packs, and order of the packs."""
 
-    shuffle: bool = setting(True, "mix the whole input, and the packs")
-    strategy: str = setting("pool", "packer; a wrong name lists all")
-    seed: int = setting(0, "of every random choice", low=-(1 << 63), high=(1 << 63) - 1)
+    shuffle: bool = setting(True, "shuffle the input and the packs")
+    strategy: str = setting("pool", "algorithm; an unknown name lists all")
+    seed: int = setting(0, "random seed", low=-(1 << 63), high=(1 << 63) - 1)
     partitions: int | None = setting(
-        None, "parts planned apart; default: one per GiB", low=1
+        None, "parts planned separately (default: one per GiB)", low=1
     )
 
 
@@ -226,13 +225,13 @@ class WriteConfig(Settings):
         "parquet", "file format of the shards"
     )
     labels: Literal["plain", "spans"] = setting(
-        "plain", "a column, or spans at half the size"
+        "plain", "a column, or spans of half the size"
     )
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
     row_group_tokens: int = setting(
-        131_072, "about, of a row group", low=1, high=1 << 24
+        131_072, "tokens per row group, approximately", low=1, high=1 << 24
     )
-    shard_tokens: int = setting(1 << 26, "about, of a shard", low=1)
+    shard_tokens: int = setting(1 << 26, "tokens per shard, approximately", low=1)
     overwrite: bool = setting(False, "replace an existing dataset")
 
 
@@ -240,21 +239,24 @@ class WriteConfig(Settings):
 class WorkConfig(Settings):
     """Settings of reading and tokenizing; none of them changes a byte of the result."""
 
-    engine: str = setting("local", "that runs the workers: local, ray")
+    engine: str = setting("local", "where the workers run: local or ray")
     num_workers: int | None = setting(
-        None, "processes; default: by the input and the cores", low=0
+        None, "worker processes (default: by input and cores)", low=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(WorkConfig):
-    """Settings of the job; none of them changes a byte of the result."""
+    """Settings of a run; none of them changes a byte of the result."""
 
     max_drop_rate: float = setting(
-        0.1, "fail if more is dropped, 0 to 1", low=0, high=1
+        0.1, "fail if a larger fraction is dropped", low=0, high=1
     )
     rejects: str | None = setting(
-        None, "JSON lines of dropped records, with the reason", metavar="FILE"
+        None,
+        "file for dropped records and reasons, as JSON lines",
+        metavar="FILE",
+        path=True,
     )
 
 
@@ -266,17 +268,16 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @property
     def needing_records(self) -> tuple[str, ...]:
-        """Returns the names of changed settings that take effect only when
-        tokenizing.
-        """
-        kept = {*SizeConfig.names(), "kind", "max_length"}
-        usual, names = (
-            PackConfig(),
-            [n for n in TokenizeConfig.names() if n not in kept],
-        )
-        mine = replace(self, on={**self.on, "overlong": usual.on["overlong"]})
+        """Names of changed settings that take effect only when tokenizing."""
+        defaults = PackConfig()
+        # A dataset that is packed again obeys these: `overlong` is one of `on`.
+        without_records = {*SizeConfig.names(), "kind", "max_length"}
+        config = replace(self, on={**self.on, "overlong": defaults.on["overlong"]})
         return tuple(
-            name for name in names if getattr(mine, name) != getattr(usual, name)
+            name
+            for name in TokenizeConfig.names()
+            if name not in without_records
+            and getattr(config, name) != getattr(defaults, name)
         )
 
     @staticmethod
@@ -288,12 +289,12 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
         return frozenset({"max_length", *names})
 
     def recorded(self) -> dict[str, Any]:
-        """Returns the settings that affect the bytes of the result, as JSON for the
+        """Return the settings that affect the bytes of the result, as JSON for the
         manifest.
         """
-        skip = {*RunConfig.names(), "overwrite"}
+        without_effect = {*RunConfig.names(), "overwrite"}
         return {
             name: value
             for name, value in super().recorded().items()
-            if name not in skip
+            if name not in without_effect
         }

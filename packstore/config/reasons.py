@@ -1,6 +1,4 @@
-"""Reasons for refusing a record, and the answers that a job may give to each: the
-setting `on`.
-"""
+"""Reasons to refuse a record, and the answers to each: the setting `on`."""
 
 from __future__ import annotations
 
@@ -12,15 +10,16 @@ from packstore.registry import choice
 
 
 class Reason(NamedTuple):
-    """A rule of records, and what a job may do with one that breaks it, the default
-    first: ``drop`` and count it, ``keep`` it, or stop with an ``error``.
+    """A rule of records, and the answers to a record that breaks it, the default first.
+
+    ``drop`` counts it and leaves it out, ``keep`` packs it, ``error`` stops the job.
     """
 
     rule: str
     answers: tuple[str, ...] = ("drop", "error")
 
 
-_KEPT_BY_WISH = ("drop", "keep", "error")
+_DROP_KEEP_ERROR = ("drop", "keep", "error")
 
 REASONS: Mapping[str, Reason] = {
     "not_json": Reason("a line must be valid JSON, in UTF-8", ("error", "drop")),
@@ -46,16 +45,18 @@ REASONS: Mapping[str, Reason] = {
     "wrong_type": Reason("every field must be of its type"),
     "unknown_key": Reason("a message must have known keys", ("error", "drop", "keep")),
     "bad_role": Reason("the roles of messages must be known and in a sensible order"),
-    "invalid_unicode": Reason("text must be valid Unicode", _KEPT_BY_WISH),
-    "empty_side": Reason("every response must have text", _KEPT_BY_WISH),
+    "invalid_unicode": Reason("text must be valid Unicode", _DROP_KEEP_ERROR),
+    "empty_side": Reason("every response must have text", _DROP_KEEP_ERROR),
     "empty_turn": Reason(
-        "every turn that is supervised must have words or calls", _KEPT_BY_WISH
+        "every turn that is supervised must have words or calls", _DROP_KEEP_ERROR
     ),
-    "identical_sides": Reason("the token ids of responses must differ", _KEPT_BY_WISH),
+    "identical_sides": Reason(
+        "the token ids of responses must differ", _DROP_KEEP_ERROR
+    ),
     "no_common_prompt": Reason("whole dialogues must share a beginning"),
     "template_refused": Reason("the chat template must render the messages"),
     "unrendered": Reason(
-        "the chat template must show every turn, call and tool", _KEPT_BY_WISH
+        "the chat template must show every turn, call and tool", _DROP_KEEP_ERROR
     ),
     "special_tokens": Reason(
         "text must not hold strings of control tokens",
@@ -72,16 +73,21 @@ REASONS: Mapping[str, Reason] = {
 }
 """Reason, as the manifest counts it -> its rule and answers.
 
-``keep`` ignores unknown keys of messages, replaces invalid Unicode by U+FFFD, takes
-control strings as plain text (``control``: as control ids) and a token that joins
-prompt and response as part of the response.
+``keep`` ignores unknown keys of messages, replaces invalid Unicode by U+FFFD, tokenizes
+control strings as plain text (``control``: to control ids), and counts a token that
+joins prompt and response as part of the response.
 """
 
 
-def answers_of(given: Mapping[str, str]) -> dict[str, str]:
-    """Returns the answer to every reason: the one given, else the default."""
-    choices = {name: reason.answers for name, reason in REASONS.items()}
-    check_names(given, choices, "docs/tokenizing.md", "reason")
-    for name, answer in given.items():
-        choice(f"setting on, {name},", answer, choices[name])
-    return {name: given.get(name, answers[0]) for name, answers in choices.items()}
+def answers_of(answers: Mapping[str, str]) -> dict[str, str]:
+    """Return the answer to every reason: the one in `answers`, else the default.
+
+    Raises:
+        UnknownNameError: `answers` names an unknown reason.
+        ConfigError: a reason does not have this answer.
+    """
+    check_names(answers, REASONS, listed_by="docs/tokenizing.md", noun="reason")
+    for name, answer in answers.items():
+        choice(f"setting on, {name},", answer, REASONS[name].answers)
+    defaults = {name: reason.answers[0] for name, reason in REASONS.items()}
+    return {**defaults, **answers}

@@ -1,6 +1,4 @@
-"""Packstore's own fields of records: their roles, and the names under which they are
-read.
-"""
+"""Packstore's own fields of records: their roles, and the column names of each."""
 
 from __future__ import annotations
 
@@ -56,20 +54,16 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
     "second": (),
     "verdict": (),
 }
-"""Role -> column names that have it, in order of precedence; `fields` maps a role to
-another name.
+"""Role -> its column names, in order of precedence; `fields` adds another name.
 
-The roles without a name, two answers and the verdict of which is better, are only
-mapped.
+Two answers and a verdict on them have no name of their own: `fields` must name them.
 """
 
 VERDICT_ROLES = ("first", "second", "verdict")
 """Roles that become `chosen` and `rejected`."""
 
 ID_ROLES = ("prompt", "chosen", "rejected", "response")
-"""Roles whose token ids may also stand under their names with an ending of
-:data:`ID_ENDINGS`.
-"""
+"""Roles with columns of token ids, which end as in :data:`ID_ENDINGS`."""
 
 ID_ENDINGS = ("_ids", "_input_ids")
 
@@ -89,14 +83,14 @@ JSON_COLUMNS = (
     "rejected_labels",
     "response_labels",
 )
-"""Roles whose values are never text: CSV cells of them are parsed as JSON."""
+"""Roles that never hold text: their cells in a CSV file are parsed as JSON."""
 
 JUDGING_NUMBERS = frozenset(
     name
     for role in ("score", "scores", "chosen_reward", "rejected_reward", "margin")
     for name in SPELLINGS[role]
 )
-"""Names of columns in which NaN is no missing value, but a wrong number."""
+"""Columns where NaN is a wrong number, not an absent value."""
 
 
 def id_spellings(role: str) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""Settings as a user types them, in the shell or in Python, for the ways out of a
-refusal.
-"""
+"""Settings as a user types them, in the shell or in Python, for remedies in errors."""
 
 from __future__ import annotations
 
@@ -11,21 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 Door: TypeAlias = Literal["shell", "python"]
-"""Where a job was started: on the command line, or by a Python call."""
+"""Syntax of a job: a command line, or a Python call."""
 
 _doors: list[Door] = ["python"]
 
 
 def current_door() -> Door:
-    """Return the door of the job that is being started: the shell inside
-    :func:`from_shell`.
-    """
+    """Return the shell inside :func:`from_shell`, else Python."""
     return _doors[-1]
 
 
 @contextlib.contextmanager
 def from_shell() -> Iterator[None]:
-    """Remedies of jobs that start in this context are spelled as flags."""
+    """Spell the remedies of jobs that start in this context as flags."""
     _doors.append("shell")
     try:
         yield
@@ -52,11 +48,13 @@ def spell(door: Door, settings: Mapping[str, Any]) -> str:
 def _python(value: Any) -> str:
     if isinstance(value, bool):
         return str(value)
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
-        items = (f"{_python(key)}: {_python(item)}" for key, item in value.items())
-        return "{" + ", ".join(items) + "}"
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return "[" + ", ".join(_python(item) for item in value) + "]"
+        entries = [f"{_python(key)}: {_python(entry)}" for key, entry in value.items()]
+        return "{" + ", ".join(entries) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(_python(entry) for entry in value) + "]"
     return json.dumps(value, ensure_ascii=False)
 
 
@@ -76,8 +74,7 @@ def _flags(name: str, value: Any) -> str:
 
 
 def _flag(flag: str, entry: str) -> str:
-    """Return a flag with its value; one that begins with a dash would be taken for a
-    flag.
-    """
+    """Return a flag with its value."""
+    # argparse reads a value that begins with a dash as the next flag.
     separator = "=" if entry.startswith("-") else " "
     return flag + separator + shlex.quote(entry)

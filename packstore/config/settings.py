@@ -9,12 +9,11 @@ import functools
 import hashlib
 import json
 import math
-import operator
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import msgspec
 
@@ -29,32 +28,25 @@ from packstore.errors import (
 )
 from packstore.registry import meant
 
-RANGES: Mapping[str, tuple[str, Callable[[Any, Any], bool]]] = {
-    "low": ("at least", operator.ge),
-    "high": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
-"""Bound of a number -> its name in an error, and the test."""
-
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
-    """Makes a field of a class of settings.
+    """Make a field of a class of settings.
 
     Args:
         default: the default; ``...``: the setting is required; a callable is called per
             object.
         help: one line.
         metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of
-            the flag on the command line, and of its value; `secret`: it is neither
-            shown nor recorded; `place`: a path or URL, recorded without its login;
-            `local`: a path that may be no URL.
+            the flag on the command line, and of its value; `secret`: neither shown nor
+            recorded; `place`: a path or URL, recorded without its login; `local`: a
+            path on this machine, not a URL; `path`: any other path.
     """
-    described = {"help": help, **metadata}
+    metadata["help"] = help
     if default is ...:
-        return field(metadata=described)
+        return field(metadata=metadata)
     if callable(default):
-        return field(default_factory=default, metadata=described)
-    return field(default=default, metadata=described)
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,132 +61,207 @@ class Settings:
     """Command or call that lists all settings, for errors."""
 
     def __post_init__(self) -> None:
-        given = {name: getattr(self, name) for name in self.names()}
-        for name, value in self.checked(**given).items():
+        values = {name: getattr(self, name) for name in self.names()}
+        for name, value in self.checked(**values).items():
             object.__setattr__(self, name, value)
 
     @classmethod
     def checked(cls, **values: Any) -> dict[str, Any]:
-        """Returns values of some settings, lists as tuples.
+        """Return values of some settings: lists as tuples, texts as valid Unicode.
+
+        Paths keep the bytes that are no valid Unicode, so that the file can be opened.
 
         Raises:
             ConfigError: a value has the wrong type or is out of range.
         """
-        kind: Any = cls
-        hints = _hints(kind)
-        for item in (item for item in dataclasses.fields(kind) if item.name in values):
-            value, hint = values[item.name], hints[item.name]
-            if typing.get_origin(hint) is tuple:
-                one = isinstance(value, str) and "place" in item.metadata
-                value = (
-                    (value,)
-                    if one
-                    else tuple(value)
-                    if isinstance(value, list)
-                    else value
-                )
-                values[item.name] = value
-            if not _fits(value, hint):
-                rule = _spell(hint)
-                hidden = {"secret", "place"} & item.metadata.keys()
-                found = kind_of(value) if hidden else quote(value)
-                raise ConfigError(f"setting {item.name} must be {rule}; found {found}.")
-            if (
-                "local" in item.metadata
-                and value
-                and ("://" in value or is_mistyped(value))
-            ):
-                rule = "must be a folder on this machine"
-                raise ConfigError(
-                    f"setting {item.name} {rule}; found {display(value)}."
-                )
-            for name in RANGES.keys() & item.metadata if value is not None else ():
-                (text, holds), bound = RANGES[name], item.metadata[name]
-                if not holds(value, bound):
-                    raise ConfigError(
-                        f"setting {item.name} must be {text} {bound}; found {value}."
-                    )
-        return values
+        hints = _type_hints(cast(Any, cls))
+        checked = {}
+        for item in dataclasses.fields(cls):
+            if item.name in values:
+                hint = hints[item.name]
+                value = _as_stored(item, values[item.name], hint)
+                _check_type(item, value, hint)
+                _check_range(item, value)
+                checked[item.name] = value
+        return checked
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Returns the names of all settings."""
+        """Return the names of all settings."""
         return tuple(item.name for item in dataclasses.fields(cls))
 
     @classmethod
     def of(cls, config: Settings | None = None, /, **settings: Any) -> Self:
-        """Returns `config` (or the defaults) overridden by `settings`.
+        """Return `config` (or the defaults) overridden by `settings`.
 
         Raises:
             UnknownNameError: a setting does not exist; suggests the nearest.
-            ConfigError: a value has the wrong type or is out of range, or a setting is
-                missing.
+            ConfigError: a value has the wrong type or is out of range, or a required
+                setting is absent.
         """
         check_names(settings, cls.names(), cls.LISTED_BY)
-        base = {}
+        values = {}
         if config is not None:
             check_class("argument config", config, Settings, "Give settings by name")
-            base = {name: getattr(config, name) for name in cls.names()}
-        values = {**base, **settings}
+            values = {name: getattr(config, name) for name in cls.names()}
+        values |= settings
+
         for item in dataclasses.fields(cls):
-            if (
-                item.name not in values and item.default is item.default_factory
-            ):  # both missing
+            # Both are the marker MISSING if the setting has no default.
+            is_required = item.default is item.default_factory
+            if is_required and item.name not in values:
                 raise ConfigError(
                     f"setting {item.name} must be given: {item.metadata['help']}."
                 )
         return cls(**values)
 
     def recorded(self) -> dict[str, Any]:
-        """Returns all settings but the secret ones as JSON values, as :meth:`of` takes
+        """Return all settings but the secret ones as JSON values, as :meth:`of` takes
         them.
         """
-        items = ((item, getattr(self, item.name)) for item in dataclasses.fields(self))
         return {
-            item.name: _plain(value, display if "place" in item.metadata else spelled)
-            for item, value in items
+            item.name: _as_json(getattr(self, item.name), _spelling(item))
+            for item in dataclasses.fields(self)
             if "secret" not in item.metadata
         }
 
     def changed(self) -> dict[str, Any]:
-        """Returns the settings that differ from their defaults, as JSON values."""
+        """Return the settings that differ from their defaults, as JSON values."""
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         return {
-            n: value for n, value in self.recorded().items() if value != defaults[n]
+            name: value
+            for name, value in self.recorded().items()
+            if value != defaults[name]
         }
 
 
 def check_names(
-    names: Iterable[str], known: Iterable[str], listed_by: str, noun: str = "setting"
+    names: Iterable[str], valid: Iterable[str], listed_by: str, noun: str = "setting"
 ) -> None:
-    """Refuses unknown names."""
-    known = sorted(known)
+    """Raise UnknownNameError for a name that is not `valid`, with the nearest one."""
+    valid = sorted(valid)
     for name in names:
-        if name not in known:
-            hint = meant(str(name), known)
+        if name not in valid:
+            hint = meant(str(name), valid)
             raise UnknownNameError(
                 f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
             )
 
 
 def check_class(where: str, value: Any, kind: Any, remedy: str = "") -> None:
-    """Refuses a value of another class."""
+    """Raise ConfigError for a value of another class."""
     if not isinstance(value, kind):
-        found = quote(value) if isinstance(value, str) else type(value).__name__
-        raise ConfigError(sentence(where, f"it must be {kind.__name__}", found, remedy))
+        shown_value = quote(value) if isinstance(value, str) else type(value).__name__
+        rule = f"it must be {kind.__name__}"
+        raise ConfigError(sentence(where, rule, found=shown_value, remedy=remedy))
+
+
+def kind_of(value: object) -> str:
+    """Return the kind of `value` in words, for errors that must not show it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, int | float):
+        return "a number"
+    return "another value"
 
 
 def fingerprint(value: Any) -> str:
-    """Returns the sha256 (hex) of the canonical JSON text of `value`."""
+    """Return the sha256 (hex) of the canonical JSON text of `value`."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-_hints = functools.cache(typing.get_type_hints)
+_type_hints = functools.cache(typing.get_type_hints)
 """The types of the fields of a class; resolving them is slow."""
 
+_PATHS = frozenset({"place", "local", "path"})
+"""Metadata of settings that are paths."""
 
-def _fits(value: Any, hint: Any) -> bool:
+
+def _as_stored(item: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
+    """Return the value of a setting as an object of settings holds it."""
+    if typing.get_origin(hint) is tuple:
+        if isinstance(value, list):
+            value = tuple(value)
+        elif isinstance(value, str) and "place" in item.metadata:
+            value = (value,)
+    if "secret" in item.metadata or _PATHS & item.metadata.keys():
+        return value
+    return _as_unicode(value)
+
+
+def _as_unicode(value: Any) -> Any:
+    """Return a value with its texts as valid Unicode; see :func:`spelled`."""
+    if isinstance(value, str):
+        return value if value.isascii() else spelled(value)
+    if isinstance(value, Mapping):
+        return {key: _as_unicode(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_as_unicode(entry) for entry in value]
+    if isinstance(value, tuple):
+        return tuple(_as_unicode(entry) for entry in value)
+    return value
+
+
+def _spelling(item: dataclasses.Field[Any]) -> Callable[[str], str]:
+    """Return the function that spells the texts of a setting for a record."""
+    if "place" in item.metadata:
+        return display
+    if _PATHS & item.metadata.keys():
+        return spelled
+    return str  # as they are
+
+
+def _as_json(value: Any, spell: Callable[[str], str]) -> Any:
+    """Return the value of a setting as a JSON value."""
+    if isinstance(value, str):
+        return spell(value)
+    if isinstance(value, Mapping):
+        return {key: _as_json(entry, spell) for key, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return [_as_json(entry, spell) for entry in value]
+    return value
+
+
+def _check_type(item: dataclasses.Field[Any], value: Any, hint: Any) -> None:
+    if not _has_type(value, hint):
+        # A place may hold a login, which an error must not show.
+        hides_value = "secret" in item.metadata or "place" in item.metadata
+        text = kind_of(value) if hides_value else quote(value)
+        raise ConfigError(
+            f"setting {item.name} must be {_type_in_words(hint)}; found {text}."
+        )
+    if value and "local" in item.metadata and ("://" in value or is_mistyped(value)):
+        raise ConfigError(
+            f"setting {item.name} must be a folder on this machine; found "
+            f"{display(value)}."
+        )
+
+
+def _check_range(item: dataclasses.Field[Any], value: Any) -> None:
+    if value is None:
+        return
+    low = item.metadata.get("low")
+    high = item.metadata.get("high")
+    below = item.metadata.get("below")
+    if low is not None and value < low:
+        rule = f"at least {low}"
+    elif high is not None and value > high:
+        rule = f"at most {high}"
+    elif below is not None and value >= below:
+        rule = f"below {below}"
+    else:
+        return
+    raise ConfigError(f"setting {item.name} must be {rule}; found {value}.")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
     try:
         msgspec.convert(value, hint)
     except msgspec.ValidationError:
@@ -202,45 +269,24 @@ def _fits(value: Any, hint: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-def _spell(hint: Any) -> str:
-    """Returns a type in words."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+def _type_in_words(hint: Any) -> str:
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
-        return "one of: " + ", ".join(args)
+        return "one of: " + ", ".join(arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(map(_spell, args))
+        return " or ".join(_type_in_words(argument) for argument in arguments)
     if origin is tuple:
         return "a list of strings"
     if origin is not None:
-        return f"a mapping from string to {_spell(args[1])}"
+        return f"a mapping from string to {_type_in_words(arguments[1])}"
+    if hint is type(None):
+        return "None"
     words = {
         Any: "a JSON value",
         int: "a whole number",
         float: "a number",
         str: "a string",
     }
-    return "None" if hint is type(None) else words.get(hint, hint.__name__)
-
-
-def kind_of(value: object) -> str:
-    """Returns what `value` is, in words, where it may hold a secret."""
-    kinds = {
-        "a text": str,
-        "a list": list | tuple,
-        "a mapping": Mapping,
-        "a number": int | float,
-    }
-    found = (words for words, kind in kinds.items() if isinstance(value, kind))
-    return "nothing" if value is None else next(found, "another value")
-
-
-def _plain(value: Any, spell: Callable[[str], str] = spelled) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, str):
-        return spell(value)  # it may be the path of a file
-    return (
-        [_plain(entry, spell) for entry in value]
-        if isinstance(value, tuple | list)
-        else value
-    )
+    name: str = hint.__name__
+    return words.get(hint, name)

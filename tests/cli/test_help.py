@@ -90,7 +90,7 @@ def test_the_defaults_of_append_are_those_of_the_dataset(
         main(["append", "--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "drop repeated records or prompts (default: DATASET's)" in text
-    assert "fail if more is dropped, 0 to 1 (default: 0.1)" in text
+    assert "fail if a larger fraction is dropped (default: 0.1)" in text
 
 
 def test_flags_reach_the_settings(
