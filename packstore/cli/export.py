@@ -23,7 +23,7 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
         sub = add_command(formats, name, exporter.help, exporter.examples)
         add_message_options(sub)
         common.add_dataset(sub)
-        sub.add_argument("out", metavar=exporter.out[0], help=exporter.out[1])
+        sub.add_argument("out", metavar=exporter.out_name, help=exporter.out_help)
         common.add_json(sub)
         common.add_settings(sub, "format", exporter.options)
 

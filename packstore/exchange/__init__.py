@@ -1,4 +1,4 @@
-"""Exports datasets as files of other trainers; see ``README.md``."""
+"""Export datasets as files of other trainers; see ``README.md``."""
 
 from __future__ import annotations
 
@@ -24,25 +24,35 @@ class ExportOptions(Settings):
     overwrite: bool = setting(False, "replace existing files")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exported:
-    """URLs of the files written, without secrets, and facts about them, by name."""
+    """The result of an export.
+
+    Attributes:
+        files: URLs of the files, without secrets.
+        facts: name -> value, to be printed.
+    """
 
     files: list[str]
     facts: dict[str, object]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Exporter:
-    """An export format: texts of the command line, its options, and the datasets it can
-    hold.
+    """An export format.
 
-    `run`: ``(dataset, place, options, progress)`` -> the result.
+    Attributes:
+        help, examples: texts of the command line.
+        out_name, out_help: name of the destination on the command line, and its help.
+        kind: kind of the datasets that the format can hold.
+        options: class of the options.
+        run: ``(dataset, place, options, progress)`` -> the result.
     """
 
     help: str
-    out: tuple[str, str]
     examples: str
+    out_name: str
+    out_help: str
     kind: str
     options: type[ExportOptions]
     run: Callable[[Dataset, Location, Any, Progress], Exported]
@@ -66,7 +76,7 @@ def export(
     progress: Progress | None = None,
     **options: Any,
 ) -> Exported:
-    """Exports a dataset to a file of another trainer.
+    """Export a dataset to files of another trainer.
 
     Args:
         format: a name in :data:`packstore.exchange.EXPORTERS`.
@@ -75,9 +85,6 @@ def export(
         storage_options: passed to the fsspec filesystems of `dataset` and `out`.
         progress: called with the progress.
         options: options of the format.
-
-    Returns:
-        The files written, and facts about them.
 
     Raises:
         CompatibilityError: the format cannot hold such a dataset.
@@ -89,20 +96,33 @@ def export(
     exporter = EXPORTERS.load(format)
     if not isinstance(dataset, Dataset):
         dataset = open_dataset(os.fspath(dataset), storage_options)
-    if (kind := dataset.manifest.kind) != exporter.kind:
-        rule = f"export as {format} needs a dataset of kind {exporter.kind}"
-        raise CompatibilityError(sentence(dataset.url, rule, f"kind {kind}"))
+    kind = dataset.manifest.kind
+    if kind != exporter.kind:
+        raise CompatibilityError(
+            sentence(
+                dataset.url,
+                rule=f"export as {format} needs a dataset of kind {exporter.kind}",
+                found=f"kind {kind}",
+            )
+        )
     place = Location(os.fspath(out), storage_options or {})
-    report = progress or (lambda *_: None)
-    return exporter.run(dataset, place, exporter.options(**options), report)
+    return exporter.run(
+        dataset, place, exporter.options(**options), progress or _no_progress
+    )
+
+
+def _no_progress(stage: str, count: int, total: int | None, unit: str) -> None:
+    """Report nothing."""
 
 
 def exists_error(
     location: Location,
-    found: str,
+    existing: str,
     remedy: str = "Name another place, or replace it (overwrite)",
 ) -> DatasetExistsError:
-    """Returns the error for an output that is there."""
+    """Return the error for a destination that holds `existing`."""
     return DatasetExistsError(
-        sentence(location.display, "must not exist yet", found, remedy)
+        sentence(
+            location.display, rule="must not exist yet", found=existing, remedy=remedy
+        )
     )

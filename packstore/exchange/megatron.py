@@ -11,11 +11,11 @@ files, ``offline.py`` and ``algorithms.py``, which write them) and
   supervised.
 - `seq_start_id` holds the start of each sequence, without the end of the last.
 - With context or sequence parallelism, the size of each sequence must be a multiple of
-  `pad_seq_to_mult`: sequences are padded with EOS. The reader finds their end by it: it
-  treats all EOS at the end of the inputs as padding.
+  `pad_seq_to_mult`: sequences are padded with EOS. The reader treats all EOS at the end
+  of the inputs as padding.
 - The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for
-  CUDA graphs) the reader takes the most sequences of a row, the longest sequence and
-  the shortest row from it.
+  CUDA graphs) the reader takes from it the maximum number of sequences in a row, the
+  longest sequence and the shortest row.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -57,52 +57,62 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("packstore")
 
+_Number = TypeVar("_Number", int, Int64)
+
 METADATA = "metadata.json"
 
 FILE_BYTES = 192 << 20
-"""Bytes of a Parquet file, about."""
+"""Approximate bytes of a Parquet file."""
 
-_TYPES = {"input_ids": pa.int32(), "loss_mask": pa.int8(), "seq_start_id": pa.int32()}
-SCHEMA = pa.schema([(name, list_of(type_)) for name, type_ in _TYPES.items()])
+SCHEMA = pa.schema(
+    [
+        ("input_ids", list_of(pa.int32())),
+        ("loss_mask", list_of(pa.int8())),
+        ("seq_start_id", list_of(pa.int32())),
+    ]
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronOptions(ExportOptions):
-    """Options of this format; those named as in Megatron-Bridge have its meaning."""
+    """Options of this format; Megatron-Bridge's names have its meaning."""
 
     pack_size: int | None = setting(
-        None, "most tokens of a row; default: the dataset's", low=1
+        None, "maximum tokens per row (default: the dataset's)", low=1
     )
     pad_seq_to_mult: int | None = setting(
-        None, "pad sequences to it; default: by the parallelism", low=1
+        None, "multiple to pad to (default: by the parallelism)", low=1
     )
     context_parallel: int = setting(1, "Bridge's context_parallel_size", low=1)
     tensor_parallel: int = setting(1, "Bridge's tensor_model_parallel_size", low=1)
     sequence_parallel: bool = setting(False, "Bridge's sequence_parallel")
     pad_cu_seqlens: bool = setting(False, "static shapes, for CUDA graphs")
     pad_id: int | None = setting(
-        None, "the padding token; default: the tokenizer's EOS", low=0, high=2**31 - 1
+        None, "padding token id (default: the tokenizer's EOS)", low=0, high=2**31 - 1
     )
 
     def __post_init__(self) -> None:
-        ExportOptions.__post_init__(self)
+        super().__post_init__()
         if self.pad_seq_to_mult and self.pad_seq_to_mult % self.parallel_multiple:
             raise ConfigError(
                 "setting pad_seq_to_mult must be a multiple of "
-                f"{self.parallel_multiple} with this "
-                f"parallelism; found {self.pad_seq_to_mult}. Omit it to have that "
-                "number."
+                f"{self.parallel_multiple} with this parallelism; found "
+                f"{self.pad_seq_to_mult}. Omit it to get that number."
             )
 
     @property
     def parallel_multiple(self) -> int:
-        """The multiple that the parallelism requires, by
-        ``docs/training/packed-sequences.md``.
+        """The multiple that the parallelism requires.
+
+        Source: ``docs/training/packed-sequences.md`` of Megatron-Bridge.
         """
-        cp, tp = self.context_parallel, self.tensor_parallel
-        by_context = 2 * cp if cp > 1 else 1
-        by_sequence = cp * tp if self.sequence_parallel and tp > 1 else 1
-        return math.lcm(by_context, by_sequence)
+        context_multiple = 1
+        if self.context_parallel > 1:
+            context_multiple = 2 * self.context_parallel
+        sequence_multiple = 1
+        if self.sequence_parallel and self.tensor_parallel > 1:
+            sequence_multiple = self.context_parallel * self.tensor_parallel
+        return math.lcm(context_multiple, sequence_multiple)
 
     @property
     def multiple(self) -> int:
@@ -110,95 +120,118 @@ class MegatronOptions(ExportOptions):
         return self.pad_seq_to_mult or self.parallel_multiple
 
 
-def _run(
+def _export(
     dataset: Dataset, place: Location, options: MegatronOptions, progress: Progress
 ) -> Exported:
     if not len(dataset):
-        raise ConfigError(sentence(dataset.url, "must hold at least one pack", "none"))
-    names = [entry.name for entry in place.files()]
-    earlier = [
-        n for n in names if n == METADATA or fnmatchcase(n, "packed_*-*.idx.parquet")
-    ]
-    if earlier and not options.overwrite:
-        raise exists_error(place, f"{earlier[0]} in it")
-    pack_size, is_new = _pack_size(dataset, options), not place.exists()
-    rows = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
-    figures = rows.figures
+        raise ConfigError(
+            sentence(dataset.url, rule="must hold at least one pack", found="none")
+        )
+    earlier_files = [entry.name for entry in place.files() if _is_ours(entry.name)]
+    if earlier_files and not options.overwrite:
+        raise exists_error(place, f"{earlier_files[0]} in it")
+
+    pack_size = _row_size(dataset, options)
+    row_maker = RowMaker(pack_size, options.multiple, _pad_id(dataset, options))
+    figures = row_maker.figures
+    is_new = not place.exists()
     try:
         with Staging(place) as staging:
-            batches = rows.batches(dataset, progress)
-            paths = _write_files(batches, staging, f"packed_{pack_size}")
+            batches = row_maker.batches(dataset, progress)
+            files = _write_files(batches, staging, f"packed_{pack_size}")
             with staging.file() as file:
                 file.write(json.dumps([figures.metadata(pack_size)]).encode())
-            _publish(place, staging, {**paths, METADATA: file.name}, earlier)
+            files[METADATA] = file.name
+            _publish(place, staging, files, earlier_files)
     finally:
         if is_new:
             remove_empty(place, "")
+
     if figures.hidden:
         log.warning(
-            "%s supervised tokens follow nothing but EOS at the end of their sequence, "
-            "which "
-            "Megatron-Bridge takes for filling: they are not supervised there",
+            "%s supervised tokens follow nothing but EOS at the end of their sequence; "
+            "Megatron-Bridge treats these as padding and does not supervise them",
             f"{figures.hidden:,}",
         )
-    facts: dict[str, object] = {
+    return Exported(
+        files=[place.join(name).display for name in files],
+        facts=_facts(figures, place, pack_size, options),
+    )
+
+
+def _is_ours(name: str) -> bool:
+    """Return True for the name of a file that an export writes."""
+    return name == METADATA or fnmatchcase(name, "packed_*-*.idx.parquet")
+
+
+def _facts(
+    figures: Figures, place: Location, pack_size: int, options: MegatronOptions
+) -> dict[str, object]:
+    data_path = place.join(f"packed_{pack_size}-*.idx.parquet").display
+    return {
         "rows": figures.rows,
         "sequences": figures.sequences,
         "fill rate": figures.tokens / figures.rows / pack_size,
         "not supervised any more": figures.hidden,
-        "tokens of filling": figures.filled,
-        "sequences moved to other rows": figures.moved,
+        "padding tokens": figures.padding,
+        "sequences moved to other rows": figures.moved_sequences,
         # The matching settings of Megatron-Bridge.
         "packed_sequence_size": pack_size,
-        "packed_train_data_path": place.join(
-            f"packed_{pack_size}-*.idx.parquet"
-        ).display,
+        "packed_train_data_path": data_path,
         "packed_metadata_path": place.join(METADATA).display,
         "pad_seq_to_mult": options.multiple,
         "pad_cu_seqlens": options.pad_cu_seqlens,
         "dataset_kwargs.pad_to_max_length": options.pad_cu_seqlens,
     }
-    return Exported([place.join(name).display for name in (*paths, METADATA)], facts)
 
 
 def _publish(
-    place: Location, staging: Staging, files: Mapping[str, str], earlier: Sequence[str]
+    place: Location,
+    staging: Staging,
+    files: Mapping[str, str],
+    earlier_files: Sequence[str],
 ) -> None:
-    """Replaces files of an earlier export by `files`, name -> local path, the metadata
-    last.
+    """Replace the files of an earlier export.
 
-    Earlier metadata go first, so that metadata always mark a whole export.
+    The earlier metadata is removed first, and the new metadata written last: metadata
+    always mark a complete export.
+
+    Args:
+        files: name -> local path, the metadata last.
+        earlier_files: names of the files at `place`.
     """
-    stored: list[str] = []
+    uploaded: list[str] = []
     try:
-        if METADATA in earlier:
+        if METADATA in earlier_files:
             place.remove(METADATA)
         for name, path in files.items():
             if name == METADATA:
-                for old in set(earlier) - set(files):
-                    place.remove(old)
+                for old_name in set(earlier_files) - set(files):
+                    place.remove(old_name)
             staging.store(path, name)
-            stored.append(name)
+            uploaded.append(name)
     except BaseException:
-        for name in stored:
+        for name in uploaded:
             with contextlib.suppress(PackstoreError):
                 place.remove(name)
         raise
 
 
-def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
-    size, m = options.pack_size or dataset.manifest.pack_size, options.multiple
-    if size % m:
+def _row_size(dataset: Dataset, options: MegatronOptions) -> int:
+    """Return the maximum tokens per row, a multiple that holds the longest sequence."""
+    size = options.pack_size or dataset.manifest.pack_size
+    multiple = options.multiple
+    if size % multiple:
         raise ConfigError(
-            f"pack_size: must be a multiple of pad_seq_to_mult, {m}; found {size}. "
-            f"Give pack_size {-(-size // m) * m}."
+            f"pack_size: must be a multiple of pad_seq_to_mult, {multiple}; found "
+            f"{size}. Give pack_size {_round_up(size, multiple)}."
         )
-    longest = -(-(dataset.manifest.statistics.longest_sequence - 1) // m) * m
+    num_inputs = dataset.manifest.statistics.longest_sequence - 1
+    longest = _round_up(num_inputs, multiple)
     if longest > size:
         raise ConfigError(
             f"pack_size: must hold the longest sequence, which takes up {longest}; "
-            f"found {size}. "
-            "Give a larger pack_size."
+            f"found {size}. Give a larger pack_size."
         )
     return size
 
@@ -206,11 +239,20 @@ def _pack_size(dataset: Dataset, options: MegatronOptions) -> int:
 def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
     if options.pad_id is not None:
         return options.pad_id
-    eos = (dataset.manifest.provenance.get("tokenizer") or {}).get("eos_id")
-    if not isinstance(eos, int) and options.multiple > 1:
-        rule = "its EOS must be known to fill sequences up"
-        raise ConfigError(sentence(dataset.url, rule, "none", "Give pad_id"))
-    return eos if isinstance(eos, int) else 0  # unused where nothing is filled up
+    tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
+    eos_id = tokenizer.get("eos_id")
+    if isinstance(eos_id, int):
+        return eos_id
+    if options.multiple == 1:
+        return 0  # unused, as no sequence is padded
+    raise ConfigError(
+        sentence(
+            dataset.url,
+            rule="its EOS must be known to pad sequences",
+            found="none",
+            remedy="Give pad_id",
+        )
+    )
 
 
 @dataclass
@@ -220,174 +262,227 @@ class Figures:
     rows: int = 0
     sequences: int = 0
     tokens: int = 0
-    filled: int = 0
-    longest: int = 0
-    most: int = 0
-    shortest: int = 2**31
-    moved: int = 0
+    padding: int = 0
+    """Tokens of padding."""
+    longest_sequence: int = 0
+    max_sequences: int = 0
+    """Maximum number of sequences in a row."""
+    shortest_row: int = 2**31
+    moved_sequences: int = 0
+    """Sequences that did not fit the row of their pack, once padded."""
     hidden: int = 0
+    """Supervised tokens that the reader treats as padding."""
 
-    def add(self, sizes: Int64, starts: Int64) -> None:
-        """Adds rows: `sizes` of their sequences, `starts` of the rows in these."""
-        rows = np.add.reduceat(sizes, starts[:-1])
-        self.rows += len(rows)
+    def add(self, sizes: Int64, row_offsets: Int64) -> None:
+        """Add rows.
+
+        Args:
+            sizes: `[S]`, tokens that each sequence occupies.
+            row_offsets: `[R + 1]`, the first sequence of each row, and the end.
+        """
+        row_sizes = np.add.reduceat(sizes, row_offsets[:-1])
+        most_sequences = int(np.diff(row_offsets).max())
+        self.rows += len(row_sizes)
         self.sequences += len(sizes)
         self.tokens += int(sizes.sum())
-        self.longest = max(self.longest, int(sizes.max()))
-        self.most = max(self.most, int(np.diff(starts).max()))
-        self.shortest = min(self.shortest, int(rows.min()))
+        self.longest_sequence = max(self.longest_sequence, int(sizes.max()))
+        self.max_sequences = max(self.max_sequences, most_sequences)
+        self.shortest_row = min(self.shortest_row, int(row_sizes.min()))
 
     def metadata(self, pack_size: int) -> dict[str, Any]:
-        """Returns Megatron-Bridge's metadata of a packed split, with its rounding."""
+        """Return Megatron-Bridge's metadata of a packed split, with its rounding."""
         return {
-            "dataset_max_seqlen": self.longest,
-            "max_samples_per_bin": self.most,
+            "dataset_max_seqlen": self.longest_sequence,
+            "max_samples_per_bin": self.max_sequences,
             "packing_factor": round(self.sequences / self.rows, 2),
             "packing_efficiency": round(self.tokens / self.rows / pack_size * 100, 2),
             "pack_size": pack_size,
-            "min_packed_seqlen": self.shortest,
+            "min_packed_seqlen": self.shortest_row,
         }
 
 
 def _write_files(
     batches: Iterator[pa.RecordBatch], staging: Staging, stem: str
 ) -> dict[str, str]:
-    """Writes row groups to files; returns the local path of each by name."""
-    paths: dict[str, str] = {}
-    options: dict[str, Any] = {"use_dictionary": False, "write_statistics": False}
+    """Write each batch as a row group; return the local path of each file, by name."""
+    files: dict[str, str] = {}
     batch = next(batches, None)
     while batch is not None:
         with (
             staging.file() as file,
-            pq.ParquetWriter(file, SCHEMA, compression="zstd", **options) as writer,
+            pq.ParquetWriter(
+                file,
+                SCHEMA,
+                compression="zstd",
+                use_dictionary=False,
+                write_statistics=False,
+            ) as writer,
         ):
             while batch is not None and file.tell() < FILE_BYTES:
                 writer.write_table(pa.Table.from_batches([batch]), batch.num_rows)
                 batch = next(batches, None)
-        paths[f"{stem}-{len(paths):05d}.idx.parquet"] = file.name
-    return paths
+        files[f"{stem}-{len(files):05d}.idx.parquet"] = file.name
+    return files
 
 
 class RowMaker:
-    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`; what
-    is padded and no longer fits its row moves to later ones.
+    """Converts packs to rows of at most `pack_size` tokens, counted in `figures`.
+
+    Padding can make the sequences of a pack too long for one row. Those that do not fit
+    wait until they fill rows of their own.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
         self.figures = Figures()
-        self._pack_size, self._multiple, self._pad_id = pack_size, multiple, pad_id
-        self._rest = Examples.empty()
+        self._pack_size = pack_size
+        self._multiple = multiple
+        self._pad_id = pad_id
+        self._waiting = Examples.empty()
 
     def batches(self, dataset: Dataset, progress: Progress) -> Iterator[pa.RecordBatch]:
-        """Yields the rows of all packs; what was moved follows at the end."""
-        for group, packs in enumerate(dataset.iter_packs(), 1):
-            yield self._add(packs)
-            progress("export", group, len(dataset.row_groups), "row groups")
-        if left := self._rest.num_examples:
-            yield self._batch(self._rest, self._sizes(self._rest), [list(range(left))])
+        """Yield the rows of all packs, and then of the sequences that still wait."""
+        for number, packs in enumerate(dataset.iter_packs(), 1):
+            yield self._convert(packs)
+            progress("export", number, len(dataset.row_groups), "row groups")
+        num_waiting = self._waiting.num_examples
+        if num_waiting:
+            sizes = self._sizes(self._waiting)
+            yield self._batch(self._waiting, sizes, rows=[list(range(num_waiting))])
 
-    def _add(self, packs: Packs) -> pa.RecordBatch:
-        """Returns one row per pack, and rows of moved sequences once these fill
-        rows.
-        """
+    def _convert(self, packs: Packs) -> pa.RecordBatch:
+        """Return one row per pack, and full rows of waiting sequences."""
         from packstore.pack.fill import unpack
 
-        waiting = self._rest.num_examples
-        examples = Examples.concat([self._rest, replace(unpack(packs), columns={})])
+        num_waiting = self._waiting.num_examples
+        new_examples = replace(unpack(packs), columns={})
+        examples = Examples.concat([self._waiting, new_examples])
         sizes = self._sizes(examples)
-        rows: list[list[int]] = []
-        over = list(range(waiting))
-        for first, last in pairwise((packs.example_offsets + waiting).tolist()):
-            room, row = self._pack_size, []
-            for i in range(first, last):
-                if sizes[i] <= room:
-                    row.append(i)
-                    room -= int(sizes[i])
-                else:
-                    over.append(i)
-                    self.figures.moved += 1
+
+        rows = []
+        waiting = list(range(num_waiting))
+        offsets = (packs.example_offsets + num_waiting).tolist()
+        for first, stop in pairwise(offsets):
+            row, overflow = self._split(range(first, stop), sizes)
             rows.append(row)
-        room, row = self._pack_size, []
-        for i in over:
+            waiting += overflow
+            self.figures.moved_sequences += len(overflow)
+
+        *full_rows, open_row = self._next_fit(waiting, sizes)
+        self._waiting = examples.take(np.array(open_row, np.int64))
+        return self._batch(examples, sizes, [*rows, *full_rows])
+
+    def _split(
+        self, sequences: Iterable[int], sizes: Int64
+    ) -> tuple[list[int], list[int]]:
+        """Return the sequences that fit one row, taken in order, and the others."""
+        row = []
+        overflow = []
+        room = self._pack_size
+        for i in sequences:
+            if sizes[i] <= room:
+                row.append(i)
+                room -= int(sizes[i])
+            else:
+                overflow.append(i)
+        return row, overflow
+
+    def _next_fit(self, sequences: Iterable[int], sizes: Int64) -> list[list[int]]:
+        """Return rows of sequences in order; the last one may have room."""
+        rows: list[list[int]] = [[]]
+        room = self._pack_size
+        for i in sequences:
             if sizes[i] > room:
-                rows.append(row)
-                room, row = self._pack_size, []
-            row.append(i)
+                rows.append([])
+                room = self._pack_size
+            rows[-1].append(i)
             room -= int(sizes[i])
-        self._rest = examples.take(np.array(row, np.int64))
-        return self._batch(examples, sizes, rows)
+        return rows
 
     def _sizes(self, examples: Examples) -> Int64:
-        """Tokens that each sequence occupies: int64 `[S]`.
+        """Return the tokens that each sequence occupies, int64 `[S]`."""
+        num_inputs = examples.lengths.astype(np.int64) - 1
+        sizes = _round_up(num_inputs, self._multiple)
+        if self._multiple == 1:
+            return sizes
 
-        The reader treats all EOS at the end of the inputs as padding. A sequence that
-        continues after an EOS (templates that end a turn with EOS and a line break)
-        keeps it only if its last token is an input too: so it is padded even where its
-        size fits.
-        """
-        inputs, m = examples.lengths.astype(np.int64) - 1, self._multiple
-        sizes = -(-inputs // m) * m
-        if m > 1:
-            last = examples.sequence_offsets[1:] - 1
-            eos = examples.input_ids == self._pad_id
-            cut = (
-                (sizes == inputs)
-                & eos[last - 1]
-                & ~eos[last]
-                & examples.supervised[last]
-            )
-            sizes += np.where(cut & (sizes + m <= self._pack_size), m, 0)
+        # The reader treats all EOS at the end of the inputs as padding. Some templates
+        # end a turn with EOS and a line break: then EOS is the last input, and is read
+        # only if the line break becomes an input too. So a sequence that needs no
+        # padding gets some.
+        last = examples.sequence_offsets[1:] - 1
+        is_eos = examples.input_ids == self._pad_id
+        continues = ~is_eos[last] & examples.supervised[last]
+        loses_eos = (sizes == num_inputs) & is_eos[last - 1] & continues
+        has_room = sizes + self._multiple <= self._pack_size
+        sizes += np.where(loses_eos & has_room, self._multiple, 0)
         return sizes
 
     def _batch(
         self, examples: Examples, sizes: Int64, rows: list[list[int]]
     ) -> pa.RecordBatch:
+        """Return rows of the sequences with these indices, in Megatron-Bridge's
+        columns.
+        """
         order = np.array([i for row in rows for i in row], np.int64)
-        starts = to_offsets(np.array([len(row) for row in rows]))
-        examples, sizes = examples.take(order), sizes[order]
+        row_offsets = to_offsets(np.array([len(row) for row in rows]))
+        examples = examples.take(order)
+        sizes = sizes[order]
         lengths = examples.lengths.astype(np.int64)
-        offsets = to_offsets(sizes + 1)
-        ids = np.full(offsets[-1], self._pad_id, np.int32)
-        mask = np.zeros(offsets[-1], np.int8)
+
+        offsets = to_offsets(sizes + 1)  # of the stored tokens, inputs and last target
         places = range_indices(offsets[:-1], lengths)
+        ids = np.full(offsets[-1], self._pad_id, np.int32)
         ids[places] = examples.input_ids
-        # The first token of a sequence is never supervised, so the shift crosses no
-        # border.
+        mask = np.zeros(offsets[-1], np.int8)
+        # The first token of a sequence is never supervised, so that the shift moves no
+        # bit into the sequence before.
         mask[places[:-1]] = examples.supervised[1:]
+
         if self._multiple > 1:
-            hidden = _hidden(ids, offsets, self._pad_id) & (mask != 0)
-            mask[hidden] = 0
-            self.figures.hidden += int(np.count_nonzero(hidden))
-        self.figures.add(sizes, starts)
-        self.figures.filled += int((sizes + 1 - lengths).sum())
-        tokens = offsets[starts]
-        firsts = (offsets[:-1] - np.repeat(tokens[:-1], np.diff(starts))).astype(
-            np.int32
-        )
-        columns = [(ids, tokens), (mask, tokens), (firsts, starts)]
+            is_hidden = _is_hidden(ids, offsets, self._pad_id) & (mask != 0)
+            mask[is_hidden] = 0
+            self.figures.hidden += int(np.count_nonzero(is_hidden))
+        self.figures.add(sizes, row_offsets)
+        self.figures.padding += int((sizes + 1 - lengths).sum())
+
+        token_offsets = offsets[row_offsets]
+        row_starts = np.repeat(token_offsets[:-1], np.diff(row_offsets))
+        sequence_starts = (offsets[:-1] - row_starts).astype(np.int32)
         arrays = [
-            pa.ListArray.from_arrays(
-                pa.array(where.astype(np.int32)), pa.array(values), type=field.type
-            )
-            for (values, where), field in zip(columns, SCHEMA, strict=True)
+            _lists(ids, token_offsets, "input_ids"),
+            _lists(mask, token_offsets, "loss_mask"),
+            _lists(sequence_starts, row_offsets, "seq_start_id"),
         ]
         return pa.RecordBatch.from_arrays(arrays, schema=SCHEMA)
 
 
-def _hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
-    """True for tokens after the last input of their sequence that is not EOS: bool
-    `[N]`.
-    """
-    inputs = np.ones(len(ids), np.bool_)
-    inputs[offsets[1:] - 1] = False
-    real = np.where((ids != pad_id) & inputs, np.arange(len(ids)), -1)
-    last = np.maximum.reduceat(real, offsets[:-1])
-    return np.arange(len(ids)) > np.repeat(last, np.diff(offsets))
+def _lists(values: Any, offsets: Int64, column: str) -> pa.ListArray:
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)),
+        pa.array(values),
+        type=SCHEMA.field(column).type,
+    )
+
+
+def _is_hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
+    """Return bool `[N]`: True after the last input of a sequence that is not EOS."""
+    is_input = np.ones(len(ids), np.bool_)
+    is_input[offsets[1:] - 1] = False
+    real_inputs = np.where((ids != pad_id) & is_input, np.arange(len(ids)), -1)
+    last_real = np.maximum.reduceat(real_inputs, offsets[:-1])
+    return np.arange(len(ids)) > np.repeat(last_real, np.diff(offsets))
+
+
+def _round_up(number: _Number, multiple: int) -> _Number:
+    """Return the smallest multiple that is not below `number`."""
+    rounded: _Number = -(-number // multiple) * multiple
+    return rounded
 
 
 EXPORTER = Exporter(
     help="Megatron-Bridge's packed Parquet and its metadata (kind sft)",
-    out=("FOLDER", "the folder to write"),
+    out_name="FOLDER",
+    out_help="the folder to write",
     examples="  packstore export megatron chats-8k bridge-8k\n"
     "  packstore export megatron chats-8k bridge-8k --context-parallel 2 "
     "--tensor-parallel 4 "
@@ -396,5 +491,5 @@ EXPORTER = Exporter(
     "--pad-cu-seqlens\n",
     kind="sft",
     options=MegatronOptions,
-    run=_run,
+    run=_export,
 )

@@ -18,13 +18,15 @@ from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 
 if TYPE_CHECKING:
+    from packstore.format.arrays import Packs
     from packstore.io.dataset.dataset import Dataset
     from packstore.progress import Progress
 
-PROTOCOL = 3
-"""Pickle protocol: every numpy reads it, and it has no frames, so that rows can be
-appended.
-"""
+PICKLE_PROTOCOL = 3
+"""Every numpy reads it, and it has no frames, so that rows can be appended."""
+
+PICKLE_HEADER = b"\x80\x03"
+"""Opcode and number of the protocol, which begin every pickle."""
 
 BATCH = 1000
 """Rows between two marks, as in Python's own pickler."""
@@ -32,74 +34,93 @@ BATCH = 1000
 COLUMNS = ("input_ids", "labels", "reward", "lengths", "seq_boundaries")
 
 
-def _run(
+def _export(
     dataset: Dataset, place: Location, options: ExportOptions, progress: Progress
 ) -> Exported:
     if place.is_dir():
-        raise exists_error(place, "a folder", "Name a file")
+        raise exists_error(place, "a folder", remedy="Name a file")
     if not options.overwrite and place.exists():
         raise exists_error(place, "a file")
+
     with Staging(place, BESIDE) as staging:
         with staging.file() as file:
             longest = _write(dataset, file, progress)
-        if not options.overwrite and place.exists():
+        if not options.overwrite and place.exists():  # written in the meantime
             raise exists_error(place, "a file")
         staging.store(file.name, "")
-    left_out = ", ".join(["example ids", *dataset.manifest.carry])
-    facts = {
+
+    facts: dict[str, object] = {
         "packs": len(dataset),
         "pairs": dataset.manifest.pairs,
         "longest pack": longest,
+        "left out": ", ".join(["example ids", *dataset.manifest.carry]),
     }
-    return Exported([place.display], {**facts, "left out": left_out})
+    return Exported(files=[place.display], facts=facts)
 
 
 def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
-    """Writes all packs; returns the tokens of the longest."""
+    """Write all packs; return the tokens of the longest."""
     from packstore.pack.fill import convert
 
-    longest = done = 0
-    before, after = _frame(len(dataset))
-    file.write(before)
+    file.write(_array_header(len(dataset)))
+    longest = 0
+    num_rows = 0
     for packs in dataset.iter_packs():
         if dataset.manifest.layout != "concat":
             packs = convert(packs, "concat")
         for i in range(len(packs)):
-            if done % BATCH == 0:
-                file.write(b"e(" if done else b"(")
-            pack = packs.row(i)
-            row = {name: getattr(pack, name).tolist() for name in COLUMNS}
-            file.write(pickle.dumps(row, PROTOCOL)[2:-1])
-            done += 1
+            if num_rows % BATCH == 0:
+                file.write(b"e(" if num_rows else b"(")
+            file.write(_pickled_row(packs.row(i)))
+            num_rows += 1
         longest = max(longest, int(np.diff(packs.token_offsets).max()))
-        progress("export", done, len(dataset), "packs")
-    file.write(b"e" if done else b"")
-    file.write(after)
+        progress("export", num_rows, len(dataset), "packs")
+    if num_rows:
+        file.write(b"e")
+    file.write(b"tb.")
     return longest
 
 
-def _frame(rows: int) -> tuple[bytes, bytes]:
-    """The bytes around the rows of an array of objects, in numpy 1's form, which 2
-    reads too.
+def _pickled_row(pack: Packs) -> bytes:
+    row = {name: getattr(pack, name).tolist() for name in COLUMNS}
+    return _without_header_and_stop(pickle.dumps(row, PICKLE_PROTOCOL))
+
+
+def _array_header(num_rows: int) -> bytes:
+    """Return the bytes before the rows of an array of objects.
+
+    They are in the form of numpy 1, which numpy 2 reads, too.
     """
     header = io.BytesIO()
-    shape = {"descr": "|O", "fortran_order": False, "shape": (rows,)}
-    np.lib.format.write_array_header_1_0(header, shape)
-    count = pickle.dumps((rows,), PROTOCOL)[2:-1]
-    before = (
-        b"\x80\x03cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85C\x01b\x87R"
-        b"(K\x01" + count + b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R"
-        b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb\x89]"
+    np.lib.format.write_array_header_1_0(
+        header, {"descr": "|O", "fortran_order": False, "shape": (num_rows,)}
     )
-    return header.getvalue() + before, b"tb."
+    shape = _without_header_and_stop(pickle.dumps((num_rows,), PICKLE_PROTOCOL))
+    return b"".join(
+        [
+            header.getvalue(),
+            PICKLE_HEADER,
+            b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\n",
+            b"K\x00\x85C\x01b\x87R(K\x01",
+            shape,
+            b"cnumpy\ndtype\nX\x02\x00\x00\x00O8\x89\x88\x87R",
+            b"(K\x03X\x01\x00\x00\x00|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK?tb\x89]",
+        ]
+    )
+
+
+def _without_header_and_stop(data: bytes) -> bytes:
+    """Return the opcodes of a pickle that leave its value on the stack."""
+    return data[len(PICKLE_HEADER) : -1]
 
 
 EXPORTER = Exporter(
     help="NeMo-Aligner's packed DPO file (kind preference)",
-    out=("FILE.npy", "the file to write"),
+    out_name="FILE.npy",
+    out_help="the file to write",
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export nemo s3://bucket/prefs-8k packed.npy --overwrite\n",
     kind="preference",
     options=ExportOptions,
-    run=_run,
+    run=_export,
 )
