@@ -1,7 +1,6 @@
-"""Figures of a whole dataset: metrics of all examples and of groups, and a row for each
-example.
+"""Metrics of a whole dataset, of groups of its examples, and a row for each example.
 
-Exact over batches and ranks; a batch that is added waits for no value of the device.
+They are exact over batches and ranks, and adding a batch never waits for the device.
 """
 
 from __future__ import annotations
@@ -33,7 +32,10 @@ from packstore.torch.metrics import (
 T = TypeVar("T")
 
 FILE = "file"
-"""Groups by input file, unless a column has this name."""
+"""Name that groups examples by their input file, unless a column has this name."""
+
+LARGEST_EXPONENT = 700.0
+"""The exponential of a larger loss overflows float64."""
 
 
 class Figures(TypedDict):
@@ -53,18 +55,22 @@ class Figures(TypedDict):
 
 
 class GroupedMetrics:
-    """Sums metrics over batches, for all examples and for each group of the column
-    `by`.
+    """Sums of metrics over batches, for all examples and for each group.
+
+    Args:
+        loss_fn: the loss.
+        dataset: the dataset, for names of input files.
+        by: column that groups examples, or :data:`FILE`; None: no groups.
     """
 
     def __init__(
         self, loss_fn: PreferenceLoss, dataset: Dataset | None, by: str | None
     ) -> None:
-        self.loss_fn, self.by = loss_fn, by
+        self.loss_fn = loss_fn
+        self.by = by
         self._files = dict(enumerate(dataset.manifest.source_names if dataset else ()))
-        self._sums: dict[
-            tuple[str | None, str], Tensor
-        ] = {}  # group (None: all), metric
+        # (group, or None for all examples; metric) -> sum and count, `[2]`
+        self._sums: dict[tuple[str | None, str], Tensor] = {}
 
     def add(
         self,
@@ -73,89 +79,119 @@ class GroupedMetrics:
         ref_logps: Tensor | None,
         on_cpu: PackedBatch,
     ) -> None:
-        """Adds a batch of this rank; `on_cpu` is the same batch on the CPU, for names
+        """Add a batch of this rank; `on_cpu` is the same batch on the CPU, for names
         of groups.
         """
-        parts: dict[str | None, PackedBatch] = {None: batch}
-        if (
-            self.by is not None
-        ):  # for each group, the batch with all other examples at weight 0
-            names = np.array(self._groups(on_cpu, self.by), object)
-            for name in sorted(set(names)):
-                inside = tensor_to_device(
-                    torch.from_numpy(names == name), batch.weights.device
-                )
-                parts[name] = batch.replace(weights=batch.weights * inside)
-        for group, part in parts.items():
-            metrics = self.loss_fn(logps, part, ref_logps, divisor=UNDIVIDED).metrics
-            examples = part.weights.sum()
-            every = {**metrics, "examples": (examples, torch.zeros_like(examples))}
-            add_sums(self._sums, {(group, name): both for name, both in every.items()})
+        self._add_group(None, logps, batch, ref_logps)
+        if self.by is None:
+            return
+        groups = np.array(self._groups(on_cpu, self.by), object)
+        device = batch.weights.device
+        for name in sorted(set(groups)):
+            in_group = tensor_to_device(torch.from_numpy(groups == name), device)
+            group = batch.replace(weights=batch.weights * in_group)
+            self._add_group(name, logps, group, ref_logps)
+
+    def _add_group(
+        self,
+        name: str | None,
+        logps: Tensor,
+        batch: PackedBatch,
+        ref_logps: Tensor | None,
+    ) -> None:
+        """Add a batch whose examples outside of the group have weight 0."""
+        output = self.loss_fn(logps, batch, ref_logps, divisor=UNDIVIDED)
+        examples = batch.weights.sum()
+        metrics = {
+            **output.metrics,
+            "examples": (examples, torch.zeros_like(examples)),
+        }
+        terms = {(name, metric): term for metric, term in metrics.items()}
+        add_sums(self._sums, terms)
 
     def figures(self, device: torch.device) -> Figures:
-        """Means over all ranks, which may have seen different groups; collective, from
-        `device`.
+        """Return means over all ranks, which may have seen different groups.
+
+        A collective call, which communicates from `device`.
         """
-        seen = dict.fromkeys(
-            key for keys in all_gather_lists([list(self._sums)]) for key in keys
-        )
-        keys = sorted(
-            seen, key=lambda key: key[0] or ""
-        )  # a stable order, the same on each rank
-        zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
-        flat = [x for key in keys for x in self._sums.get(key, zero)]
-        totals = all_reduce_sums(flat, device=device)
         groups: dict[str | None, dict[str, float]] = {None: {}}
-        for (group, name), total, count in zip(
-            keys, totals[::2], totals[1::2], strict=True
-        ):
-            mean = total if name == "examples" else total / count if count else math.nan
-            groups.setdefault(group, {})[name] = mean
-        for means in groups.values():
-            if "sft_loss" in means:  # two means, over different counts
-                likelihood = self.loss_fn.sft_weight * means["sft_loss"]
-                means["loss"] = means["preference_loss"] + likelihood
-            if not self.loss_fn.rows.compares and self.loss_fn.sft_average == "token":
-                means["perplexity"] = math.exp(min(means["loss"], 700.0))
-        metrics = groups.pop(None)
-        # A group with only fillers has no examples.
-        return {
-            "metrics": metrics,
-            "by": {str(n): g for n, g in groups.items() if g["examples"]},
-        }
+        for (group, metric), (total, count) in self._totals(device).items():
+            metrics = groups.setdefault(group, {})
+            if metric == "examples":
+                metrics[metric] = total
+            else:
+                metrics[metric] = total / count if count else math.nan
+        for metrics in groups.values():
+            self._derive(metrics)
+
+        of_all_examples = groups.pop(None)
+        by_group = {}
+        for group, metrics in groups.items():
+            if metrics["examples"]:  # a group of fillers has none
+                by_group[str(group)] = metrics
+        return {"metrics": of_all_examples, "by": by_group}
+
+    def _totals(
+        self, device: torch.device
+    ) -> dict[tuple[str | None, str], tuple[float, float]]:
+        """Return sum and count of each group and metric over all ranks."""
+        keys_of_ranks = all_gather_lists([list(self._sums)])
+        keys = dict.fromkeys(key for keys in keys_of_ranks for key in keys)
+        # A stable order, which is the same on each rank.
+        ordered = sorted(keys, key=_group_name)
+        zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+        flat = [x for key in ordered for x in self._sums.get(key, zero)]
+        totals = all_reduce_sums(flat, device=device)
+        pairs = zip(totals[::2], totals[1::2], strict=True)
+        return dict(zip(ordered, pairs, strict=True))
+
+    def _derive(self, metrics: dict[str, float]) -> None:
+        """Add the metrics that are functions of means."""
+        if "sft_loss" in metrics:  # two means, over different counts
+            likelihood = self.loss_fn.sft_weight * metrics["sft_loss"]
+            metrics["loss"] = metrics["preference_loss"] + likelihood
+        is_likelihood = not self.loss_fn.rows.needs_judged_responses
+        if is_likelihood and self.loss_fn.sft_average == "token":
+            metrics["perplexity"] = math.exp(min(metrics["loss"], LARGEST_EXPONENT))
 
     def _groups(self, batch: PackedBatch, by: str) -> list[str]:
-        """The group of each example."""
+        """Return the group of each example."""
         column = batch.columns.get(by)
         if column is None and by == FILE:
             sources = (batch.example_ids >> SOURCE_SHIFT).tolist()
             return [self._files.get(number, f"source {number}") for number in sources]
-        if column is None or (
-            isinstance(column, Tensor) and column.is_floating_point()
-        ):
+        is_fraction = isinstance(column, Tensor) and column.is_floating_point()
+        if column is None or is_fraction:
+            columns = ", ".join([FILE, *batch.columns])
             raise ConfigError(
                 "by must be a carried or joined column of texts, integers or booleans, "
-                "of "
-                f"{', '.join([FILE, *batch.columns])}; found {quote(by)}."
+                f"of {columns}; found {quote(by)}."
             )
         return [str(value) for value in column.tolist()]
 
 
+def _group_name(key: tuple[str | None, str]) -> str:
+    """Return the group of a metric, "" for all examples."""
+    group, _ = key
+    return group or ""
+
+
 class ExampleRows:
-    """Collects the rows of all batches; each example once, fillers left out.
+    """Rows of all batches; each example once, without fillers.
 
     Columns of the table, with a row for each example, by ascending `example_id`:
 
     - `example_id`, and the carried columns named by `carry`;
-    - `logps`, `ref_logps`: of its responses, in their order, in nats; the second with a
-      reference; in their place `scores` of a reward model;
-    - `loss`, and but for the loss ``sft`` `rewards/chosen`, `rewards/rejected`,
+    - `logps` and, with a reference, `ref_logps`: lists, for its responses in their
+      order, in nats; for a reward model `scores` in their place;
+    - `loss` and, except for the loss ``sft``, `rewards/chosen`, `rewards/rejected`,
       `rewards/margins`: see :meth:`PreferenceLoss.per_example`.
     """
 
     def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
-        self._loss_fn, self._carry = loss_fn, tuple(carry)
-        self._parts: list[tuple[dict[str, CpuCopy], PackedBatch]] = []
+        self._loss_fn = loss_fn
+        self._carried_columns = tuple(carry)
+        self._batches: list[tuple[dict[str, CpuCopy], PackedBatch]] = []
 
     def add(
         self,
@@ -164,48 +200,61 @@ class ExampleRows:
         ref_logps: Tensor | None,
         on_cpu: PackedBatch,
     ) -> None:
-        """Adds a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
+        """Add a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
         values = {"scores" if self._loss_fn.scores else "logps": logps, "loss": loss}
-        reference = batch.ref_logps if ref_logps is None else ref_logps
-        if self._loss_fn.reference and reference is not None:
-            values["ref_logps"] = reference
+        if ref_logps is None:
+            ref_logps = batch.ref_logps
+        if self._loss_fn.reference and ref_logps is not None:
+            values["ref_logps"] = ref_logps
         if rewards is not None:
             values["rewards"] = rewards
-        self._parts.append(({name: CpuCopy(x) for name, x in values.items()}, on_cpu))
+        copies = {name: CpuCopy(x) for name, x in values.items()}
+        self._batches.append((copies, on_cpu))
 
     def table(self) -> pa.Table:
-        """Returns the rows of all ranks; a collective call."""
-        rows = all_gather_lists(
-            [self._rows(copies, batch) for copies, batch in self._parts]
-        )
-        tables = [pa.table(part) for part in rows if len(part["example_id"])]
+        """Return the rows of all ranks; a collective call."""
+        columns_of_batches = [
+            self._columns(copies, batch) for copies, batch in self._batches
+        ]
+        tables = [
+            pa.table(columns)
+            for columns in all_gather_lists(columns_of_batches)
+            if len(columns["example_id"])
+        ]
         joined = pa.concat_tables(tables, promote_options="default")
-        _, first = np.unique(joined["example_id"].to_numpy(), return_index=True)
-        return joined.take(first)
+        _, first_rows = np.unique(joined["example_id"].to_numpy(), return_index=True)
+        return joined.take(first_rows)
 
-    def _rows(self, copies: dict[str, CpuCopy], batch: PackedBatch) -> dict[str, Any]:
+    def _columns(
+        self, copies: dict[str, CpuCopy], batch: PackedBatch
+    ) -> dict[str, Any]:
+        """Return the columns of a batch on the CPU, with its examples of weight > 0."""
         values = {name: copy.wait().double().numpy() for name, copy in copies.items()}
-        kept = np.flatnonzero(batch.weights.numpy() > 0)
+        examples = np.flatnonzero(batch.weights.numpy() > 0)
+        columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[examples]}
+
         ends = batch.num_responses.numpy().cumsum()
-        columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[kept]}
         for name in ("logps", "scores", "ref_logps"):
             if name in values:
-                of_examples = np.split(values[name][: ends[-1]], ends[:-1])
-                columns[name] = [of_examples[i].tolist() for i in kept]
-        columns["loss"] = values["loss"][kept]
+                responses = np.split(values[name][: ends[-1]], ends[:-1])
+                columns[name] = [responses[i].tolist() for i in examples]
+
+        columns["loss"] = values["loss"][examples]
         if "rewards" in values:
-            chosen, rejected = values["rewards"][kept].T
-            columns |= {"rewards/chosen": chosen, "rewards/rejected": rejected}
+            chosen, rejected = values["rewards"][examples].T
+            columns["rewards/chosen"] = chosen
+            columns["rewards/rejected"] = rejected
             columns["rewards/margins"] = chosen - rejected
-        for name in self._carry:
-            column = np.asarray(batch.columns[name])[kept]
+
+        for name in self._carried_columns:
+            column = np.asarray(batch.columns[name])[examples]
             columns[name] = column.tolist() if column.dtype == object else column
         return columns
 
 
 def all_gather_lists(values: list[T]) -> list[T]:
-    """Gathers the lists of all ranks, in rank order; a collective call."""
+    """Gather the lists of all ranks, in rank order; a collective call."""
     if not is_distributed():
         return values
     gathered: list[list[T]] = [[] for _ in range(dist.get_world_size())]

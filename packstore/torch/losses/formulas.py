@@ -12,7 +12,7 @@ one formula in ``tests/torch/losses/test_losses.py``.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,59 +27,132 @@ from packstore.torch.losses.pairs import Answers, Lists, PairRows, Pairs, Scores
 
 @dataclass(frozen=True)
 class Variant:
-    """A pure function of pairs; if it compares with a reference model, and means over
-    tokens.
+    """A loss as a pure function of pairs, and the quantities that it reads.
+
+    Attributes:
+        function: ``(pairs, **parameters)`` -> losses `[n]`.
+        reference: True if it compares with a reference model.
+        averaged: True if it compares means over tokens.
+        rows: the rows of a batch that it is a function of.
+        reads_rewards: True if it depends on the ground-truth rewards of its pairs.
+        reward_scale: the parameter that rewards are multiplied by, if there is one: at
+            0 the loss does not read them.
     """
 
     function: Callable[..., Tensor]
     reference: bool
     averaged: bool = False
     rows: type[PairRows] = PairRows
+    reads_rewards: bool = False
+    reward_scale: str | None = None
 
     @property
     def defaults(self) -> dict[str, float]:
-        """Its parameters."""
+        """Parameters and their default values."""
         return getattr(self.function, "__kwdefaults__", None) or {}
 
     def __call__(self, pairs: Pairs, **parameters: Any) -> Tensor:
-        """Returns the losses, `[n]`."""
+        """Return the losses, `[n]`."""
         return self.function(pairs, **parameters)
 
-    def __reduce__(self) -> str | tuple[type[Variant], tuple[Any, ...]]:
-        """Pickle a loss of this module by its name, which its function no longer has
-        here.
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        """Pickle a loss of this module by its name, under which its function, replaced
+        by this object, is not found.
         """
         name = getattr(self.function, "__name__", "")
         if globals().get(name) is self:
             return name
-        return Variant, (self.function, self.reference, self.averaged, self.rows)
+        arguments = (
+            self.function,
+            self.reference,
+            self.averaged,
+            self.rows,
+            self.reads_rewards,
+            self.reward_scale,
+        )
+        return Variant, arguments
+
+
+@dataclass(frozen=True)
+class LossTerm:
+    """A loss with all of its parameters, and its weight in a sum of losses.
+
+    Attributes:
+        name: name of the loss, or of a function of one's own.
+        variant: the loss.
+        parameters: all parameters, defaults included.
+        weight: factor on its losses in the sum.
+        averaged: True if it compares means over tokens, by itself or by a setting.
+    """
+
+    name: str
+    variant: Variant
+    parameters: Mapping[str, float]
+    weight: float
+    averaged: bool
+
+    def __call__(self, pairs: Pairs) -> Tensor:
+        """Return the losses without the weight, `[n]`."""
+        if self.averaged and not self.variant.averaged:
+            pairs = pairs.per_token()
+        return self.variant.function(pairs, **self.parameters)
+
+    @property
+    def reads_rewards(self) -> bool:
+        """True if the loss, with these parameters, depends on ground-truth rewards."""
+        scale = self.variant.reward_scale
+        if scale is not None and self.parameters[scale] == 0:
+            return False
+        return self.variant.reads_rewards
+
+    def __str__(self) -> str:
+        values = "".join(f", {name}={value}" for name, value in self.parameters.items())
+        weight = "" if self.weight == 1 else f"{self.weight} "
+        return f"{weight}{self.name}{values}"
 
 
 def _loss(
-    *, reference: bool = True, averaged: bool = False, rows: type[PairRows] = PairRows
+    *,
+    reference: bool = True,
+    averaged: bool = False,
+    rows: type[PairRows] = PairRows,
+    reads_rewards: bool = False,
+    reward_scale: str | None = None,
 ) -> Callable[[Callable[..., Tensor]], Variant]:
-    """Declares the requirements of the decorated loss; see :class:`Variant`."""
-    return lambda function: Variant(function, reference, averaged, rows)
+    """Make a loss of the decorated function; arguments are those of `Variant`."""
+
+    def declare(function: Callable[..., Tensor]) -> Variant:
+        return Variant(
+            function=function,
+            reference=reference,
+            averaged=averaged,
+            rows=rows,
+            reads_rewards=reads_rewards,
+            reward_scale=reward_scale,
+        )
+
+    return declare
 
 
 def _bernoulli_kl(
     p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float
 ) -> Tensor:
-    """``KL(Bern s(p) || Bern q)`` from a logit and the two log-probs of q, finite;
-    `[n]`.
+    """Return ``KL(Bern s(p) || Bern q)``, `[n]`, from a logit and log-probs of q.
+
+    It is finite wherever the log-probs are.
     """
-    return p.sigmoid() * (logsigmoid(p) - log_q) + (-p).sigmoid() * (
-        logsigmoid(-p) - log_not_q
-    )
+    if_true = p.sigmoid() * (logsigmoid(p) - log_q)
+    if_false = (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
+    return if_true + if_false
 
 
 def bounded_exp(x: Tensor) -> Tensor:
-    """Returns ``e^min(x, 80)``: float32 would overflow above."""
+    """Return ``e^min(x, 80)``: float32 would overflow above."""
     return x.clamp(max=80).exp()
 
 
-def between(loss: str, name: str, value: float, low: float, high: float) -> float:
-    """Returns a parameter of a loss; refuses one outside of its range."""
+def check_range(loss: str, name: str, value: float, low: float, high: float) -> float:
+    """Return a parameter of a loss; raise ConfigError if it is out of range."""
     if not low <= value <= high:
         raise ConfigError(
             f"loss {loss!r}: {name} must lie in {low}..{high}; found {value}."
@@ -106,7 +179,7 @@ def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 @_loss()
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
     """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5."""
-    e = between("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
+    e = check_range("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
     x = beta * pairs.d
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
 
@@ -118,7 +191,7 @@ def robust(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> 
 
     Source: Chowdhury et al. 2024, arXiv 2403.00409.
     """
-    e = between("robust", "label_smoothing", label_smoothing, 0, 0.49)
+    e = check_range("robust", "label_smoothing", label_smoothing, 0, 0.49)
     x = beta * pairs.d
     return (-(1 - e) * logsigmoid(x) + e * logsigmoid(-x)) / (1 - 2 * e)
 
@@ -139,7 +212,7 @@ def ipo_sum(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
     return (pairs.d - 1 / (2 * beta)) ** 2
 
 
-@_loss()
+@_loss(reads_rewards=True, reward_scale="eta")
 def rpo_sq(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
     """``(b d - eta dr)^2``: regresses the implicit margin on the reward gap.
 
@@ -149,14 +222,14 @@ def rpo_sq(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
     return (beta * pairs.d - eta * pairs.dr) ** 2
 
 
-@_loss()
+@_loss(reads_rewards=True, reward_scale="eta")
 def rpo_bwd_kl(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
     """``KL(Bern s(eta dr) || Bern s(b d))``; source: as ``rpo_sq``."""
     policy = beta * pairs.d
     return _bernoulli_kl(eta * pairs.dr, logsigmoid(policy), logsigmoid(-policy))
 
 
-@_loss()
+@_loss(reads_rewards=True, reward_scale="eta")
 def rpo_fwd_kl(pairs: Pairs, *, beta: float = 0.1, eta: float = 1.0) -> Tensor:
     """``KL(Bern s(b d) || Bern s(eta dr))``; source: as ``rpo_sq``."""
     gap = eta * pairs.dr
@@ -199,6 +272,7 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 
 def _log_odds(logp: Tensor) -> Tensor:
+    """Return ``log(p / (1 - p))`` of ``log p``."""
     x = logp.clamp(max=-torch.finfo(logp.dtype).eps)
     # Each form of log(1 - e^x) is accurate on one side of -ln 2.
     log1mexp = torch.where(
@@ -237,16 +311,18 @@ def exo_pair(
 
     Source: Ji et al. 2024, arXiv 2402.00856.
     """
-    e = between("exo_pair", "label_smoothing", label_smoothing, 1e-12, 0.5)
+    e = check_range("exo_pair", "label_smoothing", label_smoothing, 1e-12, 0.5)
     return _bernoulli_kl(beta * pairs.d, math.log1p(-e), math.log(e))
 
 
 @_loss()
 def nca_pair(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b u) - log s(-b u) / 2 - log s(-b v) / 2``. Chen et al. 2024, arXiv
-    2402.05369.
+    """``-log s(b u) - log s(-b u) / 2 - log s(-b v) / 2``.
+
+    Source: Chen et al. 2024, arXiv 2402.05369.
     """
-    u, v = beta * pairs.u, beta * pairs.v
+    u = beta * pairs.u
+    v = beta * pairs.v
     return -logsigmoid(u) - 0.5 * (logsigmoid(-u) + logsigmoid(-v))
 
 
@@ -273,20 +349,20 @@ def discopop(pairs: Pairs, *, beta: float = 0.1, tau: float = 0.05) -> Tensor:
 
     Source: Lu et al. 2024, arXiv 2406.08414, "log ratio modulated loss".
     """
-    tau = between("discopop", "tau", tau, 1e-3, 1)
+    tau = check_range("discopop", "tau", tau, 1e-3, 1)
     x = beta * pairs.d
     # w e^-x as one exponential: for very negative x the factors would be 0 and
     # infinity.
     return -(-x / tau).sigmoid() * logsigmoid(x) + (logsigmoid(x / tau) - x).exp()
 
 
-@_loss()
+@_loss(reads_rewards=True)
 def odpo(pairs: Pairs, *, beta: float = 0.1, alpha: float = 1.0) -> Tensor:
     """``-log s(b d - alpha log dr)``; a pair without a reward gap (dr <= 0) has loss 0.
 
     Source: Amini et al. 2024, arXiv 2402.10571, with the logarithm as its f.
     """
-    alpha = between("odpo", "alpha", alpha, 1e-6, 1e6)
+    alpha = check_range("odpo", "alpha", alpha, 1e-6, 1e6)
     return -logsigmoid(beta * pairs.d - alpha * pairs.dr.clamp(min=0).log())
 
 
@@ -301,8 +377,9 @@ def fdpo_forward_kl(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @_loss()
 def fdpo_js(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
-    """``-log s(b (f'(u) - f'(v)))``, f'(u) = ln 2 + log s(u); source: as
-    ``fdpo_forward_kl``.
+    """``-log s(b (f'(u) - f'(v)))``, f'(u) = ln 2 + log s(u).
+
+    Source: as ``fdpo_forward_kl``.
     """
     return -logsigmoid(beta * (logsigmoid(pairs.u) - logsigmoid(pairs.v)))
 
@@ -315,20 +392,26 @@ def fdpo_alpha(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5) -> Tensor
     Source: Wang et al. 2023, arXiv 2309.16240, table 1, whose alpha is 1 - a; a =
     `alpha` in 0..0.999, as in TRL.
     """
-    a = between("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
+    a = check_range("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
     return -logsigmoid(beta * (bounded_exp(a * pairs.u) - bounded_exp(a * pairs.v)) / a)
 
 
 def _by_class(
-    answers: Pairs, good: Tensor, bad: Tensor, weights: tuple[float, float]
+    answers: Pairs,
+    *,
+    good: Tensor,
+    bad: Tensor,
+    desirable_weight: float,
+    undesirable_weight: float,
 ) -> Tensor:
-    """The weighted values of good answers, which have a reward above 0, and of bad
+    """Return the weighted losses of good answers, with a reward above 0, and of bad
     ones.
     """
-    return torch.where(answers.chosen_reward > 0, weights[0] * good, weights[1] * bad)
+    is_good = answers.chosen_reward > 0
+    return torch.where(is_good, desirable_weight * good, undesirable_weight * bad)
 
 
-@_loss(rows=Answers)
+@_loss(rows=Answers, reads_rewards=True)
 def kto(
     answers: Pairs,
     *,
@@ -344,11 +427,17 @@ def kto(
     policy and reference, estimated over a batch, which would couple the answers that
     share it; here it is a number, or a tensor of one that a training loop updates.
     """
-    x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
-    return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
+    x = beta * (answers.u - baseline)
+    return _by_class(
+        answers,
+        good=(-x).sigmoid(),
+        bad=x.sigmoid(),
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
 
 
-@_loss(rows=Answers)
+@_loss(rows=Answers, reads_rewards=True)
 def apo_zero_unpaired(
     answers: Pairs,
     *,
@@ -356,14 +445,21 @@ def apo_zero_unpaired(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one; source: as
-    ``apo_zero``.
+    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one.
+
+    Source: as ``apo_zero``.
     """
-    x, weights = beta * answers.u, (desirable_weight, undesirable_weight)
-    return _by_class(answers, (-x).sigmoid(), x.sigmoid(), weights)
+    x = beta * answers.u
+    return _by_class(
+        answers,
+        good=(-x).sigmoid(),
+        bad=x.sigmoid(),
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
 
 
-@_loss(rows=Answers)
+@_loss(rows=Answers, reads_rewards=True)
 def bco(
     answers: Pairs,
     *,
@@ -379,11 +475,17 @@ def bco(
     `baseline`: the paper's running mean over batches is left to the training loop, as
     for ``kto``.
     """
-    x, weights = beta * (answers.u - baseline), (desirable_weight, undesirable_weight)
-    return _by_class(answers, -logsigmoid(x), -logsigmoid(-x), weights)
+    x = beta * (answers.u - baseline)
+    return _by_class(
+        answers,
+        good=-logsigmoid(x),
+        bad=-logsigmoid(-x),
+        desirable_weight=desirable_weight,
+        undesirable_weight=undesirable_weight,
+    )
 
 
-@_loss(reference=False, rows=Scores)
+@_loss(reference=False, rows=Scores, reads_rewards=True, reward_scale="margin")
 def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
     """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c =
     `center`.
@@ -392,7 +494,7 @@ def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> 
     2307.09288, equation 2; centering: Eisenstein et al. 2023, arXiv 2312.09244. TRL's
     `center_rewards_coefficient` is `center`.
     """
-    c = between("bradley_terry", "center", center, 0, 1e6)
+    c = check_range("bradley_terry", "center", center, 0, 1e6)
     gap = pairs.chosen - pairs.rejected - margin * pairs.dr
     return -logsigmoid(gap) + c * (pairs.chosen + pairs.rejected) ** 2
 
@@ -414,8 +516,10 @@ def sft(pairs: Pairs) -> Tensor:
     return -pairs.chosen
 
 
-_NAMES = [name for name, value in list(globals().items()) if isinstance(value, Variant)]
+_LOSS_NAMES = [
+    name for name, value in list(globals().items()) if isinstance(value, Variant)
+]
 LOSSES: Registry[Variant] = Registry(
-    "loss", {name: f"{__name__}:{name}" for name in _NAMES}
+    "loss", {name: f"{__name__}:{name}" for name in _LOSS_NAMES}
 )
 """All losses, by name, in the order of this file."""

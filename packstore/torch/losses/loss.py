@@ -5,13 +5,11 @@ a pair.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.format.arrays import COUNTS
 from packstore.io.dataset.dataset import Dataset
@@ -19,13 +17,11 @@ from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.formulas import sft
 from packstore.torch.losses.pairs import (
-    ORDER,
     PairChoice,
     PairRows,
     Rows,
     Sequences,
     SequenceSums,
-    check_precision,
 )
 from packstore.torch.losses.step_loss import (
     UNDIVIDED,
@@ -33,10 +29,10 @@ from packstore.torch.losses.step_loss import (
     LossOutput,
     StepDivisor,
     StepLoss,
-    above_zero,
     divide,
+    divisor_of,
 )
-from packstore.torch.losses.terms import Names, check_weight, make_terms
+from packstore.torch.losses.terms import Names, check_weight, parse_terms
 from packstore.torch.metrics import SumAndCount
 
 logger = logging.getLogger(__name__)
@@ -44,14 +40,11 @@ logger = logging.getLogger(__name__)
 SftAverage = Literal["token", "sequence_sum", "sequence_mean"]
 Reduction = Literal["sum", "pack_mean"]
 
-CAUSES = (
+CAUSES_OF_MISMATCH = (
     "reference log-probs that were made with another dtype of the output head (bf16 "
-    "logits are off "
-    "by about 0.3 nats a sequence), with dropout on in either model, from another "
-    "template or "
-    "tokenizer, by another attention (or without packing), with a LoRA adapter active, "
-    "or of "
-    "another checkpoint"
+    "logits are off by about 0.3 nats a sequence), with dropout on in either model, "
+    "from another template or tokenizer, by another attention (or without packing), "
+    "with a LoRA adapter active, or of another checkpoint"
 )
 
 
@@ -115,79 +108,120 @@ class PreferenceLoss(StepLoss):
     ) -> None:
         super().__init__(router_aux_loss_coef, gradients)
         choice("reference", reference, (True, False))
-        self.terms = make_terms(
-            name, parameters, average_logps, reference, self._settings()
-        )
-        self.sft_weight, self.weight_field = sft_weight, weight_field
+        choice("average_logps", average_logps, (True, False))
+        check_weight("sft_weight", sft_weight)
+        self.sft_weight = sft_weight
         self.sft_average = choice("sft_average", sft_average, get_args(SftAverage))
         self.pairs: PairChoice = choice("pairs", pairs, get_args(PairChoice))
         self.reduction = choice("reduction", reduction, get_args(Reduction))
-        first, self._best = self.terms[0], Sequences(sft_average)
-        self.rows: PairRows = self._best
-        if first.variant is not sft:
-            self.rows = first.variant.rows(pairs, first.parameters, first.averaged)
-        self.reference = any(member.variant.reference for member in self.terms)
-        self.scores = self.rows.scores
-        self._reads_gap = any(member.reads("chosen_reward") for member in self.terms)
-        choice("average_logps", average_logps, (True, False))
-        check_weight("sft_weight", sft_weight)
-        if not sft_weight + sum(m.weight for m in self.terms):
+        self.weight_field = weight_field
+
+        self.terms = parse_terms(
+            name,
+            parameters=parameters,
+            average_logps=average_logps,
+            reference=reference,
+            settings=self._setting_names(),
+        )
+        self.reference = any(term.variant.reference for term in self.terms)
+        self._reads_rewards = any(term.reads_rewards for term in self.terms)
+        self._sft_rows = Sequences(self.sft_average)
+        self.rows = self._make_rows()
+        self.scores = self.rows.takes_scores
+        self._check_settings()
+
+    def _make_rows(self) -> PairRows:
+        """Return the rows of all terms; the first term sets the scale of rewards."""
+        first = self.terms[0]
+        if first.variant is sft:
+            return self._sft_rows
+        return first.variant.rows(
+            self.pairs,
+            beta=first.parameters.get("beta", 1.0),  # a function may have none
+            baseline=first.parameters.get("baseline", 0.0),
+            averaged=first.averaged,
+        )
+
+    def _check_settings(self) -> None:
+        """Raise ConfigError for settings that contradict each other or the loss."""
+        if self.sft_weight + sum(term.weight for term in self.terms) == 0:
             raise ConfigError("the weights of a loss must not all be 0.")
-        changed = reduction != "sum", bool(sft_weight)
-        for setting, rule in zip(changed, self.rows.refused, strict=True):
-            if setting and rule:
-                where = f"loss {first.name!r}"
-                raise ConfigError(sentence(where, rule, "sft_weight or a reduction"))
-        if self.rows.summed and pairs != "best_vs_rest":
-            rule, found = "it ranks all responses of an example", f"pairs={pairs!r}"
-            raise ConfigError(sentence(repr(self), rule, found, "Leave pairs out"))
-        if weight_field is not None and reduction != "sum":
+        if self.reduction == "pack_mean" and self.rows.no_pack_mean:
+            self._refuse_setting(self.rows.no_pack_mean)
+        if self.sft_weight and self.rows.no_sft_term:
+            self._refuse_setting(self.rows.no_sft_term)
+        if self.rows.sums_over_example and self.pairs != "best_vs_rest":
+            raise ConfigError(
+                sentence(
+                    where=repr(self),
+                    rule="it ranks all responses of an example",
+                    found=f"pairs={self.pairs!r}",
+                    remedy="Leave pairs out",
+                )
+            )
+        if self.weight_field is not None and self.reduction == "pack_mean":
             raise ConfigError(
                 "weight_field weights the pairs of a sum: leave reduction out."
             )
-        if sft_weight and reduction == "pack_mean" and sft_average == "token":
+        averages_tokens = self.sft_weight and self.sft_average == "token"
+        if averages_tokens and self.reduction == "pack_mean":
             raise ConfigError(
                 "reduction 'pack_mean' has no token mean over a batch: set sft_average "
-                "to "
-                "'sequence_sum' or 'sequence_mean'."
+                "to 'sequence_sum' or 'sequence_mean'."
             )
+
+    def _refuse_setting(self, reason: str) -> None:
+        where = f"loss {self.terms[0].name!r}"
+        raise ConfigError(sentence(where, reason, "sft_weight or a reduction"))
 
     def __repr__(self) -> str:
-        return f"PreferenceLoss({' + '.join(map(str, self.terms))})"
+        terms = " + ".join(str(term) for term in self.terms)
+        return f"PreferenceLoss({terms})"
 
     def check_data(self, dataset: Dataset) -> None:
-        """Raises :class:`CompatibilityError` for a dataset that the loss has no use
-        for.
-        """
-        manifest, where = (
-            dataset.manifest,
-            f"loss {self.terms[0].name!r} on {dataset.url}",
-        )
-        if manifest.kind == "sft" and self.rows.compares:
+        """Raise :class:`CompatibilityError` if the loss has no use for a dataset."""
+        manifest = dataset.manifest
+        where = f"loss {self.terms[0].name!r} on {dataset.url}"
+        takes_single_answers = self.rows.takes_single_answers
+        if manifest.kind == "sft" and self.rows.needs_judged_responses:
             rule = "an example must have responses to compare"
-            rule = "an answer must have a score" if self.rows.alone else rule
-            remedy = (
-                "Use loss sft, or pack "
-                f"{'scored answers' if self.rows.alone else 'pairs'}"
-            )
+            remedy = "Use loss sft, or pack pairs"
+            if takes_single_answers:
+                rule = "an answer must have a score"
+                remedy = "Use loss sft, or pack scored answers"
             raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
-        alone = manifest.totals.sequences == manifest.totals.examples
-        if manifest.kind == "scored" and alone and not self.rows.alone:
-            rule = "an example must have several responses"
-            remedy = "Use kto or bco, or pack the responses to a prompt in one record"
+
+        has_single_answers = manifest.totals.sequences == manifest.totals.examples
+        if (
+            manifest.kind == "scored"
+            and has_single_answers
+            and not takes_single_answers
+        ):
             raise CompatibilityError(
-                sentence(where, rule, "single answers, good or bad", remedy)
+                sentence(
+                    where=where,
+                    rule="an example must have several responses",
+                    found="single answers, good or bad",
+                    remedy=(
+                        "Use kto or bco, or pack the responses to a prompt in one "
+                        "record"
+                    ),
+                )
             )
+
         unit = self.rows.unit(manifest.kind)
-        if not unit.startswith("pairs") or self.sft_weight:
+        if self.sft_weight or not unit.startswith("pairs"):
             return
         counts = dataset.pack_index.counts
         if counts is not None and not counts[:, COUNTS.index(unit)].any():
-            rule, remedy = (
-                "some pairs must differ in score",
-                "Leave it out, or pack other scores",
+            raise CompatibilityError(
+                sentence(
+                    where=where,
+                    rule="some pairs must differ in score",
+                    found="none that do",
+                    remedy="Leave it out, or pack other scores",
+                )
             )
-            raise CompatibilityError(sentence(where, rule, "none that do", remedy))
 
     def __call__(
         self,
@@ -197,11 +231,11 @@ class PreferenceLoss(StepLoss):
         *,
         divisor: StepDivisor | Tensor | float | None = None,
     ) -> LossOutput:
-        """Computes the loss of a batch.
+        """Compute the loss of a batch.
 
         Args:
             logps: `[S]`, log-probs of the policy in nats, from :func:`segment_logps`;
-                for a loss of scores those of :func:`~packstore.torch.segment_scores`.
+                for a loss of scores from :func:`~packstore.torch.segment_scores`.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: the batch's.
             divisor: divides the loss, for experts: the result of :func:`count_step`, or
@@ -209,44 +243,47 @@ class PreferenceLoss(StepLoss):
                 optimizer step, divided by the number of ranks if their gradients are
                 averaged; without a loader's plan, the batch's own count.
         """
-        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
-        output = partial(self._output, sums, self._weighted(batch))
-        return self._divided(logps, batch, divisor, output)
+        sums = SequenceSums.of(logps, batch, self._reference_logps(batch, ref_logps))
+        weighted = self._weight_examples(batch)
+        divisors = self._resolve_divisors(logps, batch, divisor)
 
-    def _output(
-        self,
-        sums: SequenceSums,
-        batch: PackedBatch,
-        count: Tensor | float | None,
-        sft_divisor: float | None,
-    ) -> LossOutput:
-        """The loss without router losses."""
-        rows = self._select(sums, batch)
-        total, losses = self._losses(rows)
-        term = self._reduce(total, rows, batch)
-        loss = divide(term, count)
+        rows = self._select(sums, weighted)
+        losses, losses_of_terms = self._losses(rows)
+        loss_sum, count = self._reduce(losses, rows, weighted)
+        loss = divide((loss_sum, count), divisors.count)
+
         metrics = self.rows.metrics(rows)
-        if len(losses) > 1:
-            for member, values in zip(self.terms, losses, strict=True):
-                metrics[f"loss/{member.name}"] = self._reduce(values, rows, batch)
-        sft_sum = sft_count = None
+        if len(self.terms) > 1:
+            for term, values in zip(self.terms, losses_of_terms, strict=True):
+                metrics[f"loss/{term.name}"] = self._reduce(values, rows, weighted)
+
+        sft_sum: Tensor | None = None
+        sft_count: Tensor | None = None
         if self.sft_weight:
-            best = self._best.select(sums, batch)
-            sft_sum, sft_count = likelihood = self._reduce(
-                sft(best.compared), best, batch
-            )
-            loss = loss + self.sft_weight * divide(likelihood, sft_divisor)
-            metrics |= {"preference_loss": term, "sft_loss": likelihood}
+            best = self._sft_rows.select(sums, weighted)
+            sft_sum, sft_count = self._reduce(sft(best.compared), best, weighted)
+            sft_loss = divide((sft_sum, sft_count), divisors.sft_count)
+            loss = loss + self.sft_weight * sft_loss
+            metrics["preference_loss"] = (loss_sum, count)
+            metrics["sft_loss"] = (sft_sum, sft_count)
+
         # Summed over the batches of a step and divided by its count, this is the step's
         # loss.
-        whole = loss * (above_zero(term[1]) if count is None else count)
-        metrics = {"loss": (whole, term[1]), **metrics}
-        return LossOutput(loss, *term, sft_sum, sft_count, metrics)
+        share_of_step = loss * divisor_of(count, divisors.count)
+        output = LossOutput(
+            loss=loss,
+            loss_sum=loss_sum,
+            count=count,
+            sft_sum=sft_sum,
+            sft_count=sft_count,
+            metrics={"loss": (share_of_step, count), **metrics},
+        )
+        return self._add_router_losses(output, logps, batch, divisors)
 
     def per_example(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns loss and implicit rewards of each example, without router losses.
+        """Return loss and implicit rewards of each example, without router losses.
 
         Both are means over the pairs of an example (the loss ``plackett_luce`` is of
         all its responses), NaN without any. The likelihood of a response is its mean
@@ -257,100 +294,124 @@ class PreferenceLoss(StepLoss):
             Losses `[E]`, and rewards `[E, 2]` of chosen and rejected; None for the loss
             ``sft``.
         """
-        sums = SequenceSums.of(logps, batch, self._reference(batch, ref_logps))
-        rows, best = self._select(sums, batch), self._best.select(sums, batch)
-        losses, rewards = self.rows.per_example(rows, self._losses(rows)[0], batch)
-        likelihood, _ = self._best.per_example(best, sft(best.compared), batch)
+        sums = SequenceSums.of(logps, batch, self._reference_logps(batch, ref_logps))
+        rows = self._select(sums, batch)
+        losses_of_rows, _ = self._losses(rows)
+        losses, rewards = self.rows.per_example(rows, losses_of_rows, batch)
+
+        best = self._sft_rows.select(sums, batch)
+        likelihood, _ = self._sft_rows.per_example(best, sft(best.compared), batch)
         return losses + self.sft_weight * likelihood, rewards
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
-        unit, sft_unit = self.rows.unit(batch.kind), self._best.unit(batch.kind)
+        unit = self.rows.unit(batch.kind)
+        sft_unit = self._sft_rows.unit(batch.kind)
         if self.reduction == "pack_mean":
-            unit = sft_unit = "packs"
+            unit = "packs"
+            sft_unit = "packs"
         return unit, sft_unit if self.sft_weight else None
 
-    def _count(self, batch: PackedBatch, unit: str) -> Tensor:
+    def _count_unit(self, batch: PackedBatch, unit: str) -> Tensor:
+        """Return the divisor of a batch's losses, or of its SFT term."""
         if unit == "examples":
             return batch.weights.sum()
-        select = self._best.select if unit == "best_tokens" else self._select
-        # Any numbers do in place of log-probs, as weights alone are summed.
-        rows = select(
-            SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch
-        )
-        return self._reduce(rows.weights, rows, batch)[1]
+        sums = _placeholder_sums(batch)
+        if unit == "best_tokens":
+            rows = self._sft_rows.select(sums, batch)
+        else:
+            rows = self._select(sums, batch)
+        _, count = self._reduce(rows.weights, rows, batch)
+        return count
 
     def count_sides(self, batch: PackedBatch) -> Tensor:
-        """Counts what a batch has to compare: good and bad answers, or both sides of
-        pairs, `[2]`.
+        """Count good and bad answers of a batch, or both sides of its pairs, `[2]`.
 
-        Pairs without a gap of rewards do not count if the loss reads it.
+        Pairs of equal rewards do not count if the loss reads rewards.
         """
-        # Any numbers do in place of log-probs.
-        rows = self._select(
-            SequenceSums.of(batch.rewards.to(batch.weights), batch, None), batch
-        )
+        rows = self._select(_placeholder_sums(batch), batch)
         weights = rows.weights
-        if self._reads_gap and not self.rows.alone:
+        if self._reads_rewards and not self.rows.takes_single_answers:
             weights = weights * (rows.pairs.dr != 0)
-        return torch.stack([(weights * side).sum() for side in rows.sides])
+        num_chosen = (weights * rows.has_chosen).sum()
+        num_rejected = (weights * rows.has_rejected).sum()
+        return torch.stack([num_chosen, num_rejected])
 
-    def _reference(self, batch: PackedBatch, ref_logps: Tensor | None) -> Tensor | None:
-        check_class("argument batch", batch, PackedBatch, ORDER)
+    def _reference_logps(
+        self, batch: PackedBatch, ref_logps: Tensor | None
+    ) -> Tensor | None:
+        """Return the argument, or the batch's log-probs; None without a reference."""
         if not self.reference:
             return None
-        ref_logps = batch.ref_logps if ref_logps is None else ref_logps
+        if ref_logps is None:
+            ref_logps = batch.ref_logps
         if ref_logps is None:
             raise ConfigError(
                 f"loss {self.terms[0].name!r} compares with a reference model: pass "
                 "ref_logps=…, the segment_logps of the reference model on the same "
                 "batch."
             )
-        return check_precision("ref_logps", ref_logps).detach()
+        return ref_logps.detach()
 
     def _select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        if batch.kind == "sft" and self.rows.compares:
-            rule, remedy = (
-                "an example must have judged responses",
-                "Use PreferenceLoss('sft')",
+        """Return the rows of a batch that the loss is a function of."""
+        if batch.kind == "sft" and self.rows.needs_judged_responses:
+            raise CompatibilityError(
+                sentence(
+                    where=f"loss {self.terms[0].name!r}",
+                    rule="an example must have judged responses",
+                    found="a dataset of kind 'sft'",
+                    remedy="Use PreferenceLoss('sft')",
+                )
             )
-            where, found = f"loss {self.terms[0].name!r}", "a dataset of kind 'sft'"
-            raise CompatibilityError(sentence(where, rule, found, remedy))
         return self.rows.select(sums, batch)
 
     def _losses(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """The weighted sum of the losses of all members, `[n]`, and theirs."""
-        losses = [rows.share * member(rows.compared) for member in self.terms]
-        parts = zip(self.terms, losses, strict=True)
-        return torch.stack([member.weight * values for member, values in parts]).sum(
-            0
-        ), losses
+        """Return the weighted sum of the losses of all terms, `[n]`, and of each."""
+        losses = [rows.share * term(rows.compared) for term in self.terms]
+        weighted = [
+            term.weight * values
+            for term, values in zip(self.terms, losses, strict=True)
+        ]
+        return torch.stack(weighted).sum(0), losses
 
     def _reduce(self, losses: Tensor, rows: Rows, batch: PackedBatch) -> SumAndCount:
-        """Sum and count of the rows; or of packs, where each is the mean over
-        its rows.
-        """
+        """Return sum and count of the rows, or of the packs' means over their rows."""
         if self.reduction == "sum":
             return (losses * rows.weights).sum(), rows.count
-        packs, zeros = batch.pack_ids[rows.example], losses.new_zeros(batch.num_packs)
-        sums = zeros.index_add(0, packs, losses * rows.weights)
-        counts = zeros.index_add(0, packs, rows.weights)
-        return (sums / counts.clamp(min=1)).sum(), (counts > 0).to(losses.dtype).sum()
+        pack = batch.pack_ids[rows.example]
+        zeros = losses.new_zeros(batch.num_packs)
+        sums = zeros.index_add(0, pack, losses * rows.weights)
+        counts = zeros.index_add(0, pack, rows.weights)
+        means = sums / counts.clamp(min=1)
+        return means.sum(), (counts > 0).to(losses.dtype).sum()
 
 
-def tell_one_sided(loss_fn: PreferenceLoss, chosen: float, rejected: float) -> None:
-    """Warns of a training that had nothing to compare; arguments are numbers of both
-    sides.
+def _placeholder_sums(batch: PackedBatch) -> SequenceSums:
+    """Return sums to count rows by: their log-probs may be any numbers."""
+    return SequenceSums.of(batch.rewards.to(batch.weights), batch, None)
+
+
+def warn_about_one_sided_data(
+    loss_fn: PreferenceLoss, num_chosen: float, num_rejected: float
+) -> None:
+    """Warn if one side had no responses, so that training had nothing to compare.
+
+    Args:
+        loss_fn: the loss.
+        num_chosen, num_rejected: sums of :meth:`PreferenceLoss.count_sides`.
     """
-    if chosen and rejected:
+    if num_chosen and num_rejected:
         return
-    rule, found = "pairs must differ in their rewards", "none that do"
+    rule = "pairs must differ in their rewards"
+    found = "none that do"
     remedy = "Pack rewards that differ, or take a loss that does not read them"
-    if loss_fn.rows.alone:
+    if loss_fn.rows.takes_single_answers:
         rule = "some answers must be good, with a score above 0, and some bad"
-        found = f"{chosen:,.0f} good and {rejected:,.0f} bad ones"
+        found = f"{num_chosen:,.0f} good and {num_rejected:,.0f} bad ones"
         remedy = "Take a threshold off the scores by SQL when packing (page Recipes)"
-    logger.warning(sentence(f"data of {loss_fn!r}", rule, found, remedy))
+    where = f"data of {loss_fn!r}"
+    logger.warning(sentence(where=where, rule=rule, found=found, remedy=remedy))
 
 
 class FirstStepCheck:
@@ -367,42 +428,50 @@ class FirstStepCheck:
     """
 
     def __init__(self, loss_fn: PreferenceLoss, *, tolerance: float = 0.1) -> None:
-        self.loss_fn, self.tolerance = loss_fn, tolerance
-        self._done = not loss_fn.reference
+        self.loss_fn = loss_fn
+        self.tolerance = tolerance
+        self._is_done = not loss_fn.reference
 
     @torch.no_grad()
     def __call__(
         self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
     ) -> float | None:
-        """Checks the first batch; later calls return at once.
+        """Check the first batch; later calls return at once.
 
         Returns:
             Mean absolute difference of `logps` `[S]` of the policy and `ref_logps`
             `[S]`, by default the batch's, in nats; None if nothing was compared.
         """
-        ref_logps = batch.ref_logps if ref_logps is None else ref_logps
-        if self._done or ref_logps is None:
+        if ref_logps is None:
+            ref_logps = batch.ref_logps
+        if self._is_done or ref_logps is None:
             return None
-        self._done = True
+        self._is_done = True
         ref_logps = ref_logps.to(logps)
         gaps = (logps - ref_logps).abs()
-        mean = float(gaps.mean())
-        if not mean <= self.tolerance:
-            sides = (logps, ref_logps)
-            outputs = [
-                self.loss_fn(x, batch, ref_logps, divisor=UNDIVIDED) for x in sides
-            ]
-            loss, expected = (
-                float(divide((out.loss_sum, out.count), None)) for out in outputs
+        mean_gap = float(gaps.mean())
+        if mean_gap <= self.tolerance:
+            return mean_gap
+
+        loss = self._mean_loss(logps, batch, ref_logps)
+        expected_loss = self._mean_loss(ref_logps, batch, ref_logps)
+        logger.warning(
+            sentence(
+                where=f"first step of {self.loss_fn!r}",
+                rule=(
+                    "policy and reference must agree at first, and the loss be "
+                    f"{expected_loss:.4g}"
+                ),
+                found=(
+                    f"{loss:.4g}, sequences {mean_gap:.2g} nats apart "
+                    f"({float(gaps.max()):.2g} at most)"
+                ),
+                remedy=f"Likely causes: {CAUSES_OF_MISMATCH}",
             )
-            rule = (
-                "policy and reference must agree at first, and the loss be "
-                f"{expected:.4g}"
-            )
-            found = (
-                f"{loss:.4g}, sequences {mean:.2g} nats apart "
-                f"({float(gaps.max()):.2g} at most)"
-            )
-            where = f"first step of {self.loss_fn!r}"
-            logger.warning(sentence(where, rule, found, f"Likely causes: {CAUSES}"))
-        return mean
+        )
+        return mean_gap
+
+    def _mean_loss(self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor) -> float:
+        """Return the mean loss of the batch alone."""
+        output = self.loss_fn(logps, batch, ref_logps, divisor=UNDIVIDED)
+        return float(divide((output.loss_sum, output.count), None))

@@ -1,24 +1,24 @@
-"""The rows that a loss is a function of, both sides of each; a class for each kind."""
+"""The rows of a batch that a loss is a function of; a class for each kind of row.
+
+``PairRows`` compares two responses, ``Answers`` judges one, ``Scores`` and ``Lists``
+compare scores of a reward model, ``Sequences`` takes the best response of each example.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import tensor_to_device
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.metrics import SumAndCount, wide_dtype
-
-ORDER = "The order is logps, batch, and log-probs of others"
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
@@ -66,7 +66,7 @@ class Pairs:
         return self.chosen_reward - self.rejected_reward
 
     def per_token(self) -> Pairs:
-        """Returns the same pairs with means over tokens instead of sums."""
+        """Return the same pairs with means over tokens instead of sums."""
         return replace(
             self,
             chosen=self.chosen / self.chosen_tokens,
@@ -77,8 +77,13 @@ class Pairs:
 
 
 class SequenceSums(NamedTuple):
-    """Per-sequence sums of a batch, `[S]` each; `ref_logps` is 0 without a
-    reference.
+    """The quantities of a batch's sequences, `[S]` each.
+
+    Attributes:
+        logps: log-probs of the policy, summed over supervised tokens, in nats.
+        ref_logps: the same of the reference model; 0 without one.
+        tokens: number of supervised tokens, at least 1.
+        rewards: ground-truth rewards.
     """
 
     logps: Tensor
@@ -90,64 +95,93 @@ class SequenceSums(NamedTuple):
     def of(
         cls, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None
     ) -> SequenceSums:
-        """Combines log-probs `[S]` of policy and reference with the batch's counts and
-        rewards.
+        """Combine log-probs `[S]` with the token counts and rewards of their batch.
+
+        Raises:
+            ConfigError: log-probs are of 16 bits, or of another shape.
         """
-        for name, values in (("logps", logps), ("ref_logps", ref_logps)):
-            if values is None:
-                continue
-            check_precision(name, values)
-            if values.shape != (batch.num_segments,):
-                rule = (
-                    "must be one number for each of the batch's "
-                    f"{batch.num_segments} segments"
-                )
-                raise ConfigError(sentence(name, rule, f"shape {tuple(values.shape)}"))
+        _validate_log_probs("logps", logps, batch)
+        if ref_logps is None:
+            ref_logps = torch.zeros_like(logps)
+        else:
+            _validate_log_probs("ref_logps", ref_logps, batch)
+
+        # Padding segments have no tokens: 0 / 0 would stay nan despite their weight
+        # of 0.
+        tokens = segment_token_counts(batch).clamp(min=1)
         return cls(
-            logps,
-            torch.zeros_like(logps) if ref_logps is None else ref_logps.to(logps),
-            # Padding segments have no tokens: 0 / 0 would stay nan despite their weight
-            # of 0.
-            segment_token_counts(batch).clamp(min=1).to(logps),
-            batch.rewards.to(logps),
+            logps=logps,
+            ref_logps=ref_logps.to(logps),
+            tokens=tokens.to(logps),
+            rewards=batch.rewards.to(logps),
         )
 
-    def take(self, chosen: Tensor, rejected: Tensor) -> Pairs:
-        """Returns the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
-        return Pairs(*(values[side] for values in self for side in (chosen, rejected)))
-
-
-def check_precision(where: str, logps: Tensor) -> Tensor:
-    """Returns log-probs; refuses what is none, and those in 16 bits."""
-    check_class(f"argument {where}", logps, Tensor, ORDER)
-    if logps.dtype.itemsize < 4:
-        rule = "log-probs must be float32, as 16 bits are off by a nat at 300 nats"
-        remedy = (
-            "Under FSDP2, give fully_shard "
-            "MixedPrecisionPolicy(param_dtype=torch.bfloat16,"
-            " reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False)"
+    def pair(self, chosen: Tensor, rejected: Tensor) -> Pairs:
+        """Return the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
+        return Pairs(
+            chosen=self.logps[chosen],
+            rejected=self.logps[rejected],
+            ref_chosen=self.ref_logps[chosen],
+            ref_rejected=self.ref_logps[rejected],
+            chosen_tokens=self.tokens[chosen],
+            rejected_tokens=self.tokens[rejected],
+            chosen_reward=self.rewards[chosen],
+            rejected_reward=self.rewards[rejected],
         )
-        raise ConfigError(sentence(where, rule, str(logps.dtype), remedy))
-    return logps
+
+
+def _validate_log_probs(name: str, logps: Tensor, batch: PackedBatch) -> None:
+    """Raise ConfigError for log-probs of 16 bits, or not one for each segment."""
+    require_wide_log_probs(name, logps)
+    if logps.shape != (batch.num_segments,):
+        rule = (
+            f"must be one number for each of the batch's {batch.num_segments} segments"
+        )
+        raise ConfigError(sentence(name, rule, f"shape {tuple(logps.shape)}"))
+
+
+def require_wide_log_probs(name: str, logps: Tensor) -> None:
+    """Raise ConfigError for log-probs of 16 bits, in the argument `name`."""
+    if logps.dtype.itemsize >= 4:
+        return
+    raise ConfigError(
+        sentence(
+            where=name,
+            rule="log-probs must be float32, as 16 bits are off by a nat at 300 nats",
+            found=str(logps.dtype),
+            remedy=(
+                "Under FSDP2, give fully_shard MixedPrecisionPolicy("
+                "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, "
+                "output_dtype=None, cast_forward_inputs=False)"
+            ),
+        )
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a batch that a loss is a function of, `[n]` each, and what it is
-    divided by.
+    """The rows of a batch that a loss is a function of, and the count of their losses.
+
+    Attributes:
+        pairs: both sides of each row.
+        compared: the same as the loss sees them, such as means over tokens.
+        chosen: int64 `[n]`, the segment of the chosen response.
+        example: int64 `[n]`, the example of each row.
+        weights: `[n]`, weight of each row's loss; 0 in a filler.
+        count: scalar, the divisor of the sum of the losses.
+        share: `[n]`, part of each row's loss in the loss of its example; 1.0: all rows.
+        has_chosen, has_rejected: bool `[n]`, the row has such a response; True: all do.
     """
 
     pairs: Pairs
-    compared: Pairs  # as the loss sees them
-    chosen: Tensor  # the segment
+    compared: Pairs
+    chosen: Tensor
     example: Tensor
-    weights: Tensor  # 1, or 0 of a filler
-    count: Tensor  # divisor of the sum of their losses
-    share: Tensor | float = 1.0  # of a row in the loss of its example
-    sides: tuple[Any, Any] = (
-        True,
-        True,
-    )  # whether a row has a chosen and a rejected response
+    weights: Tensor
+    count: Tensor
+    share: Tensor | float = 1.0
+    has_chosen: Tensor | bool = True
+    has_rejected: Tensor | bool = True
 
 
 class PairRows:
@@ -157,246 +191,309 @@ class PairRows:
     ``scored``: by reward, the best against each other response, or all pairs, or
     adjacent ranks; responses of equal reward are never compared. Every pair weighs the
     same, so an example of K responses weighs K - 1, or K (K - 1) / 2 with ``all``.
+
+    Args:
+        choice: the responses of kind ``scored`` that are compared.
+        beta: factor on log-ratios in the metrics of rewards.
+        baseline: log-ratio above which an answer counts as good.
+        averaged: the loss compares means over tokens.
+
+    Attributes:
+        takes_scores: True if scores of a reward model take the place of log-probs.
+        needs_judged_responses: False if kind ``sft``, which has none, will do.
+        takes_single_answers: True if a row is one answer, good or bad.
+        weighs_examples_equally: True if an example counts 1, however many rows it has.
+        sums_over_example: True if the loss of an example is the sum over its rows, not
+            their mean.
+        no_pack_mean: reason for which reduction ``pack_mean`` is refused; "": it isn't.
+        no_sft_term: reason for which an SFT term is refused.
     """
 
-    scores = False  # takes a reward model's scores in place of log-probs
-    compares = True  # needs judged responses, which kind ``sft`` does not have
-    alone = False  # takes a single answer to each prompt
-    by_example = False  # every example weighs the same, however many rows it has
-    summed = False  # an example's loss is the sum over its rows, not their mean
-    refused = "", ""  # why the loss takes no reduction, and no sft_weight
+    takes_scores = False
+    needs_judged_responses = True
+    takes_single_answers = False
+    weighs_examples_equally = False
+    sums_over_example = False
+    no_pack_mean = ""
+    no_sft_term = ""
 
     def __init__(
-        self, choice: PairChoice, term: Mapping[str, float], averaged: bool
+        self,
+        choice: PairChoice,
+        *,
+        beta: float = 1.0,
+        baseline: float = 0.0,
+        averaged: bool = False,
     ) -> None:
-        self.choice, self.averaged = choice, averaged
-        # Rewards are those of the first term of the loss; a function may have no beta.
-        self.beta, self.baseline = term.get("beta", 1.0), term.get("baseline", 0.0)
+        self.choice = choice
+        self.beta = beta
+        self.baseline = baseline
+        self.averaged = averaged
 
     def unit(self, kind: str) -> str:
-        """Returns what :attr:`Rows.count` counts."""
-        alike = self.by_example or kind == "preference"
-        return "examples" if alike else f"pairs_{self.choice}"
+        """Return the name of the divisor :attr:`Rows.count`, for a kind of dataset."""
+        if self.weighs_examples_equally or kind == "preference":
+            return "examples"
+        return f"pairs_{self.choice}"
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Returns the rows of a batch."""
-        chosen, rejected, example = self._index(batch)
-        pairs, weights = (
-            sums.take(chosen, rejected),
-            batch.weights[example].to(sums.logps.dtype),
-        )
-        return Rows(pairs, pairs, chosen, example, weights, weights.sum())
-
-    def _index(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Chosen and rejected segment, and example, int64 `[n]` each."""
-        device = batch.lengths.device
+        """Return the rows of a batch."""
         if batch.kind == "preference":
-            examples = torch.arange(batch.num_examples, device=device)
-            return 2 * examples, 2 * examples + 1, examples
-        rewards, responses = batch.cpu_rewards_and_counts
-        order = _by_rank(rewards, responses)
-        example = np.repeat(np.arange(len(responses)), responses)
-        start = to_offsets(responses)[:-1][example]
-        worse = np.arange(len(order))
-        worse = worse[worse > start]
-        better = worse - 1
-        if self.choice == "best_vs_rest":
-            better = start[worse]
-        elif self.choice == "all":
-            rank = worse - start[worse]
-            better, worse = range_indices(start[worse], rank), np.repeat(worse, rank)
-        strict = rewards[order[better]] > rewards[order[worse]]
-        better, worse = better[strict], worse[strict]
-        of_pairs = order[better], order[worse], example[worse]
-        chosen, rejected, of_example = (
-            tensor_to_device(torch.from_numpy(x), device) for x in of_pairs
+            example = torch.arange(batch.num_examples, device=batch.lengths.device)
+            chosen = 2 * example
+            rejected = 2 * example + 1
+        else:
+            chosen, rejected, example = self._pair_by_reward(batch)
+
+        pairs = sums.pair(chosen, rejected)
+        weights = batch.weights[example].to(sums.logps.dtype)
+        return Rows(
+            pairs=pairs,
+            compared=pairs,
+            chosen=chosen,
+            example=example,
+            weights=weights,
+            count=weights.sum(),
         )
-        return chosen, rejected, of_example
+
+    def _pair_by_reward(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Return chosen segment, rejected segment and example, int64 `[n]` each."""
+        rewards, num_responses = batch.cpu_rewards_and_counts
+        ranking = _rank_by_reward(rewards, num_responses)
+        example = np.repeat(np.arange(len(num_responses)), num_responses)
+        best = to_offsets(num_responses)[:-1][example]
+
+        # Places in the ranking. Each response but the best is the worse one of a pair.
+        places = np.arange(len(ranking))
+        worse = places[places > best]
+        if self.choice == "best_vs_rest":
+            better = best[worse]
+        elif self.choice == "adjacent":
+            better = worse - 1
+        else:
+            num_better = worse - best[worse]
+            better = range_indices(best[worse], num_better)
+            worse = np.repeat(worse, num_better)
+
+        differs = rewards[ranking[better]] > rewards[ranking[worse]]
+        better = better[differs]
+        worse = worse[differs]
+        device = batch.lengths.device
+        return (
+            tensor_to_device(torch.from_numpy(ranking[better]), device),
+            tensor_to_device(torch.from_numpy(ranking[worse]), device),
+            tensor_to_device(torch.from_numpy(example[worse]), device),
+        )
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs and rewards; those of means too, if the loss
-        compares them.
-        """
-        pairs, values = rows.pairs, dict[str, Tensor]()
-        if not self.scores:
-            values = {"logps/chosen": pairs.chosen, "logps/rejected": pairs.rejected}
-        seen = {"rewards": pairs}
+        """Return log-probs and rewards; also rewards per token if the loss averages."""
+        values = dict[str, Tensor]()
+        if not self.takes_scores:
+            values["logps/chosen"] = rows.pairs.chosen
+            values["logps/rejected"] = rows.pairs.rejected
+        values |= self._reward_metrics("rewards", rows.pairs)
         if self.averaged:
-            seen["rewards_per_token"] = pairs.per_token()
-        for name, each in seen.items():
-            u, v, d = self.beta * each.u, self.beta * each.v, self.beta * each.d
-            values |= {
-                f"{name}/chosen": u,
-                f"{name}/rejected": v,
-                f"{name}/margins": d,
-                f"{name}/accuracies": (each.d > 0).to(d.dtype),
-                f"{name}/squares": (u**2 + v**2) / 2,
-            }
-        return {name: _weighted(x, rows.weights) for name, x in values.items()}
+            values |= self._reward_metrics("rewards_per_token", rows.pairs.per_token())
+
+        weights = _widen(rows.weights)
+        return {name: _weighted_sum(x, weights) for name, x in values.items()}
+
+    def _reward_metrics(self, prefix: str, pairs: Pairs) -> dict[str, Tensor]:
+        """Return the implicit rewards of both sides, `[n]` each."""
+        margin = pairs.d
+        chosen = self.beta * pairs.u
+        rejected = self.beta * pairs.v
+        return {
+            f"{prefix}/chosen": chosen,
+            f"{prefix}/rejected": rejected,
+            f"{prefix}/margins": self.beta * margin,
+            f"{prefix}/accuracies": (margin > 0).to(margin.dtype),
+            f"{prefix}/squares": (chosen**2 + rejected**2) / 2,
+        }
 
     def per_example(
         self, rows: Rows, losses: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns losses `[E]` and rewards `[E, 2]` of examples, from the losses of the
-        rows.
-        """
-        u, v = self.beta * rows.pairs.u, self.beta * rows.pairs.v
-        values = torch.stack([losses, u, v], 1)
-        there = torch.ones_like(values)
-        there[:, 1], there[:, 2] = rows.sides
+        """Return losses `[E]` and rewards `[E, 2]` of examples, from losses of rows."""
+        rewards_chosen = self.beta * rows.pairs.u
+        rewards_rejected = self.beta * rows.pairs.v
+        values = torch.stack([losses, rewards_chosen, rewards_rejected], dim=1)
+        counted = torch.ones_like(values)
+        counted[:, 1] = rows.has_chosen
+        counted[:, 2] = rows.has_rejected
+
         zeros = values.new_zeros(batch.num_examples, 3)
-        total, count = (
-            zeros.index_add(0, rows.example, x) for x in (values * there, there)
-        )
-        if self.summed:
+        total = zeros.index_add(0, rows.example, values * counted)
+        count = zeros.index_add(0, rows.example, counted)
+        if self.sums_over_example:
             count[:, 0].clamp_(max=1)
         mean = total / count
         return mean[:, 0], mean[:, 1:]
 
 
 class Answers(PairRows):
-    """Single answers, good or bad, which are both sides of their rows."""
+    """Single answers, good or bad, each of which is both sides of its row."""
 
-    alone = by_example = True
-    refused = "each example must weigh the same", "bad answers must not be learned"
+    takes_single_answers = True
+    weighs_examples_equally = True
+    no_pack_mean = "each example must weigh the same"
+    no_sft_term = "bad answers must not be learned"
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Returns the rows of a batch; the weight is a share of the example's."""
+        """Return the rows of a batch; each weight is a share of its example's."""
         example = batch.segment_examples
         answer = torch.arange(len(example), device=example.device)
-        weights = batch.weights.to(sums.logps.dtype) / batch.num_responses
-        pairs = sums.take(answer, answer)
+        pairs = sums.pair(answer, answer)
         if batch.kind == "preference":  # one is good and one bad, whatever the rewards
-            pairs = replace(pairs, chosen_reward=1 - 2 * (answer % 2).to(sums.logps))
-        count = batch.weights.sum().to(
-            weights
-        )  # the shares of an example are not exactly 1
-        good = pairs.chosen_reward > 0
+            alternating = 1 - 2 * (answer % 2).to(sums.logps)
+            pairs = replace(pairs, chosen_reward=alternating)
+        is_good = pairs.chosen_reward > 0
+
+        shares = batch.weights.to(sums.logps.dtype) / batch.num_responses
+        # Not the sum of the shares: those of an example do not add up exactly.
+        count = batch.weights.sum().to(shares)
         return Rows(
-            pairs, pairs, answer, example, weights[example], count, sides=(good, ~good)
+            pairs=pairs,
+            compared=pairs,
+            chosen=answer,
+            example=example,
+            weights=shares[example],
+            count=count,
+            has_chosen=is_good,
+            has_rejected=~is_good,
         )
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs and rewards, of good answers as chosen and of bad ones as
-        rejected.
-        """
-        good, bad = rows.sides
-        reward, right = self.beta * rows.pairs.u, (rows.pairs.u > self.baseline) == good
-        values = {
-            "rewards/accuracies": (right, True),
-            "rewards/squares": (reward**2, True),
-        }
-        for side, there in (("chosen", good), ("rejected", bad)):
-            values[f"rewards/{side}"] = reward, there
-            values[f"logps/{side}"] = rows.pairs.chosen, there
+        """Return log-probs and rewards: good answers as chosen, bad as rejected."""
+        log_ratio = rows.pairs.u
+        reward = self.beta * log_ratio
+        is_right = (log_ratio > self.baseline) == rows.has_chosen
+        all_answers = _widen(rows.weights)
+        good_answers = _widen(rows.weights * rows.has_chosen)
+        bad_answers = _widen(rows.weights * rows.has_rejected)
         return {
-            name: _weighted(x, rows.weights * there)
-            for name, (x, there) in values.items()
+            "rewards/accuracies": _weighted_sum(is_right, all_answers),
+            "rewards/squares": _weighted_sum(reward**2, all_answers),
+            "rewards/chosen": _weighted_sum(reward, good_answers),
+            "logps/chosen": _weighted_sum(rows.pairs.chosen, good_answers),
+            "rewards/rejected": _weighted_sum(reward, bad_answers),
+            "logps/rejected": _weighted_sum(rows.pairs.chosen, bad_answers),
         }
 
 
 class Scores(PairRows):
     """Pairs of scores of a reward model."""
 
-    scores = True
-    refused = ("scores have no likelihood, and no mean of packs",) * 2
+    takes_scores = True
+    no_pack_mean = "scores have no likelihood, and no mean of packs"
+    no_sft_term = no_pack_mean
 
 
 class Lists(Scores):
-    """Scores, each against all of lower reward at once."""
+    """Scores, each against all scores of lower reward at once; `choice` is ``all``."""
 
-    by_example = summed = True
-
-    def __init__(
-        self, choice: PairChoice, term: Mapping[str, float], averaged: bool
-    ) -> None:
-        super().__init__("all", term, averaged)
+    weighs_examples_equally = True
+    sums_over_example = True
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Returns all pairs; those of a chosen response are seen as equal, and share
-        its loss.
+        """Return all pairs; the pairs of a chosen response look alike and share a loss.
 
-        Rejected is the log of the summed exponentials of all that it is paired with.
+        Their rejected score is the log of the summed exponentials of all scores that
+        the response is paired with.
         """
         rows = super().select(sums, batch)
-        chosen, lower, zeros = (
-            rows.chosen,
-            rows.pairs.rejected,
-            torch.zeros_like(sums.logps),
-        )
-        counts = zeros.index_add(0, chosen, torch.ones_like(lower))
-        most = (zeros - torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")[
-            chosen
-        ]
-        rest = zeros.index_add(0, chosen, (lower - most).exp())[chosen]
+        chosen = rows.chosen
+        lower = rows.pairs.rejected
+        zeros = torch.zeros_like(sums.logps)
+
+        # Of each segment as the chosen one: the log-sum-exp, relative to the highest.
+        highest = (zeros - torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")
+        highest = highest[chosen]
+        exponentials = zeros.index_add(0, chosen, (lower - highest).exp())[chosen]
+        num_pairs = zeros.index_add(0, chosen, torch.ones_like(lower))
         return replace(
             rows,
-            compared=replace(rows.pairs, rejected=most + rest.log()),
+            compared=replace(rows.pairs, rejected=highest + exponentials.log()),
             count=batch.weights.sum().to(lower),
-            share=1 / counts[chosen],
+            share=1 / num_pairs[chosen],
         )
 
 
 class Sequences(PairRows):
-    """The best sequence of each example: by reward if scored, else the first."""
+    """The best sequence of each example: by reward if scored, else the first.
 
-    compares = False
-    refused = ("it is the likelihood, by a count of its own",) * 2
+    Args:
+        average: average of the likelihood loss, see ``PreferenceLoss``.
+    """
 
-    def __init__(self, sft_average: str) -> None:
-        super().__init__("best_vs_rest", {}, False)
-        self.average = sft_average
+    needs_judged_responses = False
+    no_pack_mean = "it is the likelihood, by a count of its own"
+    no_sft_term = no_pack_mean
+
+    def __init__(self, average: str) -> None:
+        super().__init__("best_vs_rest")
+        self.average = average
 
     def unit(self, kind: str) -> str:
-        """Returns what :attr:`Rows.count` counts."""
+        """Return the name of the divisor :attr:`Rows.count`."""
         return "best_tokens" if self.average == "token" else "examples"
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Returns the rows of a batch."""
+        """Return the rows of a batch."""
         weights = batch.weights.to(sums.logps.dtype)
-        best = example = torch.arange(batch.num_examples, device=weights.device)
+        example = torch.arange(batch.num_examples, device=weights.device)
+        best = example
         if batch.kind == "preference":
             best = 2 * example
         elif batch.kind == "scored":
-            rewards, responses = batch.cpu_rewards_and_counts
-            firsts = _by_rank(rewards, responses)[np.cumsum(responses) - responses]
-            best = tensor_to_device(torch.from_numpy(firsts), weights.device)
-        pairs = sums.take(best, best)
+            rewards, num_responses = batch.cpu_rewards_and_counts
+            first_places = np.cumsum(num_responses) - num_responses
+            best_segments = _rank_by_reward(rewards, num_responses)[first_places]
+            best = tensor_to_device(torch.from_numpy(best_segments), weights.device)
+
+        pairs = sums.pair(best, best)
         compared = pairs.per_token() if self.average == "sequence_mean" else pairs
-        count = (
-            weights * pairs.chosen_tokens if self.average == "token" else weights
-        ).sum()
-        return Rows(pairs, compared, best, example, weights, count)
+        count = weights.sum()
+        if self.average == "token":
+            count = (weights * pairs.chosen_tokens).sum()
+        return Rows(
+            pairs=pairs,
+            compared=compared,
+            chosen=best,
+            example=example,
+            weights=weights,
+            count=count,
+        )
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Returns log-probs, and the loss without its weight, as perplexity follows
-        from it.
-        """
-        loss, logps = (
-            -rows.compared.chosen * rows.weights,
-            rows.pairs.chosen * rows.weights,
-        )
+        """Return log-probs, and the loss without its weight, for the perplexity."""
+        losses = -rows.compared.chosen * rows.weights
+        logps = rows.pairs.chosen * rows.weights
         return {
-            "loss": (loss.sum(), rows.count),
+            "loss": (losses.sum(), rows.count),
             "logps/chosen": (logps.sum(), rows.weights.sum()),
         }
 
     def per_example(
         self, rows: Rows, losses: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, None]:
-        """Returns losses `[E]`, of which those by token are means; no rewards."""
-        return (
-            losses / rows.pairs.chosen_tokens if self.average == "token" else losses,
-            None,
-        )
+        """Return losses `[E]`, which by token are means over tokens; no rewards."""
+        if self.average == "token":
+            losses = losses / rows.pairs.chosen_tokens
+        return losses, None
 
 
-def _weighted(values: Tensor, weights: Tensor) -> SumAndCount:
-    """Sum and count of a metric."""
-    wide = weights.to(wide_dtype(weights.device))
-    return (values.to(wide) * wide).sum(), wide.sum()
+def _widen(weights: Tensor) -> Tensor:
+    """Return the weights of a metric in the dtype that metrics are summed in."""
+    return weights.to(wide_dtype(weights.device))
 
 
-def _by_rank(rewards: np.ndarray, responses: np.ndarray) -> Int64:
-    """Segments sorted by example, then by descending reward; ties keep their order."""
-    return np.lexsort((-rewards, np.repeat(np.arange(len(responses)), responses)))
+def _weighted_sum(values: Tensor, weights: Tensor) -> SumAndCount:
+    """Return sum and count of a metric; `weights` come from :func:`_widen`."""
+    return (values.to(weights) * weights).sum(), weights.sum()
+
+
+def _rank_by_reward(rewards: np.ndarray, num_responses: np.ndarray) -> Int64:
+    """Sort segments by example, then by descending reward; ties keep their order."""
+    example = np.repeat(np.arange(len(num_responses)), num_responses)
+    return np.lexsort((-rewards, example))

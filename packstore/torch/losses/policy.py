@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -17,8 +17,8 @@ from packstore.errors import ConfigError, sentence
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
-from packstore.torch.losses.formulas import Variant, between, bounded_exp
-from packstore.torch.losses.pairs import ORDER, check_precision
+from packstore.torch.losses.formulas import Variant, bounded_exp, check_range
+from packstore.torch.losses.pairs import require_wide_log_probs
 from packstore.torch.losses.step_loss import (
     Gradients,
     LossOutput,
@@ -29,8 +29,8 @@ from packstore.torch.losses.step_loss import (
 )
 from packstore.torch.losses.terms import (
     check_function,
-    check_parameters,
     check_weight,
+    complete_parameters,
     name_of,
 )
 from packstore.torch.metrics import SumAndCount, wide_dtype
@@ -79,11 +79,12 @@ def clipped(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
     Source: Schulman et al. 2017 (PPO), arXiv 1707.06347, equation 7; with two bounds,
     Yu et al. 2025 (DAPO), arXiv 2503.14476, equation 8. Exponents are cut at 80.
     """
-    low = 1 - between("clipped", "clip_low", clip_low, 0, 1)
-    high = 1 + between("clipped", "clip_high", clip_high, 0, 1e6)
+    low = 1 - check_range("clipped", "clip_low", clip_low, 0, 1)
+    high = 1 + check_range("clipped", "clip_high", clip_high, 0, 1e6)
     ratio = bounded_exp(tokens.log_ratio)
-    gains = ratio * tokens.advantages, ratio.clamp(low, high) * tokens.advantages
-    return -torch.minimum(*gains)
+    gain = ratio * tokens.advantages
+    clipped_gain = ratio.clamp(low, high) * tokens.advantages
+    return -torch.minimum(gain, clipped_gain)
 
 
 class PolicyLoss(StepLoss):
@@ -123,18 +124,28 @@ class PolicyLoss(StepLoss):
         self.average = choice("average", average, get_args(Average))
         self.ratio = choice("ratio", ratio, get_args(Ratio))
         check_weight("kl_weight", kl_weight)
-        self.kl_weight, self.reference = kl_weight, kl_weight > 0
+        self.kl_weight = kl_weight
+        self.reference = kl_weight > 0
+
         check_class("PolicyLoss", function, Callable, "Give a function of Tokens")
         self.name = name_of(function)
-        variant = Variant(function, False)
-        self.parameters = check_parameters(
-            self.name, variant, parameters, self._settings()
+        self.parameters = complete_parameters(
+            self.name,
+            Variant(function, reference=False),
+            parameters,
+            self._setting_names(),
         )
         self.function: Callable[[Tokens], Tensor] = partial(function, **self.parameters)
-        draws = torch.randn(4, 3, generator=torch.Generator().manual_seed(0)).double()
-        of_one, of_other = (_tokens(draws[:, s]) for s in (slice(0, 2), slice(2, 3)))
-        whole = _tokens(draws, torch.tensor([0, 0, 1]))
-        check_function(f"loss {self.name!r}", self.function, whole, (of_one, of_other))
+        self._check_sequences_apart()
+
+    def _check_sequences_apart(self) -> None:
+        """Raise ConfigError if the function couples two sequences of a batch."""
+        generator = torch.Generator().manual_seed(0)
+        draws = torch.randn(4, 3, generator=generator).double()
+        both = _make_tokens(draws, sequences=torch.tensor([0, 0, 1]))
+        first = _make_tokens(draws[:, :2], sequences=torch.tensor([0, 0]))
+        second = _make_tokens(draws[:, 2:], sequences=torch.tensor([0]))
+        check_function(f"loss {self.name!r}", self.function, both, [first, second])
 
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
@@ -150,7 +161,7 @@ class PolicyLoss(StepLoss):
         *,
         divisor: StepDivisor | Tensor | float | None = None,
     ) -> LossOutput:
-        """Computes the loss of a batch.
+        """Compute the loss of a batch.
 
         Args:
             logps: `[n]`, log-probs of the policy in nats, from
@@ -164,17 +175,35 @@ class PolicyLoss(StepLoss):
                 above 0.
             divisor: as of :class:`~packstore.torch.PreferenceLoss`.
         """
-        tokens = self._tokens(logps, batch, advantages, old_logps, ref_logps)
-        return self._divided(
-            logps, batch, divisor, partial(self._output, tokens, batch)
+        tokens = self._select_tokens(logps, batch, advantages, old_logps, ref_logps)
+        divisors = self._resolve_divisors(logps, batch, divisor)
+
+        policy_losses = self.function(tokens)
+        losses = policy_losses
+        if self.kl_weight:
+            losses = policy_losses + self.kl_weight * tokens.kl
+
+        # A last weight of 0, for the padding of `batch.target_index`.
+        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])
+        weights = weights[tokens.sequences]
+        loss_sum, count = self._reduce(losses, weights.to(losses), batch)
+        metrics = self._metrics(tokens, policy_losses, weights)
+        output = LossOutput(
+            loss=divide((loss_sum, count), divisors.count),
+            loss_sum=loss_sum,
+            count=count,
+            sft_sum=None,
+            sft_count=None,
+            metrics={"loss": (loss_sum, count), **metrics},
         )
+        return self._add_router_losses(output, logps, batch, divisors)
 
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """See :meth:`StepLoss.units`."""
         units = {"token": "tokens", "sequence": "sequences", "group": "examples"}
         return units[self.average], None
 
-    def _tokens(
+    def _select_tokens(
         self,
         logps: Tensor,
         batch: PackedBatch,
@@ -182,103 +211,158 @@ class PolicyLoss(StepLoss):
         old_logps: Tensor | None,
         ref_logps: Tensor | None,
     ) -> Tokens:
-        check_class("argument batch", batch, PackedBatch, ORDER)
+        """Return the supervised tokens of a batch, with all quantities as `[n]`."""
+        require_wide_log_probs("logps", logps)
+        _check_tokens("logps", logps, batch)
         sequences = batch.targets.segments
-        n, S = len(sequences), batch.num_segments
-        counts, rows = (
-            segment_token_counts(batch).clamp(min=1),
-            sequences.clamp(max=S - 1),
-        )
+        # Padding has index S, one too many: any sequence will do, at weight 0.
+        rows = sequences.clamp(max=batch.num_segments - 1)
 
-        def per_token(
-            where: str, values: Tensor, parts: Tensor | None = None
-        ) -> Tensor:
-            """Values `[n]`; those `[S]` of sequences are divided by `parts` and
-            spread.
-            """
-            check_class(f"argument {where}", values, Tensor, ORDER)
-            shape = tuple(values.shape)
-            if shape == (n,) and (parts is None or n != S or bool((counts == 1).all())):
-                return values.to(logps)
-            if shape == (S,) != (n,) and parts is not None:
-                return (values.to(logps) / parts)[rows]
-            rule = f"must be one number for each of the batch's {n} supervised tokens"
-            rule += "" if parts is None else f" or {S} sequences, where they differ"
-            remedy = "packed_logps(model, batch, per_token=True) returns such log-probs"
-            raise ConfigError(sentence(where, rule, f"shape {shape}", remedy))
-
-        logps = check_precision("logps", per_token("logps", logps))
-        old, parts = logps, counts if self.ratio == "sequence" else None
-        if old_logps is not None:
-            old = per_token("old_logps", check_precision("old_logps", old_logps), parts)
-        log_ratio = logps - old.detach()
+        if old_logps is None:
+            old_logps = logps
+        else:
+            old_logps = self._old_logps_of_tokens(old_logps, logps, batch, rows)
+        log_ratio = logps - old_logps.detach()
         if self.ratio == "sequence":
-            log_ratio = (by_segment(batch, log_ratio) / counts)[rows]
+            token_counts = segment_token_counts(batch).clamp(min=1)
+            log_ratio = (by_segment(batch, log_ratio) / token_counts)[rows]
+
         if advantages is None:
             advantages = batch.rewards[rows].to(logps)
         else:
-            advantages = per_token(
-                "advantages", advantages, torch.ones_like(counts)
-            ).detach()
+            advantages = advantages.to(logps).detach()
+            if not _has_tokens("advantages", advantages, batch):
+                advantages = advantages[rows]
+
         if ref_logps is not None:
-            ref_logps = per_token(
-                "ref_logps", check_precision("ref_logps", ref_logps)
-            ).detach()
+            require_wide_log_probs("ref_logps", ref_logps)
+            _check_tokens("ref_logps", ref_logps, batch)
+            ref_logps = ref_logps.to(logps).detach()
         elif self.kl_weight:
             raise ConfigError(
                 "kl_weight compares with a reference model: pass ref_logps, [n]."
             )
-        return Tokens(logps, log_ratio, advantages, sequences, ref_logps)
-
-    def _output(
-        self, tokens: Tokens, batch: PackedBatch, count: Tensor | float | None, _: Any
-    ) -> LossOutput:
-        """The loss without router losses."""
-        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])[
-            tokens.sequences
-        ]
-        wide = weights.to(wide_dtype(weights.device))
-        policy = self.function(tokens)
-        losses, ratio = policy, bounded_exp(tokens.log_ratio)
-        figures = {"ratio": ratio, "logps": tokens.logps}
-        if tokens.ref_logps is not None:
-            figures |= {"kl": tokens.kl, "policy_loss": policy}
-        if self.kl_weight:
-            losses = policy + self.kl_weight * tokens.kl
-        if {"clip_low", "clip_high"} <= set(self.parameters):
-            above = (tokens.advantages > 0) & (ratio > 1 + self.parameters["clip_high"])
-            below = (tokens.advantages < 0) & (ratio < 1 - self.parameters["clip_low"])
-            figures["clipped"] = above | below
-        term = self._reduce(losses, weights.to(losses), batch)
-        metrics = {
-            n: ((x.to(wide) * wide).sum(), wide.sum()) for n, x in figures.items()
-        }
-        return LossOutput(
-            divide(term, count), *term, None, None, {"loss": term, **metrics}
+        return Tokens(
+            logps=logps,
+            log_ratio=log_ratio,
+            advantages=advantages,
+            sequences=sequences,
+            ref_logps=ref_logps,
         )
+
+    def _old_logps_of_tokens(
+        self, old_logps: Tensor, logps: Tensor, batch: PackedBatch, rows: Tensor
+    ) -> Tensor:
+        """Return the log-probs of the policy that sampled, `[n]`, like `logps`.
+
+        Sums of sequences, `[S]`, become means, spread over `rows`, the sequences of the
+        tokens.
+        """
+        require_wide_log_probs("old_logps", old_logps)
+        old_logps = old_logps.to(logps)
+        if self.ratio == "token":
+            _check_tokens("old_logps", old_logps, batch)
+            return old_logps
+        if _has_tokens("old_logps", old_logps, batch):
+            return old_logps
+        means = old_logps / segment_token_counts(batch).clamp(min=1)
+        return means[rows]
+
+    def _metrics(
+        self, tokens: Tokens, policy_losses: Tensor, weights: Tensor
+    ) -> dict[str, SumAndCount]:
+        """Return the metrics over all tokens; `policy_losses` are without the KL."""
+        ratio = bounded_exp(tokens.log_ratio)
+        values = {"ratio": ratio, "logps": tokens.logps}
+        if tokens.ref_logps is not None:
+            values["kl"] = tokens.kl
+            values["policy_loss"] = policy_losses
+        if {"clip_low", "clip_high"} <= self.parameters.keys():
+            highest = 1 + self.parameters["clip_high"]
+            lowest = 1 - self.parameters["clip_low"]
+            is_above = (tokens.advantages > 0) & (ratio > highest)
+            is_below = (tokens.advantages < 0) & (ratio < lowest)
+            values["clipped"] = is_above | is_below
+
+        weights = weights.to(wide_dtype(weights.device))
+        return {
+            name: ((x.to(weights) * weights).sum(), weights.sum())
+            for name, x in values.items()
+        }
 
     def _reduce(
         self, losses: Tensor, weights: Tensor, batch: PackedBatch
     ) -> SumAndCount:
-        """Sum and count of what is averaged; `weights`, 1 or 0, are those of the
-        tokens.
+        """Return sum and count of the averaged units: tokens, sequences or examples.
+
+        `weights` are those of the tokens, 1 or 0.
         """
         if self.average == "token":
             return (losses * weights).sum(), weights.sum()
-        sums, counts = by_segment(batch, losses), segment_token_counts(batch)
-        of_units = sequence_weights(batch)
+        sums = by_segment(batch, losses)
+        token_counts = segment_token_counts(batch)
+        unit_weights = sequence_weights(batch)
         if self.average == "group":
             example = batch.segment_examples
-            zeros = torch.zeros_like(batch.example_ids)
-            sums = sums.new_zeros(len(zeros)).index_add(0, example, sums)
-            counts, of_units = zeros.index_add(0, example, counts), batch.weights
-        of_units = of_units.to(sums)
-        return (sums / counts.clamp(min=1) * of_units).sum(), of_units.sum()
+            no_tokens = torch.zeros_like(batch.example_ids)
+            sums = sums.new_zeros(len(no_tokens)).index_add(0, example, sums)
+            token_counts = no_tokens.index_add(0, example, token_counts)
+            unit_weights = batch.weights
+        unit_weights = unit_weights.to(sums)
+        means = sums / token_counts.clamp(min=1)
+        return (means * unit_weights).sum(), unit_weights.sum()
 
 
-def _tokens(draws: Tensor, sequences: Tensor | None = None) -> Tokens:
-    """Tokens of one sequence by default, to try a function."""
-    if sequences is None:
-        sequences = torch.zeros(draws.shape[1], dtype=torch.long)
+def _check_tokens(name: str, values: Tensor, batch: PackedBatch) -> None:
+    """Raise ConfigError unless there is one value for each supervised token."""
+    num_tokens = len(batch.target_index)
+    if tuple(values.shape) != (num_tokens,):
+        rule = (
+            f"must be one number for each of the batch's {num_tokens} supervised tokens"
+        )
+        raise _shape_error(name, values, rule)
+
+
+def _has_tokens(name: str, values: Tensor, batch: PackedBatch) -> bool:
+    """Return True for values of supervised tokens, `[n]`, False for values of
+    sequences, `[S]`; raise ConfigError if they are neither, or could be both.
+    """
+    shape = tuple(values.shape)
+    num_tokens = len(batch.target_index)
+    num_sequences = batch.num_segments
+    if num_tokens != num_sequences and shape == (num_tokens,):
+        return True
+    if num_tokens != num_sequences and shape == (num_sequences,):
+        return False
+    token_counts = segment_token_counts(batch).clamp(min=1)
+    if shape == (num_tokens,) and bool((token_counts == 1).all()):
+        return True  # each sequence is one token
+    rule = (
+        f"must be one number for each of the batch's {num_tokens} supervised tokens or "
+        f"{num_sequences} sequences, where they differ"
+    )
+    raise _shape_error(name, values, rule)
+
+
+def _shape_error(name: str, values: Tensor, rule: str) -> ConfigError:
+    """Return the error for values of another shape."""
+    return ConfigError(
+        sentence(
+            where=name,
+            rule=rule,
+            found=f"shape {tuple(values.shape)}",
+            remedy="packed_logps(model, batch, per_token=True) returns such log-probs",
+        )
+    )
+
+
+def _make_tokens(draws: Tensor, sequences: Tensor) -> Tokens:
+    """Return tokens to try a function on, from random numbers `[4, n]`."""
     logps, log_ratio, advantages, ref_logps = draws
-    return Tokens(-logps.abs(), log_ratio, advantages, sequences, -ref_logps.abs())
+    return Tokens(
+        logps=-logps.abs(),
+        log_ratio=log_ratio,
+        advantages=advantages,
+        sequences=sequences,
+        ref_logps=-ref_logps.abs(),
+    )

@@ -5,18 +5,17 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from packstore.config.settings import check_class
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.registry import choice
-from packstore.torch.batch.batch import PackedBatch
+from packstore.torch.batch.batch import PackedBatch, StepInfo
 from packstore.torch.frameworks import check_steps
 from packstore.torch.logprobs.logprobs import segment_token_counts
 from packstore.torch.losses.terms import check_weight, is_number
@@ -50,27 +49,46 @@ class StepDivisor:
     examples: float | None = None
 
     def averaged(self, times: int) -> StepDivisor:
-        """Returns the divisor for a trainer that averages over `times` parts instead of
+        """Return the divisor for a trainer that averages over `times` parts instead of
         summing.
 
         DDP and FSDP average gradients over the ranks; Accelerate also divides each loss
         by `gradient_accumulation_steps`.
         """
-        rest = (x if x is None else x / times for x in (self.sft_count, self.examples))
-        return StepDivisor(self.count / times, *rest)
+        return StepDivisor(
+            count=self.count / times,
+            sft_count=None if self.sft_count is None else self.sft_count / times,
+            examples=None if self.examples is None else self.examples / times,
+        )
 
-    def above_zero(self) -> StepDivisor:
-        """Returns it with 1 in place of 0, as what was counted may consist of
-        fillers.
-        """
-        rest = (x if x is None else x or 1.0 for x in (self.sft_count, self.examples))
-        return StepDivisor(self.count or 1.0, *rest)
+    def without_zeros(self) -> StepDivisor:
+        """Return it with 1 in place of 0, the count of a step of fillers."""
+        return StepDivisor(
+            count=self.count or 1.0,
+            sft_count=None if self.sft_count is None else self.sft_count or 1.0,
+            examples=None if self.examples is None else self.examples or 1.0,
+        )
 
 
-UNDIVIDED = StepDivisor(1.0, 1.0)
-"""For metrics, which are sums and counts that no divisor changes; counting would wait
-for them.
+UNDIVIDED = StepDivisor(count=1.0, sft_count=1.0)
+"""For metrics: their sums and counts depend on no divisor, and counting a step would
+wait for the device.
 """
+
+
+@dataclass(frozen=True, eq=False)
+class BatchDivisors:
+    """Divisors of the sums of one batch; None: the count that belongs to the sum.
+
+    Attributes:
+        count: divides the loss.
+        sft_count: divides the SFT term.
+        examples: divides the router losses.
+    """
+
+    count: Tensor | float | None = None
+    sft_count: float | None = None
+    examples: float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +132,8 @@ class StepLoss(ABC):
         scores: True if the loss takes a reward model's scores in place of log-probs.
     """
 
-    reference = scores = False
+    reference = False
+    scores = False
     sft_weight: float = 0.0
     weight_field: str | None = None
 
@@ -126,85 +145,90 @@ class StepLoss(ABC):
         self.gradients = choice("gradients", gradients, get_args(Gradients))
 
     @classmethod
-    def _settings(cls) -> list[str]:
-        """Returns the names of its own arguments, beside the parameters of the
-        function.
-        """
+    def _setting_names(cls) -> list[str]:
+        """Return the names of the arguments that are not parameters of the function."""
         return list(inspect.getfullargspec(cls).kwonlyargs)
 
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
-        """Returns what the loss and its SFT term are divided by.
+        """Return the units that the loss and its SFT term are divided by.
 
-        Of `examples`, `packs`, `sequences`, their `tokens`, and
-        :data:`packstore.format.arrays.COUNTS`.
+        One of `examples`, `packs`, `sequences`, their `tokens`, and
+        :data:`packstore.format.arrays.COUNTS`; None without an SFT term.
         """
 
     def count(self, batch: PackedBatch) -> StepDivisor:
-        """Counts what a batch adds to the divisor of its optimizer step; needs no
-        log-probs.
-        """
-        weighted = self._weighted(batch)
+        """Return the part of a batch in the divisor of its step; needs no log-probs."""
+        weighted = self._weight_examples(batch)
         unit, sft_unit = self.units(batch)
-        sft_count = None if sft_unit is None else float(self._count(weighted, sft_unit))
+        sft_count = None
+        if sft_unit is not None:
+            sft_count = float(self._count_unit(weighted, sft_unit))
         return StepDivisor(
-            float(self._count(weighted, unit)), sft_count, float(batch.weights.sum())
+            count=float(self._count_unit(weighted, unit)),
+            sft_count=sft_count,
+            examples=float(batch.weights.sum()),
         )
 
     def planned(self, batch: PackedBatch) -> StepDivisor | None:
-        """Returns the divisor of the batch's step; None if the loader did not
+        """Return the divisor of the batch's step; None if the loader did not
         count it.
         """
-        if (step := batch.step) is None or self.weight_field is not None:
+        step = batch.step
+        if step is None or self.weight_field is not None:
             return None
-        known = {**(step.counts or {}), "examples": step.examples}
-        if responses := KINDS[batch.kind]:
-            known["sequences"] = step.examples * responses
-        if responses == 1 and "best_tokens" in known:
-            known["tokens"] = known["best_tokens"]
-        if batch.kind == "preference" and step.packs is not None:
-            known["packs"] = step.packs
+        counts = _planned_counts(batch.kind, step)
         unit, sft_unit = self.units(batch)
-        if not {unit, sft_unit or unit} <= known.keys():
+        if unit not in counts or (sft_unit is not None and sft_unit not in counts):
             return None
-        sft_count = None if sft_unit is None else known[sft_unit]
-        return StepDivisor(known[unit], sft_count, step.examples).above_zero()
+        divisor = StepDivisor(
+            count=counts[unit],
+            sft_count=None if sft_unit is None else counts[sft_unit],
+            examples=step.examples,
+        )
+        return divisor.without_zeros()
 
-    def _weighted(self, batch: PackedBatch) -> PackedBatch:
-        """Returns the batch with its weights times the column of `weight_field`, if
-        there is one.
+    def _weight_examples(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch with its weights times the column of `weight_field`.
 
-        A bad weight raises on the CPU; a device would wait for it: there the loss
-        becomes nan.
+        A bad weight raises on the CPU. On a device, where a check would wait for it,
+        the loss becomes nan.
         """
         if self.weight_field is None:
             return batch
         column = batch.columns.get(self.weight_field)
         if not isinstance(column, Tensor):
-            rule = "it must name a carried or joined column of numbers"
             columns = ", ".join(batch.columns) or "none"
-            found = f"{quote(self.weight_field)}, where columns are: {columns}"
-            remedy = "Carry the column when packing (carry=…), or join it as side data"
             raise ConfigError(
-                sentence("loss setting weight_field", rule, found, remedy)
+                sentence(
+                    where="loss setting weight_field",
+                    rule="it must name a carried or joined column of numbers",
+                    found=f"{quote(self.weight_field)}, where columns are: {columns}",
+                    remedy=(
+                        "Carry the column when packing (carry=…), or join it as side "
+                        "data"
+                    ),
+                )
             )
         column = column.to(wide_dtype(column.device))
-        bad = ~(column.isfinite() & (column >= 0))
-        if bad.device.type == "cpu" and bad.any():
-            example = int(bad.long().argmax())
-            where = (
-                f"column {self.weight_field!r}, example {batch.example_ids[example]}"
+        is_bad = ~(column.isfinite() & (column >= 0))
+        if is_bad.device.type == "cpu" and is_bad.any():
+            example = int(is_bad.long().argmax())
+            example_id = batch.example_ids[example]
+            raise ConfigError(
+                sentence(
+                    where=f"column {self.weight_field!r}, example {example_id}",
+                    rule="a weight must be finite and at least 0",
+                    found=f"{column[example]:g}",
+                    remedy="Correct the column",
+                )
             )
-            rule, remedy = (
-                "a weight must be finite and at least 0",
-                "Correct the column",
-            )
-            raise ConfigError(sentence(where, rule, f"{column[example]:g}", remedy))
         weighted = copy.copy(batch)
-        weighted.weights = batch.weights * column.masked_fill(bad, torch.nan)
+        weighted.weights = batch.weights * column.masked_fill(is_bad, torch.nan)
         return weighted
 
-    def _count(self, batch: PackedBatch, unit: str) -> Tensor:
+    def _count_unit(self, batch: PackedBatch, unit: str) -> Tensor:
+        """Return the weighted number of `examples`, `sequences` or `tokens`."""
         if unit == "examples":
             return batch.weights.sum()
         weights = sequence_weights(batch)
@@ -212,85 +236,140 @@ class StepLoss(ABC):
             weights = weights * segment_token_counts(batch)
         return weights.sum()
 
-    def _divided(
+    def _resolve_divisors(
         self,
         logps: Tensor,
         batch: PackedBatch,
         divisor: StepDivisor | Tensor | float | None,
-        output: Callable[[Any, Any], LossOutput],
-    ) -> LossOutput:
-        """Adds router losses to `output`, made from the divisors of the loss and its
-        SFT term.
-        """
-        if logps.requires_grad and batch.step is not None:
-            check_steps(
-                batch.step.batches, batch.step.last, divided=divisor is not None
-            )
-        count, sft_count, examples = self._divisors(batch, divisor)
-        out = output(count, sft_count)
-        metrics = dict(out.metrics)
-        if routers := _router_term(logps, batch, self.router_aux_loss_coef):
-            if count is not None and examples is None:
-                if self.weight_field is not None or self.units(batch)[0] != "examples":
-                    rule = "router losses are divided by the number of examples"
-                    raise ConfigError(
-                        sentence("divisor", rule, "another count alone", PASS_COUNT)
-                    )
-                examples = count
-            coefficient, term = routers
-            added = coefficient * divide(term, examples)
-            total, number = metrics["loss"]
-            whole = total + added.detach() * (
-                above_zero(number) if count is None else count
-            )
-            metrics |= {"loss": (whole, number), "aux_loss": term}
-            out = replace(
-                out, loss=out.loss + added, router_sum=term[0], router_count=term[1]
-            )
-        detached = {name: (x.detach(), n.detach()) for name, (x, n) in metrics.items()}
-        return replace(out, metrics=detached)
-
-    def _divisors(
-        self, batch: PackedBatch, divisor: StepDivisor | Tensor | float | None
-    ) -> tuple[Any, Any, Any]:
-        """Divisors of the pairs, of the SFT term and of router losses; None: their own
-        counts.
-        """
-        if divisor is None and (step := batch.step) is not None:
-            planned = self.planned(batch)
-            if planned is not None:
-                divisor = planned.averaged(
-                    step.ranks if self.gradients == "mean" else 1
-                )
-            elif step.batches * step.ranks > 1:
-                rule = "a loss must be divided by the count of its whole optimizer step"
-                found = (
-                    f"a step of {step.batches} batches on {step.ranks} ranks that "
-                    "nobody counted"
-                )
-                remedy = (
-                    "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with "
-                    "all batches of "
-                    "the step"
-                )
-                if self.weight_field is None:
-                    remedy += ", or pack the data anew: the pack index then counts them"
-                raise ConfigError(sentence(repr(self), rule, found, remedy))
+    ) -> BatchDivisors:
+        """Return the divisors of a call: the argument, or the count of the step."""
+        step = batch.step
+        if step is not None and logps.requires_grad:
+            check_steps(step.batches, step.last, divided=divisor is not None)
+        if divisor is None and step is not None:
+            divisor = self._step_divisor(batch, step)
         if divisor is None:
-            return None, None, None
+            return BatchDivisors()
         if not isinstance(divisor, StepDivisor):
-            one = isinstance(divisor, Tensor) and divisor.numel() == 1
-            if not (one or (is_number(divisor) and divisor > 0)):
-                rule, found = (
-                    "it must be a number above 0, or a tensor of one",
-                    quote(divisor),
-                )
-                raise ConfigError(sentence("argument divisor", rule, found, PASS_COUNT))
+            _check_number(divisor)
             divisor = StepDivisor(divisor)  # type: ignore[arg-type]
         if self.sft_weight and divisor.sft_count is None:
-            rule = "the SFT term needs a count of its own"
-            raise ConfigError(sentence("divisor", rule, "none", PASS_COUNT))
-        return divisor.count, divisor.sft_count, divisor.examples
+            raise ConfigError(
+                sentence(
+                    where="divisor",
+                    rule="the SFT term needs a count of its own",
+                    found="none",
+                    remedy=PASS_COUNT,
+                )
+            )
+        return BatchDivisors(divisor.count, divisor.sft_count, divisor.examples)
+
+    def _step_divisor(self, batch: PackedBatch, step: StepInfo) -> StepDivisor | None:
+        """Return the divisor of a planned step; None for a step of one batch.
+
+        Raises:
+            ConfigError: the step has several batches or ranks, and no counts.
+        """
+        planned = self.planned(batch)
+        if planned is not None:
+            return planned.averaged(step.ranks if self.gradients == "mean" else 1)
+        if step.batches * step.ranks == 1:
+            return None
+        remedy = (
+            "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all "
+            "batches of the step"
+        )
+        if self.weight_field is None:
+            remedy += ", or pack the data anew: the pack index then counts them"
+        raise ConfigError(
+            sentence(
+                where=repr(self),
+                rule="a loss must be divided by the count of its whole optimizer step",
+                found=(
+                    f"a step of {step.batches} batches on {step.ranks} ranks that "
+                    "nobody counted"
+                ),
+                remedy=remedy,
+            )
+        )
+
+    def _add_router_losses(
+        self,
+        output: LossOutput,
+        logps: Tensor,
+        batch: PackedBatch,
+        divisors: BatchDivisors,
+    ) -> LossOutput:
+        """Add the router losses that log-probs carry, if any; detach the metrics."""
+        metrics = dict(output.metrics)
+        router = _router_term(logps, batch, self.router_aux_loss_coef)
+        if router is not None:
+            coefficient, term = router
+            added = coefficient * divide(term, self._router_divisor(batch, divisors))
+            total, count = metrics["loss"]
+            total = total + added.detach() * divisor_of(count, divisors.count)
+            metrics["loss"] = (total, count)
+            metrics["aux_loss"] = term
+            router_sum, router_count = term
+            output = replace(
+                output,
+                loss=output.loss + added,
+                router_sum=router_sum,
+                router_count=router_count,
+            )
+        detached = {
+            name: (total.detach(), count.detach())
+            for name, (total, count) in metrics.items()
+        }
+        return replace(output, metrics=detached)
+
+    def _router_divisor(self, batch: PackedBatch, divisors: BatchDivisors) -> Any:
+        """Return the number of examples; raise ConfigError if only pairs or tokens were
+        counted.
+        """
+        if divisors.count is None or divisors.examples is not None:
+            return divisors.examples
+        unit, _ = self.units(batch)
+        if self.weight_field is not None or unit != "examples":
+            raise ConfigError(
+                sentence(
+                    where="divisor",
+                    rule="router losses are divided by the number of examples",
+                    found="another count alone",
+                    remedy=PASS_COUNT,
+                )
+            )
+        return divisors.count
+
+
+def _planned_counts(kind: str, step: StepInfo) -> dict[str, float]:
+    """Return the counts of a step that its loader planned, by unit."""
+    counts: dict[str, float] = {**(step.counts or {}), "examples": step.examples}
+    num_responses = KINDS[kind]
+    if num_responses:
+        counts["sequences"] = step.examples * num_responses
+    if num_responses == 1 and "best_tokens" in counts:
+        counts["tokens"] = counts["best_tokens"]
+    if kind == "preference" and step.packs is not None:
+        counts["packs"] = step.packs
+    return counts
+
+
+def _check_number(divisor: Any) -> None:
+    """Raise ConfigError for a divisor that is no number above 0."""
+    if isinstance(divisor, Tensor):
+        is_valid = divisor.numel() == 1
+    else:
+        is_valid = is_number(divisor) and divisor > 0
+    if not is_valid:
+        raise ConfigError(
+            sentence(
+                where="argument divisor",
+                rule="it must be a number above 0, or a tensor of one",
+                found=quote(divisor),
+                remedy=PASS_COUNT,
+            )
+        )
 
 
 def count_step(
@@ -300,7 +379,7 @@ def count_step(
     group: Any = None,
     device: torch.device | None = None,
 ) -> StepDivisor:
-    """Counts an optimizer step, over its batches and all ranks; a collective call.
+    """Count an optimizer step, over its batches and all ranks; a collective call.
 
     Args:
         batches: this rank's batches of the step, maybe none; one suffices if its loader
@@ -309,17 +388,16 @@ def count_step(
         group: the data-parallel process group; default: all ranks, if torch.distributed
             runs.
         device: device that the group communicates from, which with NCCL is the rank's
-            GPU; default: that of the batches. Counting batches on the CPU waits for no
-            device.
+            GPU; default: the device of the batches. Counting batches on the CPU waits
+            for no device.
 
     Raises:
         ConfigError: the batches belong to different steps, or some of an uncounted step
             are missing.
     """
-    check_class("argument loss_fn", loss_fn, StepLoss, "The order is batches, loss_fn")
-    check_class("argument batches", batches, Sequence, "Give a list of them")
     steps = [batch.step for batch in batches if batch.step is not None]
-    if len(indices := {step.index for step in steps}) > 1:
+    indices = {step.index for step in steps}
+    if len(indices) > 1:
         raise ConfigError(
             "count_step: batches must be of one optimizer step; found steps "
             f"{sorted(indices)}."
@@ -327,70 +405,100 @@ def count_step(
     planned = loss_fn.planned(batches[0]) if batches else None
     if planned is not None:
         return planned
-    numbers = {step.batch for step in steps}
-    if steps and numbers != set(range(steps[0].batches)):
-        rule = (
-            f"it must get all {steps[0].batches} batches of the step, which nobody "
-            "counted"
+
+    batch_indices = {step.batch for step in steps}
+    if steps and batch_indices != set(range(steps[0].batches)):
+        expected = steps[0].batches
+        raise ConfigError(
+            sentence(
+                where="count_step",
+                rule=f"it must get all {expected} batches of the step, which nobody "
+                "counted",
+                found=str(len(batch_indices)),
+                remedy="Collect them until step.last",
+            )
         )
-        remedy = "Collect them until step.last"
-        raise ConfigError(sentence("count_step", rule, str(len(numbers)), remedy))
-    counts = [loss_fn.count(batch) for batch in batches]
     if not is_distributed():
         device = None  # the counts are numbers already
     elif device is None and batches:
         device = batches[0].weights.device
-    sums = [
-        sum(x or 0 for x in each) for each in zip(*map(astuple, counts), strict=True)
-    ]
-    count, sft_count, examples = all_reduce_sums(sums or [0, 0, 0], group, device)
-    divisor = StepDivisor(count, sft_count if loss_fn.sft_weight else None, examples)
-    return divisor.above_zero()
+    count, sft_count, examples = 0.0, 0.0, 0.0
+    for batch in batches:
+        of_batch = loss_fn.count(batch)
+        count += of_batch.count
+        sft_count += of_batch.sft_count or 0
+        examples += of_batch.examples or 0
+    count, sft_count, examples = all_reduce_sums(
+        [count, sft_count, examples], group, device
+    )
+    divisor = StepDivisor(
+        count=count,
+        sft_count=sft_count if loss_fn.sft_weight else None,
+        examples=examples,
+    )
+    return divisor.without_zeros()
 
 
 def sequence_weights(batch: PackedBatch) -> Tensor:
-    """Returns the weight of each sequence, `[S]`: 1, or 0 of a filler."""
+    """Return the weight of each sequence, `[S]`: 1, or 0 of a filler."""
     return batch.weights[batch.segment_examples]
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
-    """Returns sum / count, or sum / divisor; an empty sum gives 0."""
+    """Return sum / divisor, or without one sum / count; an empty sum gives 0."""
     total, count = term
-    return total / (above_zero(count) if divisor is None else divisor)
+    return total / divisor_of(count, divisor)
 
 
-def above_zero(count: Tensor) -> Tensor:
-    """Returns a count with 1 in place of 0."""
+def divisor_of(count: Tensor, divisor: Tensor | float | None) -> Tensor | float:
+    """Return the divisor, or without one the count, with 1 in place of 0."""
+    if divisor is not None:
+        return divisor
     return count.masked_fill(count == 0, 1)
 
 
 def _router_term(
     logps: Tensor, batch: PackedBatch, coefficient: float | None
 ) -> tuple[float, SumAndCount] | None:
-    """Weight and term of the router losses that log-probs carry, if they are to be
-    added.
+    """Return weight and term of the router losses that log-probs carry.
+
+    None if they carry none, as without gradient, or the coefficient is 0.
     """
-    losses = carried(logps) if logps.requires_grad else None
-    if losses is None:
-        if coefficient and logps.requires_grad:
-            where = f"router_aux_loss_coef {coefficient}"
-            rule = "log-probs of a policy must carry router losses"
-            remedy = (
-                "Use packed_logps, with a model whose config has that "
-                "coefficient "
-                "above 0"
-            )
-            raise ConfigError(sentence(where, rule, "none", remedy))
+    if not logps.requires_grad:
         return None
-    if len(losses.values) != batch.num_segments:
-        rule = (
-            f"must be one number for each of the batch's {batch.num_segments} segments"
+    losses = carried(logps)
+    if losses is None:
+        if coefficient:
+            raise ConfigError(
+                sentence(
+                    where=f"router_aux_loss_coef {coefficient}",
+                    rule="log-probs of a policy must carry router losses",
+                    found="none",
+                    remedy=(
+                        "Use packed_logps, with a model whose config has that "
+                        "coefficient above 0"
+                    ),
+                )
+            )
+        return None
+    num_losses = len(losses.values)
+    if num_losses != batch.num_segments:
+        raise ConfigError(
+            sentence(
+                where="router losses",
+                rule=(
+                    f"must be one number for each of the batch's {batch.num_segments} "
+                    "segments"
+                ),
+                found=str(num_losses),
+            )
         )
-        raise ConfigError(sentence("router losses", rule, str(len(losses.values))))
-    coefficient = losses.settings.coefficient if coefficient is None else coefficient
+    if coefficient is None:
+        coefficient = losses.settings.coefficient
     if not coefficient:
         return None
     zeros = losses.values.new_zeros(batch.num_examples)
     sums = zeros.index_add(0, batch.segment_examples, losses.values)
     weights = batch.weights.to(sums)
-    return coefficient, ((sums / batch.num_responses * weights).sum(), weights.sum())
+    weighted_sum = (sums / batch.num_responses * weights).sum()
+    return coefficient, (weighted_sum, weights.sum())

@@ -1,10 +1,12 @@
-"""The terms of a ``PreferenceLoss``: one loss, or a weighted sum of several."""
+"""The terms of a ``PreferenceLoss``, one loss or a weighted sum of several: parsed from
+their names and parameters, and validated.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -13,8 +15,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
 from packstore.registry import meant
-from packstore.torch.losses import formulas
-from packstore.torch.losses.formulas import LOSSES, Variant, sft
+from packstore.torch.losses.formulas import LOSSES, LossTerm, Variant, sft
 from packstore.torch.losses.pairs import Pairs
 
 Name = str | Callable[..., Tensor]
@@ -57,82 +58,60 @@ LOSS_ALIASES: dict[str, str] = {
 """Other libraries' names of losses -> names here, for error messages."""
 
 
-@dataclass(frozen=True)
-class LossTerm:
-    """A loss with all of its parameters and its weight in the sum, maybe on means over
-    tokens.
-    """
-
-    name: str
-    variant: Variant
-    parameters: Mapping[str, float]
-    weight: float
-    averaged: bool
-
-    def __call__(self, pairs: Pairs) -> Tensor:
-        """Returns its losses without the weight, `[n]`."""
-        seen = (
-            pairs.per_token() if self.averaged and not self.variant.averaged else pairs
-        )
-        return self.variant(seen, **self.parameters)
-
-    def reads(self, *names: str) -> bool:
-        """Returns True if a value of its pairs depends on these quantities."""
-        pairs = Pairs(
-            *torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).double() + 1
-        )
-        moved = {name: getattr(pairs, name) + i for i, name in enumerate(names, 1)}
-        return not torch.allclose(self(pairs), self(replace(pairs, **moved)))
-
-    def __str__(self) -> str:
-        values = "".join(f", {name}={value}" for name, value in self.parameters.items())
-        weight = "" if self.weight == 1 else f"{self.weight} "
-        return f"{weight}{self.name}{values}"
-
-
-def make_terms(
+def parse_terms(
     names: Names,
+    *,
     parameters: Mapping[str, float],
     average_logps: bool,
     reference: bool,
-    settings: Iterable[str],
+    settings: Collection[str],
 ) -> tuple[LossTerm, ...]:
-    """Makes the terms of a loss; at least one of them must take each of the
-    `parameters`.
+    """Return the terms of a loss.
 
-    `reference`: functions of one's own compare with a reference model. `settings`: what
-    else the caller takes, and an unknown parameter may mean.
+    Args:
+        names: one loss, or a mix.
+        parameters: parameters of every term that takes them; at least one must.
+        average_logps: compare means over tokens where a loss compares sums.
+        reference: False: functions of one's own compare with no reference model.
+        settings: other arguments of the caller, which a mistyped parameter may mean.
+
+    Raises:
+        UnknownNameError: a loss, or a parameter of it, is unknown.
+        ConfigError: a value is out of range, two contradict each other, or a function
+            does not compute one loss for each pair.
     """
-    one = isinstance(names, str) or callable(names)
-    mix: Any = {names: 1.0} if one else names if isinstance(names, Mapping) else {}
-    if not mix or not all(isinstance(name, str) or callable(name) for name in mix):
+    mix = _parse_mix(names)
+    functions = [loss for loss in mix if callable(loss)]
+    if not reference and not functions:
         raise ConfigError(
-            f"a loss must be a name, a function, or a mix {{name: weight}}; found "
-            f"{quote(names)}."
+            sentence(
+                where="setting reference",
+                rule="it is for a function of your own, which compares with none",
+                found=f"False for {quote(names)}",
+                remedy="simpo, orpo and cpo need no reference",
+            )
         )
-    if not reference and not any(map(callable, mix)):
-        rule = "it is for a function of your own, which compares with none"
-        remedy = "simpo, orpo and cpo need no reference"
-        raise ConfigError(
-            sentence("setting reference", rule, f"False for {quote(names)}", remedy)
-        )
-    variants = {
-        name_of(x): _variant(x) if isinstance(x, str) else _own(x, reference)
-        for x in mix
-    }
+
+    variants: dict[str, Variant] = {}
+    for loss in mix:
+        if isinstance(loss, str):
+            variants[loss] = _load_variant(loss)
+        else:
+            variants[name_of(loss)] = _wrap_function(loss, reference)
     if len(variants) < len(mix):
         raise ConfigError(
             "the functions of a mix must differ in __name__, which names metrics."
         )
-    of_any = {p: v for each in variants.values() for p, v in each.defaults.items()}
-    _check_known(" + ".join(variants), parameters, of_any, settings)
+    accepted: dict[str, float] = {}
+    for variant in variants.values():
+        accepted |= variant.defaults
+    _check_parameter_names(" + ".join(variants), parameters, accepted, settings)
+
     terms = []
-    for (name, variant), entry in zip(variants.items(), mix.values(), strict=True):
-        special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
-        weight = special.pop("weight", 1.0)
-        check_weight(f"loss {name!r}: its weight in a mix", weight)
-        shared = {p: v for p, v in parameters.items() if p in variant.defaults}
-        terms.append(_term(name, variant, weight, {**shared, **special}, average_logps))
+    for loss, entry in mix.items():
+        name = name_of(loss)
+        term = _make_term(name, variants[name], entry, parameters, average_logps)
+        terms.append(_probe_function(term) if callable(loss) else term)
     if len({term.variant.rows for term in terms}) > 1:
         raise ConfigError(
             "a mix must be of losses of pairs, of single answers, or of a reward "
@@ -145,23 +124,21 @@ def make_terms(
     return tuple(terms)
 
 
-def _own(function: Any, reference: bool) -> Variant:
-    """Takes a function of one's own; refuses one that takes something else than
-    pairs.
-    """
-    try:
-        signature(function).bind(None)
-    except TypeError as error:
-        rule = "it must take the pairs, and parameters with defaults"
-        where, remedy = f"loss {name_of(function)!r}", "Name parameters behind a *"
-        raise ConfigError(sentence(where, rule, str(error), remedy)) from error
-    except ValueError:  # of some builtins nothing is known
-        pass
-    return Variant(function, reference)
+def _parse_mix(names: Names) -> Mapping[Any, Any]:
+    """Return loss -> weight, or its weight and parameters."""
+    if isinstance(names, str) or callable(names):
+        return {names: 1.0}
+    is_mix = isinstance(names, Mapping) and len(names) > 0
+    if is_mix and all(isinstance(loss, str) or callable(loss) for loss in names):
+        return names
+    raise ConfigError(
+        f"a loss must be a name, a function, or a mix {{name: weight}}; found "
+        f"{quote(names)}."
+    )
 
 
-def _variant(name: str) -> Variant:
-    """Loads a loss; refuses omitted losses and other libraries' names, with a hint."""
+def _load_variant(name: str) -> Variant:
+    """Load a loss; for an omitted one or another library's name, raise with a hint."""
     if name in UNSUPPORTED_LOSSES:
         raise UnknownNameError(
             f"loss {name!r} is left out on purpose: {UNSUPPORTED_LOSSES[name]}; "
@@ -174,122 +151,199 @@ def _variant(name: str) -> Variant:
     return LOSSES.load(name)
 
 
-def _term(
+def _wrap_function(function: Callable[..., Tensor], reference: bool) -> Variant:
+    """Return a user's function as a loss; raise if it takes other arguments."""
+    try:
+        signature(function).bind(None)
+    except TypeError as error:
+        raise ConfigError(
+            sentence(
+                where=f"loss {name_of(function)!r}",
+                rule="it must take the pairs, and parameters with defaults",
+                found=str(error),
+                remedy="Name parameters behind a *",
+            )
+        ) from error
+    except ValueError:
+        pass  # some builtins have no signature
+    return Variant(function, reference)
+
+
+def _make_term(
     name: str,
     variant: Variant,
-    weight: float,
-    given: Mapping[str, float],
+    entry: float | Mapping[str, float],
+    parameters: Mapping[str, float],
     average_logps: bool,
 ) -> LossTerm:
-    parameters = check_parameters(name, variant, given)
-    averages = variant.averaged or variant.rows.scores
-    if average_logps and (averages or name == "sft"):
-        where, rule = (
-            f"loss {name!r}",
-            "average_logps goes with losses on sums over tokens",
-        )
-        remedy = (
-            "Use sft_average for it" if name == "sft" else "Leave average_logps out"
-        )
-        raise ConfigError(
-            sentence(where, rule, "one that says itself how it averages", remedy)
-        )
-    variant(
-        Pairs(*[torch.zeros(0)] * 8), **parameters
-    )  # variants check the ranges themselves
-    if getattr(variant.function, "__module__", None) != formulas.__name__:
-        draws = (
-            torch.rand(8, 3, generator=torch.Generator().manual_seed(0)).double() + 1
-        )
-        draws[:4] *= -1  # log-probs
-        rows = [Pairs(*draws[:, [i]]) for i in range(3)]
-        check_function(
-            f"loss {name!r}", lambda x: variant(x, **parameters), Pairs(*draws), rows
-        )
-    term = LossTerm(
-        name, variant, parameters, weight, average_logps or variant.averaged
+    """Return a term with its parameters: those of the mix, and `entry`, its own."""
+    special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
+    weight = special.pop("weight", 1.0)
+    check_weight(f"loss {name!r}: its weight in a mix", weight)
+
+    shared = {p: value for p, value in parameters.items() if p in variant.defaults}
+    complete = complete_parameters(name, variant, {**shared, **special})
+    if average_logps:
+        _check_averages(name, variant)
+    no_pairs = Pairs(*[torch.zeros(0)] * 8)
+    variant(no_pairs, **complete)  # losses check the ranges of parameters themselves
+    return LossTerm(
+        name=name,
+        variant=variant,
+        parameters=complete,
+        weight=weight,
+        averaged=average_logps or variant.averaged,
     )
-    if not variant.reference and term.reads("ref_chosen", "ref_rejected"):
-        rule = (
-            "with reference=False it must not read log-probs of a reference, as in "
-            "u, v and d"
+
+
+def _check_averages(name: str, variant: Variant) -> None:
+    """Raise ConfigError if `average_logps` does not apply to a loss."""
+    if name != "sft" and not variant.averaged and not variant.rows.takes_scores:
+        return
+    remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
+    raise ConfigError(
+        sentence(
+            where=f"loss {name!r}",
+            rule="average_logps goes with losses on sums over tokens",
+            found="one that says itself how it averages",
+            remedy=remedy,
         )
-        remedy = "Compare chosen with rejected, or leave reference=False out"
-        raise ConfigError(sentence(f"loss {name!r}", rule, "that it does", remedy))
-    return term
+    )
 
 
-def check_parameters(
-    name: str, variant: Variant, given: Mapping[str, Any], settings: Iterable[str] = ()
+def _probe_function(term: LossTerm) -> LossTerm:
+    """Return the term of a user's function with the quantities that it reads.
+
+    Nothing declares them, so the function is called with random pairs.
+    """
+
+    def compute(pairs: Pairs) -> Tensor:
+        return term.variant.function(pairs, **term.parameters)
+
+    draws = _random_quantities()
+    draws[:4] *= -1  # log-probs
+    single_pairs = [Pairs(*draws[:, [i]]) for i in range(draws.shape[1])]
+    check_function(f"loss {term.name!r}", compute, Pairs(*draws), single_pairs)
+
+    if not term.variant.reference and _depends_on(term, "ref_chosen", "ref_rejected"):
+        raise ConfigError(
+            sentence(
+                where=f"loss {term.name!r}",
+                rule=(
+                    "with reference=False it must not read log-probs of a reference, "
+                    "as in u, v and d"
+                ),
+                found="that it does",
+                remedy="Compare chosen with rejected, or leave reference=False out",
+            )
+        )
+    reads_rewards = _depends_on(term, "chosen_reward")
+    return replace(term, variant=replace(term.variant, reads_rewards=reads_rewards))
+
+
+def _depends_on(loss: Callable[[Pairs], Tensor], *quantities: str) -> bool:
+    """Return True if a loss of random pairs changes with these quantities of theirs."""
+    pairs = Pairs(*_random_quantities())
+    changes = {}
+    for shift, name in enumerate(quantities, start=1):
+        changes[name] = getattr(pairs, name) + shift
+    return not torch.allclose(loss(pairs), loss(replace(pairs, **changes)))
+
+
+def _random_quantities() -> Tensor:
+    """Return numbers in 1..2 for the quantities of three pairs, float64 `[8, 3]`."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.rand(8, 3, generator=generator).double() + 1
+
+
+def complete_parameters(
+    name: str,
+    variant: Variant,
+    parameters: Mapping[str, Any],
+    settings: Collection[str] = (),
 ) -> dict[str, Any]:
-    """Returns all parameters of a loss; refuses unknown ones and what is no number."""
-    _check_known(name, given, variant.defaults, settings)
-    for parameter, value in given.items():
-        if not (is_number(value) or (isinstance(value, Tensor) and value.dim() == 0)):
+    """Return all parameters of a loss, with defaults for those that are not passed.
+
+    Raises:
+        UnknownNameError: the loss has no such parameter.
+        ConfigError: a value is no number, or a beta is not above 0.
+    """
+    _check_parameter_names(name, parameters, variant.defaults, settings)
+    for parameter, value in parameters.items():
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0
+        if not is_scalar and not is_number(value):
             raise ConfigError(
                 f"loss {name!r}: {parameter} must be a number; found {quote(value)}."
             )
         if parameter == "beta" and value <= 0:
             raise ConfigError(f"loss {name!r}: beta must be above 0; found {value}.")
-    return {**variant.defaults, **given}
+    return {**variant.defaults, **parameters}
 
 
-def _check_known(
-    name: str, given: Iterable[str], known: Mapping[str, Any], settings: Iterable[str]
+def _check_parameter_names(
+    loss: str,
+    parameters: Mapping[str, Any],
+    accepted: Collection[str],
+    settings: Collection[str],
 ) -> None:
-    for parameter in given:
-        if parameter not in known:
+    """Raise UnknownNameError for a parameter that a loss does not take."""
+    for parameter in parameters:
+        if parameter not in accepted:
+            hint = meant(parameter, [*accepted, *settings])
             raise UnknownNameError(
-                f"loss {name!r} has no parameter {quote(parameter)}; "
-                "it takes: "
-                f"{', '.join(known) or 'none'}.{meant(parameter, [*known, *settings])}"
+                f"loss {loss!r} has no parameter {quote(parameter)}; it takes: "
+                f"{', '.join(accepted) or 'none'}.{hint}"
             )
 
 
 def check_function(
-    where: str, function: Callable[[Any], Tensor], whole: Any, parts: Iterable[Any]
+    where: str,
+    function: Callable[[Any], Tensor],
+    batch: Any,
+    parts: Sequence[Any],
 ) -> None:
-    """Refuses a function whose values of parts, concatenated, are not its values of the
-    whole.
+    """Raise ConfigError if a loss of a batch is not the losses of its parts, joined.
+
+    Args:
+        where: the loss, for messages.
+        function: returns one loss for each row of its argument.
+        batch: all rows.
+        parts: the same rows, in parts.
     """
-    values, apart = function(whole), [function(part) for part in parts]
-    fit = all(isinstance(x, Tensor) and x.dim() == 1 for x in (values, *apart))
-    if fit and (alone := torch.cat(apart)).shape == values.shape:
-        if torch.allclose(values, alone, equal_nan=True):
-            return
-        rule, found = (
-            "a value must not depend on what else is in the batch",
-            "one that does",
-        )
-    else:
-        rule, found = (
-            "a function must return one value for each row of its input",
-            "another shape",
-        )
-    raise ConfigError(
-        sentence(where, rule, found, "Return the losses [n], neither summed nor mean")
-    )
+    losses = function(batch)
+    losses_of_parts = [function(part) for part in parts]
+    rule = "a function must return one value for each row of its input"
+    found = "another shape"
+    if all(_is_vector(x) for x in [losses, *losses_of_parts]):
+        joined = torch.cat(losses_of_parts)
+        if joined.shape == losses.shape:
+            if torch.allclose(losses, joined, equal_nan=True):
+                return
+            rule = "a value must not depend on what else is in the batch"
+            found = "one that does"
+    remedy = "Return the losses [n], neither summed nor mean"
+    raise ConfigError(sentence(where=where, rule=rule, found=found, remedy=remedy))
+
+
+def _is_vector(values: Any) -> bool:
+    return isinstance(values, Tensor) and values.dim() == 1
 
 
 def name_of(loss: Name) -> str:
-    """Returns the name of a loss or of a function."""
-    return (
-        loss
-        if isinstance(loss, str)
-        else getattr(loss, "__name__", type(loss).__name__)
-    )
+    """Return the name of a loss or of a function."""
+    if isinstance(loss, str):
+        return loss
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Refuses a weight of a term that is no number of at least 0."""
+    """Raise ConfigError for a weight of a term that is no number of at least 0."""
     if not (is_number(weight) and weight >= 0):
         raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")
 
 
 def is_number(value: Any) -> bool:
-    """Returns True for a finite number."""
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-    )
+    """Return True for a finite number, which True and False are not."""
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -26,7 +26,11 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy, policy_output
-from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss, tell_one_sided
+from packstore.torch.losses.loss import (
+    FirstStepCheck,
+    PreferenceLoss,
+    warn_about_one_sided_data,
+)
 from packstore.torch.losses.step_loss import (
     StepDivisor,
     StepLoss,
@@ -168,7 +172,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
                 [*self._sides], device=self.trainer.accelerator.device
             )
             if self.trainer.is_world_process_zero():
-                tell_one_sided(self.trainer.loss_fn, *sides)
+                warn_about_one_sided_data(self.trainer.loss_fn, *sides)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Follows the Trainer's own callback, which decides what is saved and

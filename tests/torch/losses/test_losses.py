@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -179,6 +180,25 @@ def test_finite_at_any_margin(name: str) -> None:
     for value in values:
         if value.grad is not None:
             assert value.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_declared_quantities_are_those_that_the_formula_reads(name: str) -> None:
+    """The log-probs of a reference, and rewards: of some scale, and of scale 0."""
+    (term,) = PreferenceLoss(name, **parameters(name)).terms
+    assert depends_on(term, "ref_chosen") == term.variant.reference
+    assert depends_on(term, "chosen_reward") == term.reads_rewards
+    scale = term.variant.reward_scale
+    if scale is not None:
+        (unscaled,) = PreferenceLoss(name, **{**parameters(name), scale: 0.0}).terms
+        assert not depends_on(unscaled, "chosen_reward")
+        assert not unscaled.reads_rewards
+
+
+def depends_on(loss: Callable[[Pairs], Any], quantity: str) -> bool:
+    pairs = random_pairs()
+    changed = replace(pairs, **{quantity: getattr(pairs, quantity) + 1})
+    return not torch.equal(loss(pairs), loss(changed))
 
 
 def test_any_loss_on_sums_can_look_at_means() -> None:
