@@ -99,7 +99,7 @@ class GroupedMetrics:
         batch: PackedBatch,
         ref_logps: Tensor | None,
     ) -> None:
-        """Add a batch whose examples outside of the group have weight 0."""
+        """Add a batch, in which examples outside of the group have weight 0."""
         output = self.loss_fn(logps, batch, ref_logps, divisor=UNDIVIDED)
         examples = batch.weights.sum()
         metrics = {
@@ -222,9 +222,9 @@ class ExampleRows:
             for columns in all_gather_lists(columns_of_batches)
             if len(columns["example_id"])
         ]
-        joined = pa.concat_tables(tables, promote_options="default")
-        _, first_rows = np.unique(joined["example_id"].to_numpy(), return_index=True)
-        return joined.take(first_rows)
+        table = pa.concat_tables(tables, promote_options="default")
+        _, first_rows = np.unique(table["example_id"].to_numpy(), return_index=True)
+        return table.take(first_rows)
 
     def _columns(
         self, copies: dict[str, CpuCopy], batch: PackedBatch

@@ -119,7 +119,7 @@ def _loss(
     reads_rewards: bool = False,
     reward_scale: str | None = None,
 ) -> Callable[[Callable[..., Tensor]], Variant]:
-    """Make a loss of the decorated function; arguments are those of `Variant`."""
+    """Make a loss of the decorated function; see `Variant` for the arguments."""
 
     def declare(function: Callable[..., Tensor]) -> Variant:
         return Variant(
@@ -389,8 +389,8 @@ def fdpo_alpha(pairs: Pairs, *, beta: float = 0.1, alpha: float = 0.5) -> Tensor
     """``-log s(b (f'(u) - f'(v)))`` with f'(u) = (e^((a-1) u) - 1) / (a - 1), exponents
     cut at 80.
 
-    Source: Wang et al. 2023, arXiv 2309.16240, table 1, whose alpha is 1 - a; a =
-    `alpha` in 0..0.999, as in TRL.
+    Source: Wang et al. 2023, arXiv 2309.16240, table 1; a = `alpha` in
+    0..0.999, as in TRL; the paper's alpha is 1 - a.
     """
     a = check_range("fdpo_alpha", "alpha", alpha, 0, 0.999) - 1
     return -logsigmoid(beta * (bounded_exp(a * pairs.u) - bounded_exp(a * pairs.v)) / a)
@@ -471,9 +471,9 @@ def bco(
     """``-w_d log s(b (u - z))`` of a good answer, ``-w_u log s(-b (u - z))`` of a bad
     one.
 
-    Source: Jung et al. 2024, arXiv 2404.04656, whose reward shift delta is ``b z``, z =
-    `baseline`: the paper's running mean over batches is left to the training loop, as
-    for ``kto``.
+    Source: Jung et al. 2024, arXiv 2404.04656; the paper's reward shift delta is
+    ``b z``, z = `baseline`. Its running mean over batches is left to the training loop,
+    as for ``kto``.
     """
     x = beta * (answers.u - baseline)
     return _by_class(

@@ -57,7 +57,7 @@ class PreferenceLoss(StepLoss):
 
     Args:
         name: name of the loss; or a function of :class:`~packstore.torch.Pairs` that
-            returns their losses `[n]`, whose keyword-only arguments are its parameters;
+            returns their losses `[n]`; its keyword-only arguments are parameters;
             or a mix, name or function -> weight, as in ``{"dpo": 0.8, "bco_pair":
             0.2}``, or -> ``{"weight": 0.8, "beta": 0.1}`` with parameters for that
             member alone.
@@ -288,7 +288,7 @@ class PreferenceLoss(StepLoss):
         Both are means over the pairs of an example (the loss ``plackett_luce`` is of
         all its responses), NaN without any. The likelihood of a response is its mean
         over tokens, unless `sft_average` is ``sequence_sum``. Arguments and errors are
-        those of a call; weights do not count.
+        the same as for a call; weights do not count.
 
         Returns:
             Losses `[E]`, and rewards `[E, 2]` of chosen and rejected; None for the loss
@@ -404,14 +404,14 @@ def warn_about_one_sided_data(
     if num_chosen and num_rejected:
         return
     rule = "pairs must differ in their rewards"
-    found = "none that do"
+    actual = "none that do"
     remedy = "Pack rewards that differ, or take a loss that does not read them"
     if loss_fn.rows.takes_single_answers:
         rule = "some answers must be good, with a score above 0, and some bad"
-        found = f"{num_chosen:,.0f} good and {num_rejected:,.0f} bad ones"
+        actual = f"{num_chosen:,.0f} good and {num_rejected:,.0f} bad ones"
         remedy = "Take a threshold off the scores by SQL when packing (page Recipes)"
     where = f"data of {loss_fn!r}"
-    logger.warning(sentence(where=where, rule=rule, found=found, remedy=remedy))
+    logger.warning(sentence(where=where, rule=rule, found=actual, remedy=remedy))
 
 
 class FirstStepCheck:

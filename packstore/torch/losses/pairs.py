@@ -318,13 +318,13 @@ class PairRows:
         rewards_chosen = self.beta * rows.pairs.u
         rewards_rejected = self.beta * rows.pairs.v
         values = torch.stack([losses, rewards_chosen, rewards_rejected], dim=1)
-        counted = torch.ones_like(values)
-        counted[:, 1] = rows.has_chosen
-        counted[:, 2] = rows.has_rejected
+        is_present = torch.ones_like(values)
+        is_present[:, 1] = rows.has_chosen
+        is_present[:, 2] = rows.has_rejected
 
         zeros = values.new_zeros(batch.num_examples, 3)
-        total = zeros.index_add(0, rows.example, values * counted)
-        count = zeros.index_add(0, rows.example, counted)
+        total = zeros.index_add(0, rows.example, values * is_present)
+        count = zeros.index_add(0, rows.example, is_present)
         if self.sums_over_example:
             count[:, 0].clamp_(max=1)
         mean = total / count
@@ -350,7 +350,7 @@ class Answers(PairRows):
         is_good = pairs.chosen_reward > 0
 
         shares = batch.weights.to(sums.logps.dtype) / batch.num_responses
-        # Not the sum of the shares: those of an example do not add up exactly.
+        # Not the sum of the shares, as rounded shares do not add up to 1.
         count = batch.weights.sum().to(shares)
         return Rows(
             pairs=pairs,

@@ -92,7 +92,7 @@ class PolicyLoss(StepLoss):
 
     Args:
         function: a function of :class:`~packstore.torch.Tokens` that returns their
-            losses `[n]`, whose keyword-only arguments are its parameters.
+            losses `[n]`; its keyword-only arguments are parameters.
         average: ``token``: over all tokens of the step (DAPO); ``sequence``: over the
             tokens of each sequence, then over sequences (GRPO); ``group``: over the
             tokens of each example's sequences, then over examples. For a sum over a
@@ -142,10 +142,10 @@ class PolicyLoss(StepLoss):
         """Raise ConfigError if the function couples two sequences of a batch."""
         generator = torch.Generator().manual_seed(0)
         draws = torch.randn(4, 3, generator=generator).double()
-        both = _make_tokens(draws, sequences=torch.tensor([0, 0, 1]))
+        batch = _make_tokens(draws, sequences=torch.tensor([0, 0, 1]))
         first = _make_tokens(draws[:, :2], sequences=torch.tensor([0, 0]))
         second = _make_tokens(draws[:, 2:], sequences=torch.tensor([0]))
-        check_function(f"loss {self.name!r}", self.function, both, [first, second])
+        check_function(f"loss {self.name!r}", self.function, batch, [first, second])
 
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
@@ -295,7 +295,7 @@ class PolicyLoss(StepLoss):
     ) -> SumAndCount:
         """Return sum and count of the averaged units: tokens, sequences or examples.
 
-        `weights` are those of the tokens, 1 or 0.
+        `weights` belong to the tokens, 1 or 0.
         """
         if self.average == "token":
             return (losses * weights).sum(), weights.sum()

@@ -170,7 +170,7 @@ class StepLoss(ABC):
             examples=float(batch.weights.sum()),
         )
 
-    def planned(self, batch: PackedBatch) -> StepDivisor | None:
+    def planned_divisor(self, batch: PackedBatch) -> StepDivisor | None:
         """Return the divisor of the batch's step; None if the loader did not
         count it.
         """
@@ -179,7 +179,9 @@ class StepLoss(ABC):
             return None
         counts = _planned_counts(batch.kind, step)
         unit, sft_unit = self.units(batch)
-        if unit not in counts or (sft_unit is not None and sft_unit not in counts):
+        if unit not in counts:
+            return None
+        if sft_unit is not None and sft_unit not in counts:
             return None
         divisor = StepDivisor(
             count=counts[unit],
@@ -270,9 +272,9 @@ class StepLoss(ABC):
         Raises:
             ConfigError: the step has several batches or ranks, and no counts.
         """
-        planned = self.planned(batch)
-        if planned is not None:
-            return planned.averaged(step.ranks if self.gradients == "mean" else 1)
+        divisor = self.planned_divisor(batch)
+        if divisor is not None:
+            return divisor.averaged(step.ranks if self.gradients == "mean" else 1)
         if step.batches * step.ranks == 1:
             return None
         remedy = (
@@ -402,9 +404,9 @@ def count_step(
             "count_step: batches must be of one optimizer step; found steps "
             f"{sorted(indices)}."
         )
-    planned = loss_fn.planned(batches[0]) if batches else None
-    if planned is not None:
-        return planned
+    divisor = loss_fn.planned_divisor(batches[0]) if batches else None
+    if divisor is not None:
+        return divisor
 
     batch_indices = {step.batch for step in steps}
     if steps and batch_indices != set(range(steps[0].batches)):
@@ -422,7 +424,9 @@ def count_step(
         device = None  # the counts are numbers already
     elif device is None and batches:
         device = batches[0].weights.device
-    count, sft_count, examples = 0.0, 0.0, 0.0
+    count = 0.0
+    sft_count = 0.0
+    examples = 0.0
     for batch in batches:
         of_batch = loss_fn.count(batch)
         count += of_batch.count

@@ -176,7 +176,7 @@ def _make_term(
     parameters: Mapping[str, float],
     average_logps: bool,
 ) -> LossTerm:
-    """Return a term with its parameters: those of the mix, and `entry`, its own."""
+    """Return a term with the parameters of the mix, and of `entry` for it alone."""
     special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
     weight = special.pop("weight", 1.0)
     check_weight(f"loss {name!r}: its weight in a mix", weight)
@@ -302,7 +302,7 @@ def check_function(
     batch: Any,
     parts: Sequence[Any],
 ) -> None:
-    """Raise ConfigError if a loss of a batch is not the losses of its parts, joined.
+    """Raise ConfigError if the losses of a batch differ from the losses of its parts.
 
     Args:
         where: the loss, for messages.
@@ -313,16 +313,16 @@ def check_function(
     losses = function(batch)
     losses_of_parts = [function(part) for part in parts]
     rule = "a function must return one value for each row of its input"
-    found = "another shape"
+    actual = "another shape"
     if all(_is_vector(x) for x in [losses, *losses_of_parts]):
-        joined = torch.cat(losses_of_parts)
-        if joined.shape == losses.shape:
-            if torch.allclose(losses, joined, equal_nan=True):
+        concatenated = torch.cat(losses_of_parts)
+        if concatenated.shape == losses.shape:
+            if torch.allclose(losses, concatenated, equal_nan=True):
                 return
             rule = "a value must not depend on what else is in the batch"
-            found = "one that does"
+            actual = "one that does"
     remedy = "Return the losses [n], neither summed nor mean"
-    raise ConfigError(sentence(where=where, rule=rule, found=found, remedy=remedy))
+    raise ConfigError(sentence(where=where, rule=rule, found=actual, remedy=remedy))
 
 
 def _is_vector(values: Any) -> bool:

@@ -184,7 +184,7 @@ def test_counting_agrees_with_the_plan_and_padding_changes_nothing() -> None:
         loss_fn = PolicyLoss(average=average)  # type: ignore[arg-type]
         batches = pack_in_memory(EXAMPLES[kind], 120, kind=kind, rank=0, world_size=1)
         planned = count_step(batches, loss_fn)
-        assert planned == loss_fn.planned(batches[1])
+        assert planned == loss_fn.planned_divisor(batches[1])
         assert count_step([b.replace(step=None) for b in batches], loss_fn) == planned
         batch = batches[0].replace(step=None)
         sizes = {"num_tokens": 400, "num_segments": 80, "num_targets": 200}
