@@ -1,1 +1,1 @@
-"""The next version of a place, and what becomes of old ones; see ``README.md``."""
+"""The next version of a place, and the removal of old ones; see ``README.md``."""

@@ -1,15 +1,14 @@
-"""Finds and removes files that no version of a dataset names: of killed jobs, and of
-old versions.
+"""Finds and removes files that no version of a dataset names.
 
-Only the age by the store's timestamps protects what a running job has not committed
-yet, as a job whose marker looks dead may be suspended. Files that packstore does not
-name so are kept, and right before its removal each file is looked at again. R1 to R6
-are rules of ``schemas/format.md``.
+Killed jobs leave such files, and old versions that are no longer kept. Only the age by
+the store's timestamps protects files that a running job has not committed yet: markers
+do not, as a suspended job looks dead. Files with names that packstore never gives
+are kept, and each file is looked at again right before its removal. R1 to R6 are rules
+of ``schemas/format.md``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import shutil
@@ -52,21 +51,28 @@ from packstore.io.store.operations import (
     uploads,
 )
 from packstore.io.store.staging import PREFIX
-from packstore.io.versions.write_job import WRITERS, writers
+from packstore.io.versions.write_job import WRITERS, Writer, list_writers
 
 OLD_SECONDS = 7 * 86_400.0
-"""Seconds; longer than a job takes from its last write to its commit, retries included.
-"""
+"""Longer than a job takes from its last write to its commit, retries included."""
 
 YOUNGEST_SECONDS = 3600.0
-"""Seconds; a smaller `older_than` is allowed only with `no_writers`."""
+"""A smaller `older_than` is allowed only with `no_writers`."""
 
-BATCH, LOOK_SECONDS = 1000, 60.0
-"""Files removed, and seconds, between two looks at versions and ages (R4)."""
+BATCH = 1000
+"""Files removed between two looks at versions and ages (R4)."""
 
-_UPLOAD, _FOREIGN = "unfinished upload", "not a name of packstore's"
+LOOK_SECONDS = 60.0
+"""Seconds between two looks at versions and ages (R4)."""
+
+_UPLOAD = "unfinished upload"
+_FOREIGN = "not a name of packstore's"
+_UNKNOWN_AGE = -1.0
+
 _MANIFEST = rf"(?:{DATASET}|{SIDE})-(?:[0-9]{{6}}|[1-9][0-9]{{6,}})\.json"
-_NAMES = {
+
+# Folder -> names of the files that packstore makes there.
+_NAMES_IN_FOLDER = {
     FOLDER: (
         rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index"
         r"|\.packstore-[0-9a-f]{32}"
@@ -75,19 +81,15 @@ _NAMES = {
     PARTITIONS: r"[0-9a-f]{12}-[0-9]{5,}\.json",
     rf"{PART_FOLDER}[0-9a-f]{{16}}": r"[0-9]{5}-[0-9a-f]{64}\.npz",
 }
-"""Folder -> names of the files that packstore makes there; hidden while they are
-written.
-"""
-
-_OWN = re.compile(
-    rf"{SHARD.pattern}|{FOLDER}/{re.escape(PREFIX)}[a-z0-9_]{{8}}|"
-    + "|".join(
-        rf"{at}/(?:{name}|\.(?:{name})\.[0-9a-f]{{32}})" for at, name in _NAMES.items()
-    )
-)
-_VERSION = re.compile(rf"{FOLDER}/{_MANIFEST}")
-_RUN = re.compile(
-    rf"(?:{DATA}|{PARTITIONS})/\.?([0-9a-f]{{12}})(?:-p([0-9]+))?-.*|({PART_FOLDER}[0-9a-f]{{16}})/.*"
+_PATHS = [SHARD.pattern, rf"{FOLDER}/{re.escape(PREFIX)}[a-z0-9_]{{8}}"]
+for _folder, _name in _NAMES_IN_FOLDER.items():
+    # A file is hidden, and has a random suffix, while it is written.
+    _PATHS.append(rf"{_folder}/(?:{_name}|\.(?:{_name})\.[0-9a-f]{{32}})")
+_PACKSTORE_PATH = re.compile("|".join(_PATHS))
+_VERSION_PATH = re.compile(rf"{FOLDER}/{_MANIFEST}")
+_RUN_PATH = re.compile(
+    rf"(?:{DATA}|{PARTITIONS})/\.?(?P<run>[0-9a-f]{{12}})(?:-p(?P<partition>[0-9]+))?-.*"
+    rf"|(?P<part_folder>{PART_FOLDER}[0-9a-f]{{16}})/.*"
 )
 
 
@@ -114,8 +116,8 @@ class CleanReport:
 
     Attributes:
         url: of the dataset, without secrets.
-        leftovers: all files found, also those of others, which are spared; if
-            `deleted`, those not spared were removed.
+        leftovers: all leftovers, spared ones included; if `deleted`, those not spared
+            were removed.
         deleted: True if called with `delete`.
         writer: the job that is writing there now, if any.
         lists_uploads: True if the store can list unfinished uploads.
@@ -129,8 +131,8 @@ class CleanReport:
 
     @property
     def removable(self) -> list[Leftover]:
-        """Returns the leftovers that are not spared."""
-        return [x for x in self.leftovers if not x.spared]
+        """The leftovers that are not spared."""
+        return [leftover for leftover in self.leftovers if not leftover.spared]
 
 
 def clean(
@@ -142,7 +144,7 @@ def clean(
     no_writers: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> CleanReport:
-    """Lists or removes files that no version of a dataset or side dataset refers to.
+    """List or remove files that no version of a dataset or side dataset refers to.
 
     May run while jobs write, and several times at once. Reads the versions again right
     before it removes anything.
@@ -160,6 +162,9 @@ def clean(
             that lacks files.
         storage_options: options of the fsspec filesystem.
 
+    Returns:
+        The leftovers, and the reasons for which some are spared.
+
     Raises:
         ConfigError: `keep_versions` below 1; a small `older_than` without `no_writers`.
         DatasetBusyError: `no_writers`, but a job of this machine is writing there.
@@ -168,270 +173,384 @@ def clean(
             known.
         StorageError: the store refuses.
     """
-    if keep_versions is not None and keep_versions < 1:
-        raise ConfigError(f"keep_versions must be at least 1; found {keep_versions}.")
-    if older_than < YOUNGEST_SECONDS and not no_writers:
-        rule = (
-            f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may "
-            "be "
-            "at work"
-        )
-        remedy = "Where surely none is, anywhere, add no_writers=True (--no-writers)"
-        raise ConfigError(f"{rule}; found {older_than:g} s. {remedy}.")
+    _check_settings(keep_versions, older_than, no_writers)
     location = Location(url, storage_options or {})
-    where = location.display
-    if not _is_ours(location):
-        rule = "must be a dataset, or the place of an unfinished one"
-        found = f"no {FOLDER} in it" if location.exists() else "no such folder"
-        raise DatasetNotFoundError(sentence(where, rule, found, "Check the path"))
-    jobs = writers(location)
-    if delete and no_writers and (here := [job for job in jobs if job.is_running]):
-        remedy = "Wait for it to end, or leave out no_writers (--no-writers)"
-        rule = "no job may write there (no_writers)"
-        raise DatasetBusyError(sentence(where, rule, here[0].text, remedy))
+    _require_packstore_files(location)
+    writers = list_writers(location)
+    if delete and no_writers:
+        _require_none_running(writers, location.display)
+
     cleaner = _Cleaner(location, keep_versions, older_than)
     leftovers = cleaner.find()
     if delete:
-        changed = cleaner.remove([x for x in leftovers if not x.spared])
+        removable = [leftover for leftover in leftovers if not leftover.spared]
+        reasons = cleaner.remove(removable)
         leftovers = [
-            replace(x, spared=changed.get(x.path, x.spared)) for x in leftovers
+            replace(leftover, spared=reasons.get(leftover.path, leftover.spared))
+            for leftover in leftovers
         ]
-    writer = jobs[0].text if jobs else None
-    return CleanReport(where, leftovers, delete, writer, cleaner.uploads is not None)
+    return CleanReport(
+        url=location.display,
+        leftovers=leftovers,
+        deleted=delete,
+        writer=writers[0].text if writers else None,
+        lists_uploads=cleaner.uploads is not None,
+    )
 
 
-def _is_ours(location: Location) -> bool:
-    """Returns True if packstore wrote there; a first job that failed leaves only
-    shards.
-    """
-    folders = (DATA, FOLDER, WRITERS, PARTITIONS)
-    listed = (list_folder(location, folder) for folder in (*folders, *_parts(location)))
-    return any(_OWN.fullmatch(file.path) for files in listed for file in files)
+def _check_settings(
+    keep_versions: int | None, older_than: float, no_writers: bool
+) -> None:
+    if keep_versions is not None and keep_versions < 1:
+        raise ConfigError(f"keep_versions must be at least 1; found {keep_versions}.")
+    if older_than < YOUNGEST_SECONDS and not no_writers:
+        raise ConfigError(
+            f"older_than must be at least {YOUNGEST_SECONDS:.0f} s, as a job may be at "
+            f"work; found {older_than:g} s. Where surely none is, anywhere, add "
+            "no_writers=True (--no-writers)."
+        )
 
 
-def _parts(location: Location) -> list[str]:
-    """Returns the folders of the parts of log-probs."""
-    return [name for name in list_folders(location) if _RUN.fullmatch(f"{name}/")]
+def _require_packstore_files(location: Location) -> None:
+    """Raise DatasetNotFoundError if packstore never wrote to a place."""
+    # A first job that failed leaves nothing but shards.
+    folders = [DATA, FOLDER, WRITERS, PARTITIONS, *_part_folders(location)]
+    for folder in folders:
+        for file in list_folder(location, folder):
+            if _PACKSTORE_PATH.fullmatch(file.path):
+                return
+    text = sentence(
+        where=location.display,
+        rule="must be a dataset, or the place of an unfinished one",
+        found=f"no {FOLDER} in it" if location.exists() else "no such folder",
+        remedy="Check the path",
+    )
+    raise DatasetNotFoundError(text)
+
+
+def _require_none_running(writers: Sequence[Writer], where: str) -> None:
+    for writer in writers:
+        if not writer.is_running:
+            continue
+        text = sentence(
+            where=where,
+            rule="no job may write there (no_writers)",
+            found=writer.text,
+            remedy="Wait for it to end, or leave out no_writers (--no-writers)",
+        )
+        raise DatasetBusyError(text)
 
 
 class _Cleaner:
-    """Lists and removes files that no version to keep names; `uploads`: as last
-    listed.
+    """Lists and removes files that no version to keep names.
+
+    Attributes:
+        uploads: unfinished uploads of the last listing; None if the store cannot list
+            them.
     """
 
-    def __init__(self, location: Location, keep: int | None, older_than: float) -> None:
-        self._location, self._keep, self._older_than = location, keep, older_than
-        # Prefix of manifests -> path -> the newest version that names it; and what was
-        # read so far.
-        self._newest: dict[str, dict[str, int]] = {DATASET: {}, SIDE: {}}
-        self._read = set[tuple[str, int]]()
-        self._listed = dict[str, ListedFile]()
+    def __init__(
+        self, location: Location, keep_versions: int | None, older_than: float
+    ) -> None:
+        self._location = location
+        self._keep_versions = keep_versions
+        self._older_than = older_than
+
+        # Prefix of manifests -> path of a file -> the newest version that names it.
+        self._newest_version: dict[str, dict[str, int]] = {DATASET: {}, SIDE: {}}
+        self._versions_read: set[tuple[str, int]] = set()
+        self._listed: dict[str, ListedFile] = {}
         self.uploads: list[Upload] | None = None
 
     def find(self) -> list[Leftover]:
-        """Lists all leftovers in order of removal: manifests first, notes last (R5)."""
-        folder, data, jobs, notes = (
-            list_folder(self._location, name)
-            for name in (FOLDER, DATA, WRITERS, PARTITIONS)
-        )
-        staged = list(self._staging_folders())
-        parts = [
-            f
-            for name in _parts(self._location)
-            for f in list_folder(self._location, name)
+        """Return leftovers in order of removal: manifests first, notes last (R5)."""
+        # Files are listed before the versions: a file that is committed in between has
+        # a name in a version that is read below.
+        location = self._location
+        manifests = list_folder(location, FOLDER)
+        shards = list_folder(location, DATA)
+        markers = list_folder(location, WRITERS)
+        notes = list_folder(location, PARTITIONS)
+        staged = list(_list_staging_folders(location))
+        parts = []
+        for folder in _part_folders(location):
+            parts += list_folder(location, folder)
+        files = [*shards, *manifests, *markers, *staged, *notes, *parts]
+        self._listed = {file.path: file for file in files}
+
+        self.uploads = uploads(location)
+        unfinished = [
+            ListedFile(path=upload.path, bytes=0, age=upload.age)
+            for upload in self.uploads or ()
         ]
-        self._listed = {
-            f.path: f for f in (*folder, *data, *jobs, *notes, *staged, *parts)
-        }
-        self.uploads = uploads(self._location)
-        begun = [
-            ListedFile(upload.path, 0, upload.age) for upload in self.uploads or ()
-        ]
-        youngest: dict[str, float] = {}
-        for file in (*data, *notes, *begun, *parts):
-            run = _run_of(file.path)
-            youngest[run] = min(youngest.get(run, math.inf), _age(file))
-        old, named = self._versions(folder)
-        unnamed = [
-            (file, _why(file.path))
-            for file in (*data, *folder, *jobs, *staged, *notes, *parts)
-            if file.path not in named and not _VERSION.fullmatch(file.path)
-        ]
-        unnamed += [(file, _UPLOAD) for file in begun]
-        leftovers = {item.path: item for item in old}
-        for file, why in unnamed:
-            age = min(_age(file), youngest.get(_run_of(file.path), math.inf))
-            spared = self._spared(age) if _OWN.fullmatch(file.path) else _FOREIGN
-            leftovers[file.path] = Leftover(file.path, file.bytes, why, spared)
+        run_ages = _youngest_by_run([*shards, *notes, *unfinished, *parts])
+
+        leftovers: dict[str, Leftover] = {}
+        paths_of_versions: set[str] = set()
+        for name in (DATASET, SIDE):
+            old_versions, paths = self._split_versions(name, manifests)
+            leftovers.update((version.path, version) for version in old_versions)
+            paths_of_versions |= paths
+        for file in files:
+            is_version = _VERSION_PATH.fullmatch(file.path) is not None
+            if not is_version and file.path not in paths_of_versions:
+                leftovers[file.path] = self._leftover(file, _why(file.path), run_ages)
+        for file in unfinished:
+            leftovers[file.path] = self._leftover(file, _UPLOAD, run_ages)
         return list(leftovers.values())
 
+    def _leftover(
+        self, file: ListedFile, why: str, run_ages: Mapping[str, float]
+    ) -> Leftover:
+        """Return a file as a leftover, as young as the youngest file of its run."""
+        if _PACKSTORE_PATH.fullmatch(file.path):
+            age = min(_age(file), run_ages.get(_run_of(file.path), math.inf))
+            spared = self._reason_to_spare(age)
+        else:
+            spared = _FOREIGN
+        return Leftover(path=file.path, bytes=file.bytes, why=why, spared=spared)
+
+    def _reason_to_spare(self, age: float) -> str:
+        """Return the reason to keep a leftover of this age; empty if there is none."""
+        if self._older_than <= 0 or age >= self._older_than:
+            return ""
+        return "its age is not known" if age < 0 else "it is too young"
+
+    # Versions
+
+    def _split_versions(
+        self, name: str, manifests: Sequence[ListedFile]
+    ) -> tuple[list[Leftover], set[str]]:
+        """Return the versions not to be kept, and the files of all that stay (R1)."""
+        sizes = list_versions(self._location, name)
+        old_versions = self._old_versions(name, sizes, manifests)
+
+        # Spared versions are behind removable ones in the list, as they are newer.
+        num_removable = sum(not version.spared for version in old_versions)
+        staying = list(sizes)[num_removable:]
+        for number in staying:
+            self._read_version(name, number, sizes)
+
+        oldest = min(staying, default=0)
+        newest_versions = self._newest_version[name]
+        paths = {path for path, newest in newest_versions.items() if newest >= oldest}
+        return old_versions, paths
+
+    def _old_versions(
+        self, name: str, sizes: Mapping[int, int], manifests: Sequence[ListedFile]
+    ) -> list[Leftover]:
+        """Return the versions that are not among the newest to keep, oldest first."""
+        if self._keep_versions is None:
+            return []
+        ages = {file.path: _age(file) for file in manifests}
+        numbers = list(sizes)
+
+        old_versions = []
+        spared = ""
+        for index, number in enumerate(numbers[: -self._keep_versions]):
+            # The age of a version is the age of its successor: until then it was the
+            # current one (R3). All versions behind a spared one are spared, too.
+            if not spared:
+                successor = manifest_path(numbers[index + 1], name)
+                spared = self._reason_to_spare(ages.get(successor, _UNKNOWN_AGE))
+            version = Leftover(
+                path=manifest_path(number, name),
+                bytes=sizes[number],
+                why=f"version {number}",
+                spared=spared,
+            )
+            old_versions.append(version)
+        return old_versions
+
+    def _read_version(self, name: str, number: int, sizes: Mapping[int, int]) -> None:
+        """Note the files of a version; none if it was removed meanwhile."""
+        if (name, number) in self._versions_read:  # a version never changes
+            return
+        try:
+            paths = self._paths_of_version(name, number, sizes)
+        except PackstoreError:
+            if self._location.exists(manifest_path(number, name)):
+                raise
+            return
+        self._versions_read.add((name, number))
+        newest_versions = self._newest_version[name]
+        for path in paths:
+            newest_versions[path] = max(number, newest_versions.get(path, 0))
+
+    def _paths_of_version(
+        self, name: str, number: int, sizes: Mapping[int, int]
+    ) -> list[str]:
+        text, where, _ = read_committed(self._location, number, name, sizes)
+        if name == SIDE:
+            return list(SideManifest.from_json(text, where).files)
+        manifest = Manifest.from_json(text, where)
+        manifest.require_writable(where)
+        return list(manifest.files)
+
+    # Removal
+
     def remove(self, leftovers: Sequence[Leftover]) -> dict[str, str]:
-        """Removes leftovers; returns path and reason of those that may no longer be
-        removed.
+        """Remove leftovers.
+
+        Returns:
+            Path -> reason of the leftovers that turned out not to be removable.
         """
-        kept = dict[str, str]()
-        for rank in range(3):
-            waiting = [item for item in leftovers if _rank(item.path) == rank]
-            while waiting:
-                batch, waiting = waiting[:BATCH], waiting[BATCH:]
-                found = {item.path: item for item in self.find()}
-                going = [item for x in batch if (item := found.get(x.path))]
-                kept |= {item.path: item.spared for item in going if item.spared}
-                waiting += self._remove_soon(
-                    [item for item in going if not item.spared], kept
-                )
-        remove_empty(self._location, PARTITIONS, WRITERS, *_parts(self._location))
-        return kept
+        spared: dict[str, str] = {}
+        for stage in range(3):
+            pending = [x for x in leftovers if _removal_stage(x.path) == stage]
+            while pending:
+                batch = pending[:BATCH]
+                pending = pending[BATCH:]
+                removable = self._look_again(batch, spared)
+                pending += self._remove_soon(removable, spared)
+        remove_empty(
+            self._location, PARTITIONS, WRITERS, *_part_folders(self._location)
+        )
+        return spared
+
+    def _look_again(
+        self, batch: Sequence[Leftover], spared: dict[str, str]
+    ) -> list[Leftover]:
+        """Return the leftovers that are still removable; add the others to `spared`."""
+        current = {leftover.path: leftover for leftover in self.find()}
+
+        removable = []
+        for item in batch:
+            leftover = current.get(item.path)
+            if leftover is None:  # removed by somebody, or in a version by now
+                continue
+            if leftover.spared:
+                spared[leftover.path] = leftover.spared
+            else:
+                removable.append(leftover)
+        return removable
 
     def _remove_soon(
-        self, items: Sequence[Leftover], kept: dict[str, str]
+        self, items: Sequence[Leftover], spared: dict[str, str]
     ) -> list[Leftover]:
-        """Removes items, unless they are new; returns those left once the look is too
-        long ago.
+        """Remove leftovers, unless they changed; add those that did to `spared`.
+
+        Returns:
+            Leftovers that have to be looked at again, as the last look is too long ago.
         """
-        looked, late = time.time(), list[Leftover]()
+        look_time = time.time()
+        too_late: list[Leftover] = []
 
         def remove(item: Leftover) -> None:
-            if not 0 <= time.time() - looked <= LOOK_SECONDS:
-                late.append(item)
+            seconds = time.time() - look_time
+            if not 0 <= seconds <= LOOK_SECONDS:  # below 0: the clock was set
+                too_late.append(item)
             elif not self._remove(item):
-                kept[item.path] = "it changed meanwhile"
+                spared[item.path] = "it changed meanwhile"
 
         run_parallel(partial(remove, item) for item in items)
-        return late
+        return too_late
 
     def _remove(self, item: Leftover) -> bool:
-        """Removes a leftover that is still what was listed; returns False for another
-        (R6).
-        """
+        """Remove a leftover; return False if it is not the listed one any more (R6)."""
         if item.why == _UPLOAD:
             for upload in self.uploads or ():
                 if upload.path == item.path:
                     abort_upload(self._location, upload)
             return True
-        listed = self._listed[item.path]
         if item.path.startswith(f"{FOLDER}/{PREFIX}"):
-            now = {file.path: _age(file) for file in self._staging_folders()}
-            if now.get(item.path, math.inf) < _age(listed):
-                return False
-            shutil.rmtree(
-                self._location.join(item.path).local_path or "", ignore_errors=True
-            )
-            return True
-        # Who takes over an old shard puts its note anew, and removes it once that is
-        # committed.
-        run = _RUN.fullmatch(item.path)
-        note = self._listed.get(f"{PARTITIONS}/{run[1]}-{run[2]}.json") if run else None
-        watched = [listed] if note is None else [listed, note]
-        return self._location.remove(
-            item.path, partial(is_unchanged, self._location, watched)
-        )
+            return self._remove_staging_folder(item.path)
+        return self._remove_file(item.path)
 
-    def _versions(
-        self, folder: Sequence[ListedFile]
-    ) -> tuple[list[Leftover], set[str]]:
-        """Returns the versions that are not to be kept, and the files of all that stay
-        (R1).
+    def _remove_staging_folder(self, path: str) -> bool:
+        ages = {file.path: _age(file) for file in _list_staging_folders(self._location)}
+        listed_age = _age(self._listed[path])
+        if ages.get(path, math.inf) < listed_age:
+            return False
+        folder = self._location.join(path).local_path or ""
+        shutil.rmtree(folder, ignore_errors=True)
+        return True
 
-        The age of a version is that of its successor: until then it was the current one
-        (R3).
-        """
-        ages = {file.path: _age(file) for file in folder}
-        old, named = list[Leftover](), set[str]()
-        for name in (DATASET, SIDE):
-            sizes = list_versions(self._location, name)
-            numbers = list(sizes)
-            first, spared = 0, ""  # of those that stay: all behind one that is spared
-            for n, number in enumerate(numbers[: -self._keep] if self._keep else ()):
-                spared = spared or self._spared(
-                    ages.get(manifest_path(numbers[n + 1], name), -1)
-                )
-                first += not spared
-                path = manifest_path(number, name)
-                old.append(Leftover(path, sizes[number], f"version {number}", spared))
-            for number in numbers[first:]:
-                self._read_version(name, number, sizes)
-            oldest, newest = min(numbers[first:], default=0), self._newest[name].items()
-            named |= {path for path, last in newest if last >= oldest}
-        return old, named
+    def _remove_file(self, path: str) -> bool:
+        # A job that takes over an old shard first writes the note of its partition
+        # anew, and removes the note once that is committed: the note must not have
+        # changed, either.
+        watched = [self._listed[path]]
+        match = _RUN_PATH.fullmatch(path)
+        if match is not None:
+            note = f"{PARTITIONS}/{match['run']}-{match['partition']}.json"
+            if note in self._listed:
+                watched.append(self._listed[note])
+        is_same = partial(is_unchanged, self._location, watched)
+        return self._location.remove(path, is_same)
 
-    def _read_version(self, name: str, number: int, sizes: Mapping[int, int]) -> None:
-        """Notes the files of a version, which never change; none if it was removed
-        meanwhile.
-        """
-        if (name, number) in self._read:
-            return
+
+# Files of a place
+
+
+def _part_folders(location: Location) -> list[str]:
+    """Return the folders with parts of reference log-probs."""
+    names = list_folders(location)
+    return [name for name in names if _RUN_PATH.fullmatch(f"{name}/")]
+
+
+def _list_staging_folders(location: Location) -> Iterator[ListedFile]:
+    """Yield the folders of unfinished files in a local dataset.
+
+    The age of a folder is the age of its newest file. In place of a folder that holds
+    files of others, these files are yielded.
+    """
+    root = location.local_path
+    if root is None:
+        return
+    for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
         try:
-            text, where, _ = read_committed(self._location, number, name, sizes)
-            read = SideManifest if name == SIDE else Manifest
-            manifest = read.from_json(text, where)
-            if isinstance(manifest, Manifest):
-                manifest.require_writable(where)
-        except PackstoreError:
-            if self._location.exists(manifest_path(number, name)):
-                raise
-            return
-        self._read.add((name, number))
-        for path in manifest.files:
-            self._newest[name][path] = max(number, self._newest[name].get(path, 0))
+            stats = {path.name: path.lstat() for path in folder.iterdir()}
+            folder_stat = folder.lstat()
+        except OSError:  # its job has just removed it
+            continue
+        newest = max(stat.st_mtime for stat in (folder_stat, *stats.values()))
+        age = max(0.0, time.time() - newest)
 
-    def _spared(self, age: float) -> str:
-        if self._older_than <= 0 or age >= self._older_than:
-            return ""
-        return "its age is not known" if age < 0 else "it is too young"
+        path = f"{FOLDER}/{folder.name}"
+        foreign = [name for name in stats if not name.isdecimal()]
+        for name in foreign:
+            yield ListedFile(f"{path}/{name}", stats[name].st_size, age)
+        if not foreign:
+            size = sum(stat.st_size for stat in stats.values())
+            yield ListedFile(path, size, age)
 
-    def _staging_folders(self) -> Iterator[ListedFile]:
-        """Yields the folders of unfinished files in a local dataset; the newest file is
-        its age.
 
-        In place of a folder with files of others it yields these.
-        """
-        root = self._location.local_path
-        if root is None:
-            return
-        for folder in sorted(Path(root, FOLDER).glob(f"{PREFIX}*")):
-            with contextlib.suppress(OSError):  # its job has just removed it
-                files = {path.name: path.lstat() for path in folder.iterdir()}
-                age = time.time() - max(
-                    s.st_mtime for s in (folder.lstat(), *files.values())
-                )
-                size, path = (
-                    sum(stat.st_size for stat in files.values()),
-                    f"{FOLDER}/{folder.name}",
-                )
-                foreign = [name for name in files if not name.isdecimal()]
-                for name in foreign or ("",):
-                    at = f"{path}/{name}" if name else path
-                    yield ListedFile(
-                        at, files[name].st_size if name else size, max(0.0, age)
-                    )
+def _youngest_by_run(files: Sequence[ListedFile]) -> dict[str, float]:
+    """Return run -> age of its youngest file."""
+    ages: dict[str, float] = {}
+    for file in files:
+        run = _run_of(file.path)
+        ages[run] = min(_age(file), ages.get(run, math.inf))
+    return ages
 
 
 def _age(file: ListedFile) -> float:
-    """Returns the age in seconds; -1: unknown."""
-    return -1 if file.age is None else file.age
+    """Return the age in seconds; `_UNKNOWN_AGE` if the store does not know it."""
+    return _UNKNOWN_AGE if file.age is None else file.age
 
 
 def _run_of(path: str) -> str:
-    """Returns the run that wrote a shard, a note or a part; the path itself for other
-    files.
-    """
-    match = _RUN.fullmatch(path)
-    return match[1] or match[3] if match else path
+    """Return the run that wrote a shard, a note or a part; the path for other files."""
+    match = _RUN_PATH.fullmatch(path)
+    if match is None:
+        return path
+    return match["run"] or match["part_folder"]
 
 
 def _why(path: str) -> str:
+    """Return the description of a file that no version names."""
     if path.startswith(f"{WRITERS}/"):
         return "marker of a job"
-    if path.startswith(f"{PARTITIONS}/") and _RUN.fullmatch(path):
+    if path.startswith(f"{PARTITIONS}/") and _RUN_PATH.fullmatch(path):
         return f"note of the interrupted run {_run_of(path)}"
     if path.rpartition("/")[2].startswith("."):
         return "unfinished file"
     return "no version names it"
 
 
-def _rank(path: str) -> int:
-    """Returns the rank in the order of removal, in which the rest stays valid if
-    killed.
-    """
-    return 0 if _VERSION.fullmatch(path) else 1 + path.startswith(f"{PARTITIONS}/")
+def _removal_stage(path: str) -> int:
+    """Return the stage of removal: after each, remaining versions are still valid."""
+    if _VERSION_PATH.fullmatch(path):
+        return 0
+    return 2 if path.startswith(f"{PARTITIONS}/") else 1

@@ -1,11 +1,9 @@
-"""Uploads a dataset to the Hugging Face hub, with a card that names the files of its
-version.
-"""
+"""Uploads a dataset to the Hugging Face hub, with a card that names its files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,18 +13,21 @@ from yaml import YAMLError
 from packstore.errors import FormatError, StorageError, markdown_text, quote, sentence
 from packstore.io.dataset.dataset import Dataset, open
 from packstore.io.manifest.commit import list_versions, manifest_path
+from packstore.io.manifest.manifest import Manifest
 from packstore.io.store.location import Location
 from packstore.io.store.storage_errors import is_of_client
 from packstore.progress import Progress
 from packstore.secrets import client_cause, client_text
 
 if TYPE_CHECKING:
-    from huggingface_hub import CommitOperationAdd
+    from huggingface_hub import CommitOperationAdd, DatasetCard, HfApi
 
 T = TypeVar("T")
 
 CARD = "README.md"
-_BEGIN, _END = "<!-- packstore -->", "<!-- /packstore -->"
+_BEGIN = "<!-- packstore -->"
+_END = "<!-- /packstore -->"
+_FILES_AT_ONCE = 5  # as many as the client uploads at the same time
 
 
 class Published(NamedTuple):
@@ -46,7 +47,7 @@ def publish(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Published:
-    """Uploads the newest version of a dataset to the Hugging Face hub, in one commit.
+    """Upload the newest version of a dataset to the Hugging Face hub, in one commit.
 
         >>> packstore.publish("prefs-8k", "me/prefs-8k").url
         'hf://datasets/me/prefs-8k'
@@ -54,8 +55,8 @@ def publish(
     Shards are uploaded first; the commit then adds them, the manifest and the card
     together, so that no reader sees a part. Versions that are there already stay. The
     card names the shards of the new one, so that the hub's viewer and
-    ``datasets.load_dataset`` read them alone; what you write into it beside the part of
-    packstore stays, too.
+    ``datasets.load_dataset`` read no others; text of yours in the card, beside the part
+    of packstore, stays, too.
 
     Args:
         dataset: folder or URL of a packed dataset.
@@ -81,59 +82,75 @@ def publish(
     source.require_files()
     api = HfApi()
 
-    def prepare() -> tuple[str | None, Any]:
-        api.create_repo(
-            repo, repo_type="dataset", private=private or None, exist_ok=True
-        )
-        return api.repo_info(repo, repo_type="dataset").sha, _stored_card(api, repo)
+    prepare = partial(_prepare_repository, api, repo, private)
+    parent_commit, card_content = _call_hub(repo, prepare)
+    card = _parse_card(card_content, repo)
 
-    before, content = _asked(repo, prepare)
-    card = _card(content, repo)
-    there = Location(f"hf://datasets/{repo}")
+    target = Location(f"hf://datasets/{repo}")
     manifest = source.location.read_bytes(manifest_path(source.version))
-    newest = max(list_versions(there), default=0)
-    if newest and there.read_bytes(manifest_path(newest)) == manifest:
-        version = newest
-    else:
-        version = max(source.version, newest + 1)
-    _describe(card, source, repo)
-    own = {manifest_path(version): manifest, CARD: str(card).encode()}
-    added = [CommitOperationAdd(path, data) for path, data in own.items()]
-    files = [_addition(source, path) for path in source.manifest.files]
-    for start in range(
-        0, len(files), 5
-    ):  # as many as the client uploads at the same time
-        part = files[start : start + 5]
-        _asked(repo, partial(api.preupload_lfs_files, repo, part, repo_type="dataset"))
-        if progress is not None:
-            progress("upload", start + len(part), len(files), "files")
-    text = f"packstore: version {version}, {source.manifest.fingerprint[:16]}"
-    commit = _asked(
+    version = _version_on_hub(target, manifest, source.version)
+    _describe_in_card(card, source, repo)
+
+    additions = [_addition(source, path) for path in source.manifest.files]
+    _upload(api, repo, additions, progress)
+    additions += [
+        CommitOperationAdd(manifest_path(version), manifest),
+        CommitOperationAdd(CARD, str(card).encode()),
+    ]
+    fingerprint = source.manifest.fingerprint[:16]
+    create_commit = partial(
+        api.create_commit,
         repo,
-        lambda: api.create_commit(
-            repo,
-            [*files, *added],
-            commit_message=text,
-            repo_type="dataset",
-            parent_commit=before,
-        ),
+        additions,
+        commit_message=f"packstore: version {version}, {fingerprint}",
+        repo_type="dataset",
+        # The hub refuses the commit if somebody else has committed since.
+        parent_commit=parent_commit,
     )
-    return Published(there.url, version, str(commit.oid), len(files) + len(added))
+    commit = _call_hub(repo, create_commit)
+    return Published(
+        url=target.url,
+        version=version,
+        commit=str(commit.oid),
+        files=len(additions),
+    )
 
 
-def _asked(repo: str, call: Callable[[], T]) -> T:
-    """Returns the answer of the hub, whose refusals become a StorageError."""
+def _call_hub(repo: str, call: Callable[[], T]) -> T:
+    """Return the answer of the hub; raise StorageError if it refuses."""
     try:
         return call()
     except Exception as error:
         if not is_of_client(error):
             raise
-        where = f"hf://datasets/{client_text(repo)}"
-        found = client_text(error).strip().partition("\n")[0]
-        remedy = "Log in with `hf auth login`, or set HF_TOKEN"
-        raise StorageError(
-            sentence(where, "the hub must take it", found, remedy)
-        ) from client_cause(error)
+        text = sentence(
+            where=f"hf://datasets/{client_text(repo)}",
+            rule="the hub must take it",
+            found=client_text(error).strip().partition("\n")[0],
+            remedy="Log in with `hf auth login`, or set HF_TOKEN",
+        )
+        raise StorageError(text) from client_cause(error)
+
+
+def _prepare_repository(
+    api: HfApi, repo: str, private: bool
+) -> tuple[str | None, bytes | None]:
+    """Create the repository if it is missing; return its commit and its card."""
+    # None leaves the choice to the settings of the owner's organization.
+    api.create_repo(repo, repo_type="dataset", private=private or None, exist_ok=True)
+    commit = api.repo_info(repo, repo_type="dataset").sha
+    if not api.file_exists(repo, CARD, repo_type="dataset"):
+        return commit, None
+    path = api.hf_hub_download(repo, CARD, repo_type="dataset")
+    return commit, Path(path).read_bytes()
+
+
+def _version_on_hub(target: Location, manifest: bytes, version: int) -> int:
+    """Return the number of the version on the hub: the same, or the next free one."""
+    newest = max(list_versions(target), default=0)
+    if newest and target.read_bytes(manifest_path(newest)) == manifest:
+        return newest  # it was published before
+    return max(version, newest + 1)
 
 
 def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
@@ -143,15 +160,26 @@ def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
     return CommitOperationAdd(path, place.local_path or place.open_read())
 
 
-def _stored_card(api: Any, repo: str) -> bytes | None:
-    """Return the file of the repository's card; None if it has none."""
-    if not api.file_exists(repo, CARD, repo_type="dataset"):
-        return None
-    return Path(api.hf_hub_download(repo, CARD, repo_type="dataset")).read_bytes()
+def _upload(
+    api: HfApi,
+    repo: str,
+    additions: Sequence[CommitOperationAdd],
+    progress: Progress | None,
+) -> None:
+    """Upload the contents of files, which a later commit adds."""
+    for start in range(0, len(additions), _FILES_AT_ONCE):
+        part = additions[start : start + _FILES_AT_ONCE]
+        upload = partial(api.preupload_lfs_files, repo, part, repo_type="dataset")
+        _call_hub(repo, upload)
+        if progress is not None:
+            progress("upload", start + len(part), len(additions), "files")
 
 
-def _card(content: bytes | None, repo: str) -> Any:
-    """Return the card of this content, or a new one."""
+# The card
+
+
+def _parse_card(content: bytes | None, repo: str) -> DatasetCard:
+    """Return the card of this content, or a new one if there is none."""
     from huggingface_hub import DatasetCard
 
     if content is None:
@@ -164,67 +192,80 @@ def _card(content: bytes | None, repo: str) -> Any:
     except UnicodeDecodeError as error:
         raise _unreadable_card(repo, "it must be UTF-8", str(error)) from error
     except (YAMLError, ValueError, TypeError) as error:
-        found = " ".join(str(error).split())
-        raise _unreadable_card(
-            repo, "its head must be YAML, name: value", found
-        ) from error
+        reason = " ".join(str(error).split())
+        rule = "its head must be YAML, name: value"
+        raise _unreadable_card(repo, rule, reason) from error
 
 
-def _unreadable_card(repo: str, rule: str, found: str) -> FormatError:
+def _unreadable_card(repo: str, rule: str, reason: str) -> FormatError:
     """Return the error for a card that could not be kept as its author wrote it."""
-    where = f"hf://datasets/{repo}/{CARD}"
-    return FormatError(
-        sentence(where, rule, quote(found, 150), "Correct it on the hub")
+    text = sentence(
+        where=f"hf://datasets/{repo}/{CARD}",
+        rule=rule,
+        found=quote(reason, 150),
+        remedy="Correct it on the hub",
     )
+    return FormatError(text)
 
 
-def _describe(card: Any, dataset: Dataset, repo: str) -> None:
-    """Writes the files of this version, and what it is, into the card."""
-    m = dataset.manifest
-    paths = [shard.path for shard in m.shards]
-    files = [{"split": "train", "path": paths}]
-    card.data.configs = [{"config_name": "default", "data_files": files}]
-    card.data.tags = _with_tags(card, ("packstore", m.kind), repo)
-    tokenizer, settings = (
-        m.provenance.get("tokenizer") or {},
-        m.provenance.get("settings") or {},
-    )
+def _describe_in_card(card: DatasetCard, dataset: Dataset, repo: str) -> None:
+    """Write the files and properties of this version into the card."""
+    paths = [shard.path for shard in dataset.manifest.shards]
+    data_files = [{"split": "train", "path": paths}]
+    head: Any = card.data  # any fields of YAML
+    head.configs = [{"config_name": "default", "data_files": data_files}]
+    head.tags = _with_tags(head.get("tags"), ("packstore", dataset.manifest.kind), repo)
+
+    part = f"{_BEGIN}\n{_description(dataset.manifest, repo)}\n{_END}"
+    old_part = re.search(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}", card.text, re.DOTALL)
+    if old_part is None:
+        card.text = f"{card.text.rstrip()}\n\n{part}\n"
+    else:
+        before = card.text[: old_part.start()]
+        after = card.text[old_part.end() :]
+        card.text = before + part + after
+
+
+def _description(manifest: Manifest, repo: str) -> str:
+    """Return a table of properties, and the code to read the dataset, in Markdown."""
+    tokenizer = manifest.provenance.get("tokenizer") or {}
+    settings = manifest.provenance.get("settings") or {}
     facts = {
-        **m.facts,
+        **manifest.facts,
         "tokenizer sha256": tokenizer.get("sha256") or "unknown",
-        "strategy, seed": f"{m.strategy}, {m.seed}",
+        "strategy, seed": f"{manifest.strategy}, {manifest.seed}",
         "chat template": settings.get("chat_template") or "the tokenizer's",
-        "fingerprint": m.fingerprint,
-        "packstore": m.provenance.get("package_version", "unknown"),
+        "fingerprint": manifest.fingerprint,
+        "packstore": manifest.provenance.get("package_version", "unknown"),
     }
     rows = [
         f"| {markdown_text(name)} | {_cell(value)} |" for name, value in facts.items()
     ]
     lines = [
         "Packed by packstore. A row is a pack: token ids of several whole examples.",
-        *("", "| | |", "|---|---|", *rows, ""),
-        *("```python", "import packstore.torch as pt", ""),
+        "",
+        "| | |",
+        "|---|---|",
+        *rows,
+        "",
+        "```python",
+        "import packstore.torch as pt",
+        "",
         f'loader = pt.PackedDataLoader(pt.PackedDataset("hf://datasets/{repo}"))',
         "```",
     ]
-    part = "\n".join([_BEGIN, *lines, _END])
-    before = re.search(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}", card.text, re.S)
-    if before is None:
-        card.text = f"{card.text.rstrip()}\n\n{part}\n"
-    else:
-        card.text = card.text[: before.start()] + part + card.text[before.end() :]
+    return "\n".join(lines)
 
 
-def _with_tags(card: Any, added: Iterable[str], repo: str) -> list[Any]:
-    """Return the tags of the card, and those that it lacks."""
-    tags = card.data.get("tags")
+def _with_tags(tags: Any, added: Iterable[str], repo: str) -> list[Any]:
+    """Return the tags of a card, and the added ones that it lacks."""
     if tags is None:
         tags = []
     if isinstance(tags, str):
         tags = [tags]
     if not isinstance(tags, list):
         raise _unreadable_card(repo, "tags must be a list", type(tags).__name__)
-    return [*tags, *(tag for tag in added if tag not in tags)]
+    return tags + [tag for tag in added if tag not in tags]
 
 
 def _cell(value: object) -> str:

@@ -5,6 +5,7 @@
 2. Write a marker, and warn if another job has one.
 3. Before the commit, check that every shard exists.
 4. After the commit or an error, remove the marker. An error removes nothing else.
+
 Of several running jobs, the first to write the manifest of that number commits.
 """
 
@@ -31,8 +32,18 @@ from packstore.errors import (
 )
 from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
-from packstore.io.manifest import commit as versions
-from packstore.io.manifest.commit import DATA, DATASET, FOLDER, SHARD, require_files
+from packstore.io.manifest.commit import (
+    DATA,
+    DATASET,
+    FOLDER,
+    SHARD,
+    commit,
+    list_versions,
+    next_version,
+    require_committed,
+    require_exclusive,
+    require_files,
+)
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.merge import Member, merge, require_mergeable
 from packstore.io.shards.shard import ShardInfo
@@ -46,7 +57,7 @@ from packstore.io.store.operations import (
 log = logging.getLogger("packstore")
 
 WRITERS = f"{FOLDER}/writers"
-"""Folder of markers, which only warn: the number of the manifest decides which job
+"""Folder of markers. They only warn: the number of the manifest decides which job
 commits.
 """
 
@@ -56,235 +67,26 @@ running.
 """
 
 
-class Writer(msgspec.Struct):
-    """A job that is, or may be, writing to a location."""
-
-    call: str  # kind of the job
-    machine: str = (
-        ""  # hash of boot and process namespace; empty if unknown (without `/proc`)
-    )
-    pid: int = 0  # of its process
-    started: str = (
-        ""  # ticks from the boot to the start of the process, as a pid may be reused
-    )
-
-    @property
-    def is_here(self) -> bool:
-        """True for a process of this machine since its last boot."""
-        return bool(self.machine) and self.machine == _machine_hash()
-
-    @property
-    def is_running(self) -> bool:
-        """True if it still runs; False for a process of another machine, which is
-        unknown.
-        """
-        return self.is_here and self.started == _start_ticks(self.pid) != ""
-
-    @property
-    def text(self) -> str:
-        """Returns a description for messages."""
-        where = "this machine" if self.is_here else "another machine"
-        return f"{quote(self.call, 16)}, process {self.pid} of {where}"
-
-
-@contextlib.contextmanager
-def writer_marker(location: Location, call: str) -> Iterator[None]:
-    """Writes a marker for the context; warns of other jobs. Raises if nothing can be
-    written.
-    """
-    path = f"{WRITERS}/{uuid.uuid4().hex}.json"
-    marker = Writer(call, _machine_hash(), os.getpid(), _start_ticks(os.getpid()))
-    try:
-        location.create_bytes(path, msgspec.json.encode(marker))
-    except PackstoreError as error:
-        log.debug("no marker: %s", error)
-        trial = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
-        location.create_bytes(trial, b"")  # raises now, not after tokenizing everything
-        location.remove(trial)
-    try:
-        for other in writers(location, besides=path)[:1]:
-            text = (
-                "another job may be writing here (%s); the one that commits last "
-                "will be refused"
-            )
-            log.warning(f"%s: {text}", location.display, other.text)
-        yield
-    finally:
-        with contextlib.suppress(PackstoreError):
-            location.remove(path)
-        remove_empty(location, WRITERS)
-
-
-def writers(location: Location, besides: str = "") -> list[Writer]:
-    """Lists the jobs that run or have a young marker there, but not the one at
-    `besides`.
-    """
-    jobs = []
-    with contextlib.suppress(PackstoreError):
-        for file in list_folder(location, WRITERS):
-            if file.path == besides or not file.path.endswith(".json"):
-                continue
-            try:
-                writer = msgspec.json.decode(
-                    location.read_bytes(file.path), type=Writer
-                )
-            except msgspec.DecodeError:
-                writer = Writer("")  # may be of any job
-            except PackstoreError:
-                continue  # its job has just ended
-            young = file.age is not None and file.age < YOUNG_SECONDS
-            if writer.is_running or (young and not writer.is_here):
-                jobs.append(writer)
-    return jobs
-
-
-def _machine_hash() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
-        # Only a hash of the ids may leave the machine.
-        return hashlib.sha256(
-            (boot + os.readlink("/proc/self/ns/pid")).encode()
-        ).hexdigest()[:32]
-    except OSError:
-        return ""
-
-
-def _start_ticks(pid: int) -> str:
-    """Returns the start of a process in ticks; empty if it does not exist, or is a
-    zombie.
-    """
-    with contextlib.suppress(OSError):
-        # The name of the program, in parentheses, may contain any character.
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        if fields[0] not in (b"Z", b"X"):
-            return fields[19].decode()
-    return ""
-
-
-class AppendedBefore(DatasetExistsError):
-    """Raised when the dataset already has the records to append; the argument says how
-    we know.
-    """
-
-
-class WriteJob:
-    """The next version of a dataset.
-
-    Attributes:
-        version: number of the next manifest.
-        extends: the dataset whose packs come first in the next version; None: no other
-            packs.
-        committed: the version written by :meth:`commit`.
-    """
-
-    extends: Dataset | None = None
-    committed: Dataset
-
-    def __init__(self, location: Location, version: int) -> None:
-        self.location, self.version = location, version
-
-    def check_fits(
-        self,
-        kind: str,
-        carry: Mapping[str, str],
-        provenance: Callable[[], Mapping[str, Any]],
-    ) -> None:
-        """Raises CompatibilityError if the packs cannot be appended to the extended
-        dataset.
-        """
-        if self.extends is not None:
-            manifest = self.extends.manifest
-            about = {**manifest.provenance, "tokenizer": provenance().get("tokenizer")}
-            added = replace(manifest, kind=kind, carry=carry, provenance=about)
-            require_mergeable(
-                Member(self.extends.url, manifest), Member("what is appended", added)
-            )
-
-    def base_sizes(self) -> Iterator[PackSizes]:
-        """Yields the sizes of the packs of each shard of the extended dataset."""
-        if self.extends is not None:
-            for number in range(len(self.extends.manifest.shards)):
-                yield self.extends.shard_sizes(number)
-
-    def extended_manifest(self, manifest: Manifest) -> Manifest:
-        """Returns the manifest to commit: the extended dataset, then this job's
-        shards.
-        """
-        if self.extends is None:
-            return manifest
-        merged = merge(
-            [Member(self.extends.url, m) for m in (self.extends.manifest, manifest)]
-        )
-        return replace(merged, pack_index=manifest.pack_index)
-
-    def has_inputs(self, about: Mapping[str, Any]) -> bool:
-        """Returns True if the extended dataset was made of all these inputs, by their
-        hashes.
-        """
-        new = _hashes(about)
-        return bool(new) and new <= _hashes(self._past)
-
-    @property
-    def _past(self) -> Mapping[str, Any]:
-        """The provenance of the extended dataset; empty if there is none."""
-        return self.extends.manifest.provenance if self.extends else {}
-
-    def refuse_repeated_append(self, about: Mapping[str, Any]) -> None:
-        """Refuses to append records twice: AppendedBefore for those that its last part
-        has.
-        """
-        new, old = _hashes(about), _hashes(self._past)
-        if not self.has_inputs(about):
-            if new & old:
-                log.warning(
-                    "%d of %d inputs are in the dataset already",
-                    len(new & old),
-                    len(new),
-                )
-            return
-        last = self._past.get("combined_from")
-        if last and last[-1].get("lineage") == about.get("lineage"):
-            raise AppendedBefore("same input and settings")
-        rule = "records that are appended must not be in it yet"
-        found = "these very ones, by the hash of the input"
-        remedy = "To have them twice, pack them elsewhere and use concat"
-        raise DatasetExistsError(sentence(self.location.display, rule, found, remedy))
-
-    def require_shards(self, shards: Iterable[ShardInfo]) -> None:
-        """Raises MissingFilesError unless all shards still exist, right before the
-        commit.
-        """
-        files = {shard.path: shard.bytes for shard in shards}
-        rule = "its shards must stay while a job writes there"
-        require_files(self.location, files, rule, "Run it again")
-
-    def commit(self, manifest: Manifest) -> None:
-        """Writes the manifest under the number of this job, then checks that its files
-        exist.
-        """
-        text = manifest.to_json()
-        as_read = Manifest.from_json(
-            text, self.location.display
-        )  # before it is there for good
-        versions.commit(self.location, text, self.version)
-        versions.require_committed(self.location, manifest.files, self.version)
-        self.committed = Dataset(self.location, as_read, self.version)
-
-
-def _hashes(provenance: Mapping[str, Any]) -> set[str]:
-    """Returns the hashes of the inputs, of those that have one."""
-    return {s["sha256"] for s in provenance.get("sources", ()) if s.get("sha256")}
-
-
 @contextlib.contextmanager
 def writing(
     location: Location, overwrite: bool, call: str = "pack", name: str = DATASET
 ) -> Iterator[WriteJob]:
-    """Opens a job that writes to `location`; `call` names it in messages, `name` its
-    manifests.
+    """Open a job that writes the next version.
+
+    Args:
+        location: a place without a dataset, or with one to `overwrite`.
+        overwrite: allow a version to be there.
+        call: name of the job in messages of others.
+        name: prefix of the names of its manifests.
+
+    Raises:
+        ConfigError: two writers could both commit there.
+        DatasetExistsError: there is a version, or files of others, or the place lies in
+            another dataset.
+        StorageError: nothing can be written there.
     """
-    versions.require_exclusive(location)
-    version = versions.next_version(location, overwrite, name)
+    require_exclusive(location)
+    version = next_version(location, overwrite, name)
     if version == 1:
         _refuse_foreign(location)
     if version == 1 and name == DATASET:
@@ -293,22 +95,157 @@ def writing(
         yield WriteJob(location, version)
 
 
-def _refuse_foreign(location: Location) -> None:
-    """Refuses a new dataset whose shards would lie among files that packstore did not
-    make.
+class WriteJob:
+    """The next version of a dataset.
+
+    Attributes:
+        version: number of the next manifest.
+        extends: the dataset that comes first in the next version; None: the version
+            has only packs of this job.
+        committed: the version written by :meth:`commit`.
     """
-    names = [
+
+    extends: Dataset | None = None
+    committed: Dataset
+
+    def __init__(self, location: Location, version: int) -> None:
+        self.location = location
+        self.version = version
+
+    def check_fits(
+        self,
+        kind: str,
+        carry: Mapping[str, str],
+        provenance: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        """Raise CompatibilityError if packs cannot be appended to the extended dataset.
+
+        Args:
+            kind: of the packs.
+            carry: their carried columns, name to type.
+            provenance: called only if there is an extended dataset.
+        """
+        if self.extends is None:
+            return
+        manifest = self.extends.manifest
+        added_provenance = {
+            **manifest.provenance,
+            "tokenizer": provenance().get("tokenizer"),
+        }
+        added = replace(manifest, kind=kind, carry=carry, provenance=added_provenance)
+        require_mergeable(
+            Member(self.extends.url, manifest), Member("what is appended", added)
+        )
+
+    def base_sizes(self) -> Iterator[PackSizes]:
+        """Yield the sizes of the packs of each shard of the extended dataset."""
+        if self.extends is None:
+            return
+        for number in range(len(self.extends.manifest.shards)):
+            yield self.extends.shard_sizes(number)
+
+    def extended_manifest(self, manifest: Manifest) -> Manifest:
+        """Return the manifest to commit: the extended dataset, then this job's shards.
+
+        Args:
+            manifest: of the packs of this job, with the index of all packs.
+        """
+        if self.extends is None:
+            return manifest
+        url = self.extends.url
+        merged = merge([Member(url, self.extends.manifest), Member(url, manifest)])
+        return replace(merged, pack_index=manifest.pack_index)
+
+    def has_inputs(self, provenance: Mapping[str, Any]) -> bool:
+        """Return True if the extended dataset has all these inputs, by their hashes."""
+        new_hashes = _input_hashes(provenance)
+        return bool(new_hashes) and new_hashes <= _input_hashes(self._past_provenance)
+
+    @property
+    def _past_provenance(self) -> Mapping[str, Any]:
+        return self.extends.manifest.provenance if self.extends else {}
+
+    def refuse_repeated_append(self, provenance: Mapping[str, Any]) -> None:
+        """Refuse to append records that the extended dataset has.
+
+        Raises:
+            AppendedBefore: they are its last part, so there is nothing to do.
+            DatasetExistsError: they are in an earlier part, or under other settings.
+        """
+        if not self.has_inputs(provenance):
+            new_hashes = _input_hashes(provenance)
+            repeated = new_hashes & _input_hashes(self._past_provenance)
+            if repeated:
+                log.warning(
+                    "%d of %d inputs are in the dataset already",
+                    len(repeated),
+                    len(new_hashes),
+                )
+            return
+
+        parts = self._past_provenance.get("combined_from")
+        if parts and parts[-1].get("lineage") == provenance.get("lineage"):
+            raise AppendedBefore("same input and settings")
+        text = sentence(
+            where=self.location.display,
+            rule="records that are appended must not be in it yet",
+            found="these very ones, by the hash of the input",
+            remedy="To have them twice, pack them elsewhere and use concat",
+        )
+        raise DatasetExistsError(text)
+
+    def require_shards(self, shards: Iterable[ShardInfo]) -> None:
+        """Raise MissingFilesError if a shard is gone, right before the commit."""
+        files = {shard.path: shard.bytes for shard in shards}
+        require_files(
+            self.location,
+            files,
+            rule="its shards must stay while a job writes there",
+            remedy="Run it again",
+        )
+
+    def commit(self, manifest: Manifest) -> None:
+        """Write the manifest under the number of this job, then check its files."""
+        text = manifest.to_json()
+        # A manifest that no reader accepts must fail before it is there for good.
+        as_read = Manifest.from_json(text, self.location.display)
+        commit(self.location, text, self.version)
+        require_committed(self.location, manifest.files, self.version)
+        self.committed = Dataset(self.location, as_read, self.version)
+
+
+class AppendedBefore(DatasetExistsError):
+    """The dataset already has the records to append; the argument is the evidence."""
+
+
+def _input_hashes(provenance: Mapping[str, Any]) -> set[str]:
+    """Return the hashes of the inputs that have one."""
+    sources = provenance.get("sources", ())
+    return {source["sha256"] for source in sources if source.get("sha256")}
+
+
+# Places that are refused
+
+
+def _refuse_foreign(location: Location) -> None:
+    """Refuse a place where new shards would lie among files of others."""
+    foreign = [
         file.path
         for file in list_folder(location, DATA)
-        if not SHARD.fullmatch(file.path)
+        if not SHARD.fullmatch(file.path) and not file.path.startswith(f"{DATA}/.")
     ]
-    if foreign := [name for name in names if not name.startswith(f"{DATA}/.")]:
-        rule = f"its folder {DATA} must hold only what packstore writes there"
-        others = f" and {len(foreign) - 1} others" if foreign[1:] else ""
-        remedy = "Name another folder, e.g. a new one"
-        raise DatasetExistsError(
-            sentence(location.display, rule, foreign[0] + others, remedy)
-        )
+    if not foreign:
+        return
+    examples = foreign[0]
+    if len(foreign) > 1:
+        examples += f" and {len(foreign) - 1} others"
+    text = sentence(
+        where=location.display,
+        rule=f"its folder {DATA} must hold only what packstore writes there",
+        found=examples,
+        remedy="Name another folder, e.g. a new one",
+    )
+    raise DatasetExistsError(text)
 
 
 def _refuse_inside_dataset(location: Location) -> None:
@@ -318,27 +255,161 @@ def _refuse_inside_dataset(location: Location) -> None:
     """
     for folder in _ancestors(location):
         try:
-            newest = max(versions.list_versions(folder), default=0)
+            newest = max(list_versions(folder), default=0)
         except StorageError:
             continue  # rights in a store may end at the folder of the new dataset
         if newest:
-            rule = "a new dataset must not lie inside another one"
-            found = f"version {newest} of a dataset at {folder.display}"
-            raise DatasetExistsError(
-                sentence(location.display, rule, found, "Name another place")
+            text = sentence(
+                where=location.display,
+                rule="a new dataset must not lie inside another one",
+                found=f"version {newest} of a dataset at {folder.display}",
+                remedy="Name another place",
             )
+            raise DatasetExistsError(text)
 
 
 def _ancestors(location: Location) -> Iterator[Location]:
     """Yield the folders around a location, the innermost first."""
-    path = location.local_path
-    if path is not None:
-        for parent in Path(os.path.realpath(path)).parents:
+    local_path = location.local_path
+    if local_path is not None:
+        for parent in Path(os.path.realpath(local_path)).parents:
             yield Location(str(parent))
         return
+
     url, mark, query = location.url.partition("?")
     scheme, separator, path = url.rpartition("://")
     names = path.strip("/").split("/")
-    for number in range(len(names) - 1, 0, -1):
-        folder = scheme + separator + "/".join(names[:number])
+    for depth in range(len(names) - 1, 0, -1):
+        folder = scheme + separator + "/".join(names[:depth])
         yield Location(folder + mark + query, location.storage_options)
+
+
+# Markers of running jobs
+
+
+class Writer(msgspec.Struct):
+    """A job that is, or may be, writing to a location."""
+
+    call: str  # kind of the job
+    # hash of boot and process namespace; empty if unknown (without `/proc`)
+    machine: str = ""
+    pid: int = 0  # of its process
+    # ticks from the boot to the start of the process, as a pid may be reused
+    started: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        """True for a process of this machine since its last boot."""
+        return bool(self.machine) and self.machine == _machine_hash()
+
+    @property
+    def is_running(self) -> bool:
+        """True if it still runs; False for other machines, where nobody can know."""
+        if not self.is_here:
+            return False
+        ticks = _start_ticks(self.pid)
+        return ticks != "" and ticks == self.started
+
+    @property
+    def text(self) -> str:
+        """A description for messages."""
+        where = "this machine" if self.is_here else "another machine"
+        return f"{quote(self.call, 16)}, process {self.pid} of {where}"
+
+
+@contextlib.contextmanager
+def writer_marker(location: Location, call: str) -> Iterator[None]:
+    """Write a marker for the context, and warn of other jobs.
+
+    Raises:
+        StorageError: nothing can be written there.
+    """
+    pid = os.getpid()
+    marker = Writer(
+        call=call, machine=_machine_hash(), pid=pid, started=_start_ticks(pid)
+    )
+    path = f"{WRITERS}/{uuid.uuid4().hex}.json"
+    try:
+        location.create_bytes(path, msgspec.json.encode(marker))
+    except PackstoreError as error:
+        log.debug("no marker: %s", error)
+        _require_rights(location)
+    try:
+        _warn_about_other_writer(location, path)
+        yield
+    finally:
+        with contextlib.suppress(PackstoreError):
+            location.remove(path)
+        remove_empty(location, WRITERS)
+
+
+def _require_rights(location: Location) -> None:
+    """Raise now, and not after all records are tokenized, if nothing can be written."""
+    path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
+    location.create_bytes(path, b"")
+    location.remove(path)
+
+
+def _warn_about_other_writer(location: Location, path_of_ours: str) -> None:
+    writers = list_writers(location, besides=path_of_ours)
+    if writers:
+        log.warning(
+            "%s: another job may be writing here (%s); the one that commits last will "
+            "be refused",
+            location.display,
+            writers[0].text,
+        )
+
+
+def list_writers(location: Location, besides: str = "") -> list[Writer]:
+    """Return the jobs that run or have a young marker; none if the store refuses.
+
+    Args:
+        location: of the dataset.
+        besides: path of a marker to ignore.
+    """
+    jobs = []
+    with contextlib.suppress(PackstoreError):
+        for file in list_folder(location, WRITERS):
+            if file.path == besides or not file.path.endswith(".json"):
+                continue
+            writer = _read_marker(location, file.path)
+            if writer is None:
+                continue
+            is_young = file.age is not None and file.age < YOUNG_SECONDS
+            may_run_elsewhere = is_young and not writer.is_here
+            if writer.is_running or may_run_elsewhere:
+                jobs.append(writer)
+    return jobs
+
+
+def _read_marker(location: Location, path: str) -> Writer | None:
+    try:
+        return msgspec.json.decode(location.read_bytes(path), type=Writer)
+    except msgspec.DecodeError:
+        return Writer("")  # may be of any job
+    except PackstoreError:
+        return None  # its job has just ended
+
+
+def _machine_hash() -> str:
+    """Return a hash of this boot and process namespace; empty without ``/proc``."""
+    try:
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+    # Only a hash of the ids may leave the machine.
+    return hashlib.sha256((boot_id + namespace).encode()).hexdigest()[:32]
+
+
+def _start_ticks(pid: int) -> str:
+    """Return the start of a process in ticks; empty if it is gone, or a zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return ""
+    # The name of the program, in parentheses, may contain any character.
+    fields = stat.rpartition(b")")[2].split()
+    state = fields[0]
+    return "" if state in (b"Z", b"X") else fields[19].decode()
