@@ -15,7 +15,15 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
-from packstore.format.arrays import COUNTS, Examples, Float32, Packs, Rows, count_packs
+from packstore.format.arrays import (
+    COUNTS,
+    Examples,
+    Float32,
+    Int64,
+    Packs,
+    Rows,
+    count_packs,
+)
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.data.dataset import placement
@@ -27,6 +35,9 @@ ROLLOUT = ("prompt", "responses", "scores")
 
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that hold log-probs of a reference model, under TRL's names."""
+
+_NO_LIMIT = 1 << 24
+"""A pack size that no record exceeds."""
 
 
 def pack_in_memory(
@@ -40,8 +51,7 @@ def pack_in_memory(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> list[PackedBatch]:
-    """Packs the examples of one optimizer step into batches of at most `pack_size`
-    tokens.
+    """Pack the examples of one optimizer step into batches of `pack_size` tokens.
 
     Batches go to the ranks in turn, equally many to each; a rank without one in the
     last turn gets one of weight 0. ``batch.step`` holds the divisors of the whole step.
@@ -50,13 +60,13 @@ def pack_in_memory(
         records: token ids as lists, arrays or tensors, equal on every rank: ``(prompt,
             responses, rewards)`` of each prompt, rewards a number for each response; or
             dicts with the fields of :func:`packstore.pack`; or examples. A loss of
-            tokens compares no responses, so those of a prompt that no pack holds may be
-            given apart.
-        pack_size: most tokens of a batch.
+            tokens compares no responses: responses of a prompt that do not fit one pack
+            may then be several records.
+        pack_size: maximum tokens of a batch.
         layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its
             responses.
-        kind: ``preference``, ``sft`` or ``scored``; of records by default that of their
-            fields.
+        kind: ``preference``, ``sft`` or ``scored``; default: the kind that the fields
+            of the records belong to.
         fields: canonical name -> name in the records.
         carry: names of fields to carry into ``batch.columns``.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
@@ -66,7 +76,7 @@ def pack_in_memory(
 
     Raises:
         RecordError: a record is not of the kind, or is longer than `pack_size`.
-        ConfigError: there are no records, or the kind of examples is not given.
+        ConfigError: there are no records, or examples come without a kind.
     """
     from packstore.pack.fill import fill
     from packstore.pack.layout import sizes
@@ -79,6 +89,7 @@ def pack_in_memory(
     }
     config = PackConfig.of(pack_size=pack_size, layout=layout, **settings)
     rank, world_size = placement(rank, world_size)
+
     ref_logps = None
     if isinstance(records, Examples):
         examples = records
@@ -87,34 +98,53 @@ def pack_in_memory(
                 "the kind of examples must be given: preference, sft or scored."
             )
     else:
-        examples, ref_logps, kind = _examples(records, config)
+        examples, ref_logps, kind = _parse_records(records, config)
+
     tokens = sizes(examples, layout)
+    _check_longest(tokens, pack_size)
+    packing = plan(tokens, pack_size=pack_size, shuffle=False)
+    packs = fill(examples, packing.offsets, layout, packing.order)
+    if ref_logps is not None:
+        ref_logps_of_pairs = ref_logps.reshape(-1, 2)[packing.order]
+        packs = replace(packs, ref_logps=ref_logps_of_pairs.reshape(-1))
+    return _batches_of_rank(packs, kind, examples.num_examples, rank, world_size)
+
+
+def _check_longest(tokens: Int64, pack_size: int) -> None:
     longest = int(tokens.argmax())
     if tokens[longest] > pack_size:
         raise RecordError(
             f"record {longest}: it must fit pack_size {pack_size}; found "
-            f"{tokens[longest]} tokens. "
-            "Raise pack_size, or leave the record out."
+            f"{tokens[longest]} tokens. Raise pack_size, or leave the record out."
         )
-    packing = plan(tokens, pack_size=pack_size, shuffle=False)
-    packs = fill(examples, packing.offsets, layout, packing.order)
-    if ref_logps is not None:
-        packs = replace(
-            packs, ref_logps=ref_logps.reshape(-1, 2)[packing.order].reshape(-1)
-        )
-    counts = dict(zip(COUNTS, count_packs(packs, kind).sum(0).tolist(), strict=True))
-    counts |= {"tokens": int(packs.supervised.sum()), "sequences": len(packs.lengths)}
-    batches = -(-len(packs) // world_size)
 
-    def batch(number: int) -> PackedBatch:
-        place = number * world_size + rank
+
+def _batches_of_rank(
+    packs: Packs, kind: str, num_examples: int, rank: int, world_size: int
+) -> list[PackedBatch]:
+    """Return the batches of a rank, one pack each, for one optimizer step."""
+    totals = count_packs(packs, kind).sum(axis=0).tolist()
+    counts = dict(zip(COUNTS, totals, strict=True))
+    counts["tokens"] = int(packs.supervised.sum())
+    counts["sequences"] = len(packs.lengths)
+
+    num_batches = -(-len(packs) // world_size)
+    batches = []
+    for number in range(num_batches):
         step = StepInfo(
-            0, number, batches, examples.num_examples, world_size, len(packs), counts
+            index=0,
+            batch=number,
+            batches=num_batches,
+            examples=num_examples,
+            ranks=world_size,
+            packs=len(packs),
+            counts=counts,
         )
-        fillers = int(place >= len(packs))
-        return collate(packs.row(place % len(packs)), kind, step=step, fillers=fillers)
-
-    return [batch(number) for number in range(batches)]
+        place = number * world_size + rank
+        is_filler = place >= len(packs)
+        pack = packs.row(place % len(packs))
+        batches.append(collate(pack, kind, step=step, fillers=int(is_filler)))
+    return batches
 
 
 class PackCollator:
@@ -122,10 +152,10 @@ class PackCollator:
 
     Args:
         kind: ``preference``, ``sft`` or ``scored``.
-        config: for records, `layout`, `fields` and `carry`; their shapes are those of
+        config: for records, `layout`, `fields` and `carry`; records have the shapes of
             :func:`pack_in_memory`. Limits on number and length do not apply.
-        max_length: most tokens of a prompt with one side, of records of pairs: ends are
-            cut off, as by TRL's ``truncation_mode="keep_start"``; default: none.
+        max_length: maximum tokens of a prompt with one side, for records of pairs: ends
+            are cut off, as by TRL's ``truncation_mode="keep_start"``; default: none.
 
     Raises:
         UnknownNameError: `kind` is none of those.
@@ -139,79 +169,65 @@ class PackCollator:
         max_length: int | None = None,
     ) -> None:
         require_kind(kind)
-        self.kind, self.config, self.max_length = (
-            kind,
-            config or PackConfig(),
-            max_length,
-        )
+        self.kind = kind
+        self.config = config or PackConfig()
+        self.max_length = max_length
 
     def __call__(self, items: Sequence[Packs | Mapping[str, Any]]) -> PackedBatch:
-        """Collates these items into one batch."""
+        """Collate these items into one batch."""
         if not items:
             raise ConfigError("a batch must hold at least one item; found none.")
         packs: Sequence[Any] = items
         if not all(isinstance(item, Packs) for item in items):
-            from packstore.pack.fill import fill
-
-            config = PackConfig.of(self.config, kind=self.kind)
-            examples, ref_logps, _ = _examples([*map(self._read, items)], config)
-            pack = fill(examples, np.array([0, len(items)]), config.layout)
-            packs = [replace(pack, ref_logps=ref_logps)]
+            packs = [self._pack_records(items)]
         return collate(packs, self.kind)
 
-    def _read(self, record: Any) -> Any:
-        """Returns a record; where it has ids of a pair, as TRL makes them, without its
-        texts.
+    def _pack_records(self, records: Sequence[Any]) -> Packs:
+        """Return one pack of all records."""
+        from packstore.pack.fill import fill
+
+        config = PackConfig.of(self.config, kind=self.kind)
+        records = [self._prepare(record) for record in records]
+        examples, ref_logps, _ = _parse_records(records, config)
+        pack = fill(examples, np.array([0, len(records)]), config.layout)
+        return replace(pack, ref_logps=ref_logps)
+
+    def _prepare(self, record: Any) -> Any:
+        """Return a record of a pair without its texts, where it has their ids.
+
+        TRL's tokenized pairs have both. Their sides are cut to `max_length`.
         """
         if not isinstance(record, Mapping) or "chosen_ids" not in record:
             return record
         record = {
             name: value for name, value in record.items() if f"{name}_ids" not in record
         }
-        if self.max_length is None:
-            return record
-        kept = max(0, self.max_length - len(record["prompt_ids"]))
-        sides = {name: record[name][:kept] for name in ("chosen_ids", "rejected_ids")}
-        return {**record, **sides}
+        if self.max_length is not None:
+            max_response = max(0, self.max_length - len(record["prompt_ids"]))
+            for name in ("chosen_ids", "rejected_ids"):
+                record[name] = record[name][:max_response]
+        return record
 
 
-def _examples(
+def _parse_records(
     records: Sequence[Record], config: PackConfig
 ) -> tuple[Examples, Float32 | None, str]:
-    """Returns the examples of records, log-probs of a reference model `[S]` or None,
-    the kind.
+    """Return the examples of records, their reference log-probs, and their kind.
+
+    Log-probs are `[S]`, or None if no record has any.
     """
     from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
-    for record in records:
-        if isinstance(record, tuple) and len(record) != len(ROLLOUT):
-            rule = "they must be (prompt, responses, rewards), or dicts"
-            raise RecordError(sentence("records", rule, f"a tuple of {len(record)}"))
-    values = [
-        dict(zip(ROLLOUT, record, strict=True) if isinstance(record, tuple) else record)
-        for record in records
+    fields = [_fields_of(record) for record in records]
+    without_ref_logps = [
+        {name: value for name, value in record.items() if name not in REF_LOGPS}
+        for record in fields
     ]
-    config = replace(
-        config,
-        carry=typed_carry(config, values),
-        pack_size=1 << 24,
-        max_length=None,
-        # Rollouts may be equal. What is dropped is refused below, with its place.
-        on={
-            **{
-                name: "drop" if answer == "error" else answer
-                for name, answer in config.on.items()
-            },
-            "identical_sides": "keep",
-        },
-    )
-    read = [
-        {n: x for n, x in record.items() if n not in REF_LOGPS} for record in values
-    ]
-    rows = Rows(0, "records", "item", range(len(values)), read)
-    kind = detect_kind(read[0], config, rows.where(0))
+    rows = Rows(0, "records", "item", range(len(records)), without_ref_logps)
+    config = _without_limits(config, carry=typed_carry(config, fields))
+    kind = detect_kind(without_ref_logps[0], config, rows.where(0))
     try:
         examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
@@ -220,22 +236,64 @@ def _examples(
             "Tokenize them, or pack them by packstore.pack."
         ) from error
     if tally.dropped:
-        bad = tally.samples[0]
+        sample = tally.samples[0]
         raise RecordError(
             sentence(
-                bad.where,
-                f"it must be an example [{bad.reason}]",
-                bad.detail,
-                "Correct it",
+                sample.where,
+                rule=f"it must be an example [{sample.reason}]",
+                found=sample.detail,
+                remedy="Correct it",
             )
         )
-    logps: list[Any] = [record.get(name) for record in values for name in REF_LOGPS]
-    present = [value is not None for value in logps]
-    if kind != "preference" or not any(present):
-        return examples, None, kind
-    if not all(present):
-        rule = f"it must have {' and '.join(REF_LOGPS)}, or no record may"
+    return examples, _collect_ref_logps(fields, kind), kind
+
+
+def _fields_of(record: Record) -> dict[str, Any]:
+    """Return the fields of a record, which may be a rollout without their names."""
+    if not isinstance(record, tuple):
+        return dict(record)
+    if len(record) != len(ROLLOUT):
         raise RecordError(
-            sentence(f"record {present.index(False) // 2}", rule, "not both")
+            sentence(
+                "records",
+                rule="they must be (prompt, responses, rewards), or dicts",
+                found=f"a tuple of {len(record)}",
+            )
         )
-    return examples, np.array([float(value) for value in logps], np.float32), kind
+    return dict(zip(ROLLOUT, record, strict=True))
+
+
+def _without_limits(config: PackConfig, carry: Any) -> PackConfig:
+    """Return the settings for records in memory.
+
+    No record is too long, and none is an error of its own: a refused record is dropped,
+    and the caller raises an error with its place. Rollouts may be equal.
+    """
+    on = dict(config.on)
+    for event, answer in on.items():
+        if answer == "error":
+            on[event] = "drop"
+    on["identical_sides"] = "keep"
+    return replace(config, carry=carry, pack_size=_NO_LIMIT, max_length=None, on=on)
+
+
+def _collect_ref_logps(
+    records: Sequence[Mapping[str, Any]], kind: str
+) -> Float32 | None:
+    """Return the reference log-probs of pairs, `[S]`; None if no pair has any."""
+    if kind != "preference":
+        return None
+    values: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
+    is_present = [value is not None for value in values]
+    if not any(is_present):
+        return None
+    if not all(is_present):
+        first_absent = is_present.index(False)
+        raise RecordError(
+            sentence(
+                f"record {first_absent // len(REF_LOGPS)}",
+                rule=f"it must have {' and '.join(REF_LOGPS)}, or no record may",
+                found="not both",
+            )
+        )
+    return np.array([float(value) for value in values], np.float32)
