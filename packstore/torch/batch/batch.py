@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from packstore.errors import ConfigError
 from packstore.format.arrays import (
@@ -32,7 +33,6 @@ from packstore.torch.batch.layout import (
     AttentionLayout,
     Targets,
     cached_outside_inference_mode,
-    outside_inference_mode,
     segment_ids,
 )
 
@@ -55,10 +55,11 @@ class StepInfo:
         examples: examples of the whole step, over all its batches and ranks, without
             fillers of weight 0: for pairs, the divisor of the loss.
         ranks: number of ranks that share the step.
-        packs: packs of the whole step, counted alike; None: unknown.
+        packs: packs of the whole step, over all its batches and ranks, without fillers;
+            None: unknown.
         counts: other divisors of losses for the whole step, with the names of
-            :data:`packstore.format.arrays.COUNTS`, and of what was packed in memory
-            also `sequences` and their supervised `tokens`; None: unknown.
+            :data:`packstore.format.arrays.COUNTS`; after packing in memory also
+            `sequences` and their supervised `tokens`. None: unknown.
     """
 
     index: int
@@ -76,19 +77,21 @@ class StepInfo:
 
 
 _DERIVED = (
-    *(
-        "input_ids",
-        "labels",
-        "position_ids",
-        "segment_ids",
-        "target_index",
-        "cu_seqlens_k",
-    ),
-    *("kv_index", "weights", "pack_ids", "sources"),
+    "input_ids",
+    "labels",
+    "position_ids",
+    "segment_ids",
+    "target_index",
+    "cu_seqlens_k",
+    "kv_index",
+    "weights",
+    "pack_ids",
+    "sources",
 )
 """Fields of a batch that are computed on first access, on its device."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
@@ -133,34 +136,25 @@ class PackedBatch:
     sequence_columns: Mapping[str, Tensor]
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
-    _signed_ids: Tensor  # int32 `[T]`, ids, ~id where unsupervised
-    _shared_tokens: (
-        int  # tokens that segments leave out, as the first of their example has them
-    )
-    _pack_examples: Int64  # int64 `[P]`, examples of each pack
-    _filler_packs: list[int]  # indices of those of weight 0
-    _pack_sources: Int64 | None  # int64 `[P]`, of each pack in a mix; None: 0
-
-    def __init__(self, **fields: Any) -> None:
-        """Makes a batch, as :func:`collate` does, from the fields that are not
-        computed.
-        """
-        vars(self).update(fields)
+    # int32 `[T]`: the token id where supervised, its bitwise complement elsewhere.
+    _signed_ids: Tensor
+    # Tokens of shared prefixes that segments omit: the first of their example has them.
+    _shared_tokens: int
+    # int64 `[P]`: number of examples of each pack.
+    _pack_examples: Int64
+    # Indices of the packs of weight 0.
+    _filler_packs: list[int]
+    # int64 `[P]`: source of each pack in a mix; None: 0.
+    _pack_sources: Int64 | None
 
     def __repr__(self) -> str:
         return (
             f"PackedBatch({self.kind}: {self.num_packs} packs, {self.num_examples} "
-            "examples, "
-            f"{self.num_segments} segments, {self.num_tokens} tokens on "
+            f"examples, {self.num_segments} segments, {self.num_tokens} tokens on "
             f"{self.lengths.device})"
         )
 
     def _repr_html_(self) -> str:
-        lengths = np.diff(self.cu_seqlens.cpu().numpy()).astype(np.int64)
-        starts = (
-            np.cumsum(self.num_responses.cpu().numpy())
-            - self.num_responses.cpu().numpy()
-        )
         facts: dict[str, object] = {
             "kind": self.kind,
             "packs": self.num_packs,
@@ -172,50 +166,58 @@ class PackedBatch:
         if self.step is not None:
             step = self.step
             facts["step"] = f"{step.index}: batch {step.batch + 1} of {step.batches}"
-        return card("PackedBatch", facts, np.add.reduceat(lengths, starts).tolist())
+
+        segment_lengths = np.diff(self.cu_seqlens.cpu().numpy()).astype(np.int64)
+        responses = self.num_responses.cpu().numpy()
+        first_segments = np.cumsum(responses) - responses
+        example_lengths = np.add.reduceat(segment_lengths, first_segments)
+        return card("PackedBatch", facts, example_lengths.tolist())
 
     def __getitem__(self, name: str) -> Any:
-        """Returns a field by its name, as a mapping does."""
+        """Return a field by its name, as a mapping does."""
         names = [
-            n
-            for n in dir(self)
-            if n[:1] != "_" and not callable(getattr(type(self), n, 0))
+            attribute
+            for attribute in dir(self)
+            if not attribute.startswith("_")
+            and not callable(getattr(type(self), attribute, None))
         ]
         if name not in names:
             raise KeyError(f"a batch has no field {name!r}; it has: {', '.join(names)}")
         return getattr(self, name)
 
+    # Tensors of the row. On the CPU they are computed by numpy: torch would split this
+    # little work over threads, and wait for them.
+
     @cached_outside_inference_mode
     def input_ids(self) -> Tensor:
         """int64 `[T]`."""
-        return _wide(ids_of, self._signed_ids)
+        return _compute_int64(ids_of, self._signed_ids)
 
     @cached_outside_inference_mode
     def labels(self) -> Tensor:
         """int64 `[T]`, unshifted: the token id where supervised, -100 elsewhere."""
-        return _wide(labels_of, self._signed_ids)
+        return _compute_int64(labels_of, self._signed_ids)
 
     @cached_outside_inference_mode
     def position_ids(self) -> Tensor:
-        """int64 `[T]`, of each token in its logical sequence."""
-        ends, lengths = self._ends, self.lengths
-        if ends.device.type == "cpu":
-            places, shifts = np.arange(self.num_tokens), lengths.numpy() - ends.numpy()
-            places += np.repeat(
-                shifts.astype(np.int64), np.diff(self.cu_seqlens.numpy())
-            )
-            return torch.from_numpy(places)
-        tokens = torch.arange(self.num_tokens, device=ends.device)
-        return tokens.add_((lengths - ends).long().index_select(0, self.segment_ids))
+        """int64 `[T]`, position of each token in its logical sequence."""
+        # The last token of a sequence of length n has position n - 1, wherever it lies.
+        shifts = self.lengths - self._segment_ends
+        if shifts.device.type == "cpu":
+            segment_lengths = np.diff(self.cu_seqlens.numpy())
+            positions = np.arange(self.num_tokens)
+            positions += np.repeat(shifts.numpy().astype(np.int64), segment_lengths)
+            return torch.from_numpy(positions)
+        tokens = torch.arange(self.num_tokens, device=shifts.device)
+        return tokens.add_(shifts.long().index_select(0, self.segment_ids))
 
     @cached_outside_inference_mode
     def segment_ids(self) -> Tensor:
         """int64 `[T]`, the segment of each token."""
-        starts = self.cu_seqlens
-        if starts.device.type == "cpu":
-            lengths = np.diff(starts.numpy())
+        if self.cu_seqlens.device.type == "cpu":
+            lengths = np.diff(self.cu_seqlens.numpy())
             return torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
-        return segment_ids(starts.diff(), self.num_tokens)
+        return segment_ids(self.cu_seqlens.diff(), self.num_tokens)
 
     @cached_outside_inference_mode
     def target_index(self) -> Tensor:
@@ -223,14 +225,15 @@ class PackedBatch:
 
         It may be padded with unsupervised tokens, which are ignored.
         """
+        # The first token of a segment has no token before it.
         starts = self.cu_seqlens[:-1]
         if starts.device.type == "cpu":
-            on = self._signed_ids.numpy() >= 0
-            on[starts.numpy()] = False
-            return torch.from_numpy(np.flatnonzero(on))
-        supervised = self._signed_ids >= 0
-        supervised[starts.long()] = False
-        return supervised.nonzero().flatten()
+            is_target_array = self._signed_ids.numpy() >= 0
+            is_target_array[starts.numpy()] = False
+            return torch.from_numpy(np.flatnonzero(is_target_array))
+        is_target = self._signed_ids >= 0
+        is_target[starts.long()] = False
+        return is_target.nonzero().flatten()
 
     @cached_outside_inference_mode
     def cu_seqlens_k(self) -> Tensor:
@@ -241,43 +244,99 @@ class PackedBatch:
         """
         if not self._shared_tokens:
             return self.cu_seqlens
-        keys = self.lengths + self.cu_seqlens[1:] - self._ends
-        return torch.nn.functional.pad(keys.cumsum(0, dtype=torch.int32), (1, 0))
+        padding = self.cu_seqlens[1:] - self._segment_ends
+        key_lengths = self.lengths + padding
+        return pad(key_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_outside_inference_mode
     def kv_index(self) -> Tensor | None:
         """int64 `[last of cu_seqlens_k]`, the token at each place of the logical
         sequences.
 
-        None if no segment leaves out a shared prefix.
+        None if no segment omits a shared prefix.
         """
         if not self._shared_tokens:
             return None
-        starts, (sequence, place) = self.cu_seqlens.long(), self.key_places
-        shared_tokens = self.cu_seqlens_k.diff() - starts.diff()
+        starts = self.cu_seqlens.long()
+        sequence, place = self.key_places
+        omitted_tokens = self.cu_seqlens_k.diff() - starts.diff()
+        place_in_segment = place - omitted_tokens[sequence]
+
+        # The first segment of an example holds the tokens that the others omit.
         responses = self.num_responses.long()
-        firsts = starts[responses.cumsum(0) - responses]
-        first = firsts.repeat_interleave(responses, output_size=self.num_segments)
-        physical = place - shared_tokens[sequence]
-        return torch.where(
-            physical < 0, first[sequence] + place, starts[sequence] + physical
+        prefix_starts = starts[responses.cumsum(0) - responses]
+        prefix_start = prefix_starts.repeat_interleave(
+            responses, output_size=self.num_segments
         )
+        return torch.where(
+            place_in_segment < 0,
+            prefix_start[sequence] + place,
+            starts[sequence] + place_in_segment,
+        )
+
+    @cached_outside_inference_mode
+    def layout(self) -> AttentionLayout:
+        """The keys that each query may see.
+
+        One object for each batch: backends cache their masks on it.
+        """
+        return AttentionLayout(
+            cu_seqlens_q=self.cu_seqlens,
+            cu_seqlens_k=self.cu_seqlens_k,
+            max_seqlen_q=self.max_seqlen,
+            max_seqlen_k=self.max_seqlen_k,
+            num_queries=self.num_tokens,
+            kv_index=self.kv_index,
+            lengths=self.lengths,
+        )
+
+    @property
+    def targets(self) -> Targets:
+        """The tokens to predict, and the rows that predict them."""
+        ids = self.labels[self.target_index]
+        is_padding = ids == IGNORE_INDEX
+        segments = self.segment_ids[self.target_index]
+        return Targets(
+            rows=(self.target_index - 1).clamp(min=0),
+            ids=ids.clamp(min=0),
+            segments=segments.masked_fill(is_padding, self.num_segments),
+        )
+
+    @property
+    def key_places(self) -> tuple[Tensor, Tensor]:
+        """int64 `[last of cu_seqlens_k]` each: the logical sequence of each key, and
+        its place in the sequence.
+        """
+        starts = self.cu_seqlens_k.long()
+        num_keys = self.num_tokens + self._shared_tokens
+        sequence = segment_ids(starts.diff(), num_keys)
+        keys = torch.arange(len(sequence), device=starts.device)
+        return sequence, keys - starts[sequence]
+
+    @property
+    def _segment_ends(self) -> Tensor:
+        """int32 `[S]`, where the tokens of each segment end, and its padding begins."""
+        if self.cu_seqlens_unpadded is None:
+            return self.cu_seqlens[1:]
+        return self.cu_seqlens[:-1] + self.cu_seqlens_unpadded.diff()
+
+    # Values of examples.
 
     @cached_outside_inference_mode
     def pack_ids(self) -> Tensor:
         """int64 `[E]`, the pack of each example."""
-        return torch.from_numpy(
-            np.repeat(np.arange(self.num_packs), self._pack_examples)
-        )
+        packs = np.arange(self.num_packs)
+        return torch.from_numpy(np.repeat(packs, self._pack_examples))
 
     @cached_outside_inference_mode
     def weights(self) -> Tensor:
-        """float32 `[E]`, 1; or 0 in fillers, which pad the last batch or replace
-        damaged packs.
+        """float32 `[E]`: 0 in fillers, which pad the last batch or replace damaged
+        packs; else 1.
         """
         weights = np.ones(self.num_examples, np.float32)
         if self._filler_packs:
-            weights[np.isin(self.pack_ids.numpy(), self._filler_packs)] = 0
+            is_filler = np.isin(self.pack_ids.numpy(), self._filler_packs)
+            weights[is_filler] = 0
         return torch.from_numpy(weights)
 
     @cached_outside_inference_mode
@@ -287,28 +346,18 @@ class PackedBatch:
             return torch.zeros_like(self.pack_ids)
         return torch.from_numpy(self._pack_sources[self.pack_ids.numpy()])
 
+    @cached_outside_inference_mode
+    def cpu_rewards_and_counts(self) -> tuple[Float32, Int32]:
+        """`rewards` and `num_responses` on the CPU, to rank scored responses.
+
+        Computed once: a copy of the batch on a device has them, too.
+        """
+        return self.rewards.cpu().numpy(), self.num_responses.cpu().numpy()
+
     @property
     def segment_examples(self) -> Tensor:
         """int64 `[S]`, the example of each segment."""
         return segment_ids(self.num_responses.long(), self.num_segments)
-
-    @property
-    def key_places(self) -> tuple[Tensor, Tensor]:
-        """int64 `[last of cu_seqlens_k]` each: of each key its logical sequence, and
-        its place.
-        """
-        starts = self.cu_seqlens_k.long()
-        sequence = segment_ids(starts.diff(), self.num_tokens + self._shared_tokens)
-        return sequence, torch.arange(len(sequence), device=starts.device) - starts[
-            sequence
-        ]
-
-    @property
-    def _ends(self) -> Tensor:
-        """int32 `[S]`, where the tokens of each segment end, and its padding begins."""
-        if self.cu_seqlens_unpadded is None:
-            return self.cu_seqlens[1:]
-        return self.cu_seqlens[:-1] + self.cu_seqlens_unpadded.diff()
 
     @property
     def num_tokens(self) -> int:
@@ -326,75 +375,46 @@ class PackedBatch:
         """E, including fillers of weight 0."""
         return len(self.example_ids)
 
-    @cached_outside_inference_mode
-    def cpu_rewards_and_counts(self) -> tuple[Float32, Int32]:
-        """`rewards` and `num_responses` on the CPU, by which scored responses are
-        compared.
-
-        Read once; a batch that was copied to a device has brought them along.
-        """
-        return self.rewards.cpu().numpy(), self.num_responses.cpu().numpy()
-
-    @property
-    def targets(self) -> Targets:
-        """The tokens to predict, and the rows that predict them."""
-        ids = self.labels[self.target_index]
-        fills = ids == IGNORE_INDEX
-        return Targets(
-            rows=(self.target_index - 1).clamp(min=0),
-            ids=ids.clamp(min=0),
-            segments=self.segment_ids[self.target_index].masked_fill(
-                fills, self.num_segments
-            ),
-        )
-
-    @cached_outside_inference_mode
-    def layout(self) -> AttentionLayout:
-        """The keys that each query may see; one object, on which backends cache their
-        masks.
-        """
-        return AttentionLayout(
-            cu_seqlens_q=self.cu_seqlens,
-            cu_seqlens_k=self.cu_seqlens_k,
-            max_seqlen_q=self.max_seqlen,
-            max_seqlen_k=self.max_seqlen_k,
-            num_queries=self.num_tokens,
-            kv_index=self.kv_index,
-            lengths=self.lengths,
-        )
+    # Copies and inputs.
 
     def replace(self, **changes: Any) -> Self:
-        """Returns the batch with other values of these fields; all others are computed
-        first.
+        """Return the batch with other values of these fields.
 
-        But for positions and keys, which follow other offsets of segments.
+        All other fields are computed first. Positions and keys are not if the offsets
+        of segments change: they follow the new offsets.
         """
         outdated = {"layout", "_signed_ids"}
         if "cu_seqlens" in changes:
             outdated |= {"position_ids", "segment_ids", "cu_seqlens_k", "kv_index"}
-        if changes.keys() & {"rewards", "num_responses"}:
+        if "rewards" in changes or "num_responses" in changes:
             outdated.add("cpu_rewards_and_counts")
+
         batch = copy.copy(self)
-        vars(batch).update(
-            {name: getattr(self, name) for name in _DERIVED if name not in outdated}
-        )
+        fields = vars(batch)
+        for name in _DERIVED:
+            if name not in outdated:
+                fields[name] = getattr(self, name)
         for name in outdated:
-            vars(batch).pop(name, None)
-        vars(batch).update(changes)
+            fields.pop(name, None)
+        fields.update(changes)
         return batch
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """Returns the batch with all tensors on `device`; itself if they are there."""
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        """Return the batch with all tensors on `device`; itself if they are there."""
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device, non_blocking=non_blocking)
+
+        return self._map_tensors(move)
 
     def pin_memory(self) -> Self:
-        """Returns the batch in page-locked memory, so that copies to a GPU overlap with
+        """Return the batch in page-locked memory, so that copies to a GPU overlap with
         work.
         """
-        return self._map(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
     def model_inputs(self, style: Style = "hf") -> dict[str, Any]:
-        """Returns keyword arguments for the model's forward call.
+        """Return keyword arguments for the model's forward call.
 
         Args:
             style: ``hf``: for a model that :func:`use_packed_attention` prepared.
@@ -411,51 +431,51 @@ class PackedBatch:
         return STYLES.load(style)(self)
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """Maps values of padded sequences `[S, longest, ...]` to values of the row `[T,
-        ...]`.
-        """
+        """Map values of padded sequences `[S, longest, ...]` to the row `[T, ...]`."""
         return padded[self.segment_ids, self.position_ids]
 
-    @outside_inference_mode
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Applies `change` to the tensors that exist; others are derived later."""
-        # Derived first: the number of targets, derived on a GPU, would force a
-        # synchronisation.
+    @torch.inference_mode(False)
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """Apply `change` to the tensors that exist; others are derived later."""
+        # Derived first: on a GPU, the number of targets would need a synchronisation,
+        # and weights and sources are computed from arrays on the CPU.
         _ = self.target_index, self.weights, self.sources
         if self.kind == "scored":
             _ = self.cpu_rewards_and_counts
-        fields = {n: x for n, x in vars(self).items() if n != "layout"}
-        every = (
+
+        fields = {name: value for name, value in vars(self).items() if name != "layout"}
+        # By identity: a tensor under two names stays one.
+        values = [
             *fields.values(),
             *self.columns.values(),
             *self.sequence_columns.values(),
-        )
-        # By identity: a tensor under two names stays one.
-        tensors = {id(x): x for x in every if isinstance(x, Tensor)}
-        moved = {key: change(x) for key, x in tensors.items()}
-        if all(moved[key] is x for key, x in tensors.items()):
+        ]
+        tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+        changed = {key: change(tensor) for key, tensor in tensors.items()}
+        if all(changed[key] is tensor for key, tensor in tensors.items()):
             return self
+
+        def look_up(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {
+                name: changed.get(id(value), value) for name, value in values.items()
+            }
+
         batch = copy.copy(self)
         vars(batch).pop("layout", None)
-        vars(batch).update({n: moved.get(id(x), x) for n, x in fields.items()})
-        batch.columns = {n: moved.get(id(x), x) for n, x in self.columns.items()}
-        batch.sequence_columns = {
-            n: moved[id(x)] for n, x in self.sequence_columns.items()
-        }
+        vars(batch).update(look_up(fields))
+        batch.columns = look_up(self.columns)
+        batch.sequence_columns = look_up(self.sequence_columns)
         return batch
 
 
-def _wide(change: Callable[[Any], Any], signed: Tensor) -> Tensor:
-    """Uses numpy on a CPU: torch would split this little work over threads and wait for
-    them.
-    """
-    if signed.device.type == "cpu":
-        return torch.from_numpy(change(signed.numpy()).astype(np.int64))
-    wide: Tensor = change(signed).long()
-    return wide
+def _compute_int64(function: Callable[[Any], Any], signed_ids: Tensor) -> Tensor:
+    if signed_ids.device.type == "cpu":
+        return torch.from_numpy(function(signed_ids.numpy()).astype(np.int64))
+    values: Tensor = function(signed_ids).long()
+    return values
 
 
-@outside_inference_mode
+@torch.inference_mode(False)  # torch saves no tensor of that mode for backward
 def collate(
     packs: Packs | Sequence[Packs],
     kind: str,
@@ -465,11 +485,11 @@ def collate(
     step: StepInfo | None = None,
     fillers: int = 0,
 ) -> PackedBatch:
-    """Lays packs end to end as one batch.
+    """Lay packs end to end as one batch.
 
     Args:
         packs: the packs; a sequence of them is joined first.
-        kind: what an example is: ``preference``, ``sft`` or ``scored``.
+        kind: kind of the examples: ``preference``, ``sft`` or ``scored``.
         ref_logps: float32 `[S]`, log-probs of a reference model in nats; default: the
             packs' own.
         sources: int64 `[P]`, the source of each pack in a mix; default: 0.
@@ -484,79 +504,102 @@ def collate(
     if not len(packs):
         raise ConfigError("a batch must hold at least one pack; found none.")
     parts = [packs] if isinstance(packs, Packs) else packs
-    lengths = np.concatenate([p.lengths for p in parts], dtype=np.int32)
+
+    lengths = np.concatenate([part.lengths for part in parts], dtype=np.int32)
     if ref_logps is None:
-        stored = [p.ref_logps for p in parts if p.ref_logps is not None]
-        ref_logps = np.concatenate(stored) if len(stored) == len(parts) else None
+        ref_logps = _stored_ref_logps(parts)
     if ref_logps is not None and len(ref_logps) != len(lengths):
         raise ConfigError(
             f"ref_logps must have one value for each of {len(lengths)} sequences; "
             f"found {len(ref_logps)}."
         )
-    segments = _steps([p.seq_boundaries for p in parts])
-    starts = np.zeros(len(segments) + 1, np.int32)
-    np.cumsum(segments, out=starts[1:])
-    longest, logical = int(segments.max()), int(lengths.sum(dtype=np.int64))
-    pack_examples = _steps([p.example_offsets for p in parts])
-    number = len(pack_examples)
-    all_fillers = list(range(number - fillers, number))
-    if any(p.stand_in for p in parts):
-        stand_ins = np.repeat([p.stand_in for p in parts], [len(p) for p in parts])
-        all_fillers += np.flatnonzero(stand_ins).tolist()
-    columns, values = [p.columns for p in parts], [p.sequence_columns for p in parts]
-    return PackedBatch(
-        _signed_ids=_joined([p.signed_ids for p in parts], np.int32),
-        _shared_tokens=logical - int(starts[-1]),
-        _pack_examples=pack_examples,
-        _filler_packs=all_fillers,
-        _pack_sources=sources,
-        kind=kind,
-        cu_seqlens=torch.from_numpy(starts),
-        max_seqlen=longest,
-        max_seqlen_k=longest if logical == starts[-1] else int(lengths.max()),
-        lengths=torch.from_numpy(lengths),
-        rewards=_joined([p.reward for p in parts], np.float32),
+    ref_logps_tensor = None
+    if ref_logps is not None:
         # A copy, as stored columns are read-only views.
-        ref_logps=None
-        if ref_logps is None
-        else torch.from_numpy(np.array(ref_logps, np.float32)),
-        example_ids=_joined([p.example_ids for p in parts], np.int64),
-        num_responses=_joined([p.num_responses for p in parts], np.int32),
-        num_packs=number,
-        columns={
-            name: _column([c[name] for c in columns]) for name in _shared(columns)
-        },
-        sequence_columns={
-            n: _joined([c[n] for c in values], np.float32) for n in _shared(values)
-        },
+        ref_logps_tensor = torch.from_numpy(np.array(ref_logps, np.float32))
+
+    segment_lengths = _lengths_inside([part.seq_boundaries for part in parts])
+    cu_seqlens = np.zeros(len(segment_lengths) + 1, np.int32)
+    np.cumsum(segment_lengths, out=cu_seqlens[1:])
+    shared_tokens = int(lengths.sum(dtype=np.int64)) - int(cu_seqlens[-1])
+    max_seqlen = int(segment_lengths.max())
+    max_seqlen_k = int(lengths.max()) if shared_tokens else max_seqlen
+    pack_examples = _lengths_inside([part.example_offsets for part in parts])
+
+    return PackedBatch(
+        kind=kind,
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_seqlen=max_seqlen,
+        max_seqlen_k=max_seqlen_k,
+        lengths=torch.from_numpy(lengths),
+        rewards=_concatenate([part.reward for part in parts], np.float32),
+        ref_logps=ref_logps_tensor,
+        example_ids=_concatenate([part.example_ids for part in parts], np.int64),
+        num_responses=_concatenate([part.num_responses for part in parts], np.int32),
+        num_packs=len(pack_examples),
+        columns=_join_columns(parts),
+        sequence_columns=_join_sequence_columns(parts),
         step=step,
         cu_seqlens_unpadded=None,
+        _signed_ids=_concatenate([part.signed_ids for part in parts], np.int32),
+        _shared_tokens=shared_tokens,
+        _pack_examples=pack_examples,
+        _filler_packs=_filler_indices(parts, len(pack_examples), fillers),
+        _pack_sources=sources,
     )
 
 
-def _steps(parts: Sequence[Int32] | Sequence[Int64]) -> Any:
-    """Returns the differences inside each pack of offsets that rise strictly, from 0 in
-    each.
+def _stored_ref_logps(parts: Sequence[Packs]) -> Float32 | None:
+    """Return the reference log-probs of all packs; None if some have none."""
+    values = [part.ref_logps for part in parts if part.ref_logps is not None]
+    if len(values) < len(parts):
+        return None
+    return np.concatenate(values)
+
+
+def _lengths_inside(offsets_of_parts: Sequence[Int32] | Sequence[Int64]) -> Any:
+    """Return the lengths of runs, from their offsets in each pack, which begin at 0."""
+    offsets: Any = np.concatenate(offsets_of_parts)
+    lengths = offsets[1:] - offsets[:-1]
+    # Runs are not empty: other differences lead from the end of a pack to the next.
+    return lengths[lengths > 0]
+
+
+def _filler_indices(
+    parts: Sequence[Packs], num_packs: int, num_fillers: int
+) -> list[int]:
+    """Return the packs of weight 0: the last ones, and stand-ins of damaged packs."""
+    indices = list(range(num_packs - num_fillers, num_packs))
+    if any(part.stand_in for part in parts):
+        packs_of_parts = [len(part) for part in parts]
+        is_stand_in = np.repeat([part.stand_in for part in parts], packs_of_parts)
+        indices += np.flatnonzero(is_stand_in).tolist()
+    return indices
+
+
+def _join_columns(parts: Sequence[Packs]) -> dict[str, Tensor | Column]:
+    """Return the columns of examples that all packs have.
+
+    Numbers are tensors; strings, for which torch has no dtype, stay arrays.
     """
-    flat: Any = np.concatenate(parts)
-    steps = flat[1:] - flat[:-1]
-    return steps[
-        steps > 0
-    ]  # the others lead from the end of a pack to the start of the next
+    columns: dict[str, Tensor | Column] = {}
+    for name in parts[0].columns:
+        if all(name in part.columns for part in parts):
+            values = np.concatenate([part.columns[name] for part in parts])
+            is_numeric = values.dtype.kind in "biuf"
+            columns[name] = torch.from_numpy(values) if is_numeric else values
+    return columns
 
 
-def _shared(columns: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the names that all have."""
-    return [name for name in columns[0] if all(name in c for c in columns)]
+def _join_sequence_columns(parts: Sequence[Packs]) -> dict[str, Tensor]:
+    """Return the columns of sequences that all packs have."""
+    columns = {}
+    for name in parts[0].sequence_columns:
+        if all(name in part.sequence_columns for part in parts):
+            arrays = [part.sequence_columns[name] for part in parts]
+            columns[name] = _concatenate(arrays, np.float32)
+    return columns
 
 
-def _joined(parts: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts, dtype=dtype))
-
-
-def _column(parts: Sequence[Column]) -> Tensor | Column:
-    """Returns numbers as a tensor; strings, which torch has no dtype for, stay an
-    array.
-    """
-    values = np.concatenate(parts)
-    return torch.from_numpy(values) if values.dtype.kind in "biuf" else values
+def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:
+    return torch.from_numpy(np.concatenate(arrays, dtype=dtype))

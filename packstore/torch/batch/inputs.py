@@ -1,6 +1,4 @@
-"""Converts a batch to the arguments of a model's forward call: one function per
-style.
-"""
+"""Converts a batch to the arguments of a model's forward call, one function a style."""
 
 from __future__ import annotations
 
@@ -30,8 +28,10 @@ def flash(batch: PackedBatch) -> dict[str, Any]:
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), batch.cu_seqlens),
-        **dict.fromkeys(("max_length_q", "max_length_k"), batch.max_seqlen),
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
         "use_cache": False,
     }
 
@@ -41,35 +41,33 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
     reads.
 
     ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded
-    segments) exclude the padding. Both end with -1, whose index is the argmin beside
-    them: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as readers call
+    segments) exclude the padding. Both end with -1, and an argmin beside them has the
+    index of that end: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as readers call
     ``item()`` on them, which would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
-    offsets = {
-        "cu_seqlens": batch.cu_seqlens,
-        "cu_seqlens_unpadded": batch.cu_seqlens_unpadded,
-    }
     inputs = {
         "tokens": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
         "attention_mask": None,
         "max_seqlen": torch.tensor([[batch.max_seqlen]], dtype=torch.int32),
     }
+    offsets = {"cu_seqlens": batch.cu_seqlens}
+    if batch.cu_seqlens_unpadded is not None:
+        offsets["cu_seqlens_unpadded"] = batch.cu_seqlens_unpadded
     for name, values in offsets.items():
-        if values is not None:
-            inputs[name] = torch.cat([values, values.new_full((1,), -1)])[None]
-            inputs[f"{name}_argmin"] = torch.tensor([[len(values)]], dtype=torch.int32)
+        end_mark = values.new_full((1,), -1)
+        inputs[name] = torch.cat([values, end_mark])[None]
+        inputs[f"{name}_argmin"] = torch.tensor([[len(values)]], dtype=torch.int32)
     return inputs
 
 
 def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
-    """Returns keyword arguments of Megatron-Core's `PackedSeqParams`, without importing
-    it.
+    """Return keyword arguments of Megatron-Core's `PackedSeqParams`.
 
     As in Transformer Engine, ``cu_seqlens_q`` and ``cu_seqlens_kv`` exclude padding and
     ``…_padded`` include it; the latter are None without padded segments, as the kernels
-    for them are slower. All offsets are those of the whole row, also under context
+    for them are slower. All offsets refer to the full row, also under context
     parallelism. Several packs in a batch are one row.
 
     Raises:
@@ -77,29 +75,37 @@ def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
             express.
     """
     _refuse_shared(batch, "packed_seq_params")
-    padded = None if batch.cu_seqlens_unpadded is None else batch.cu_seqlens
-    real = batch.cu_seqlens if padded is None else batch.cu_seqlens_unpadded
+    cu_seqlens = batch.cu_seqlens
+    cu_seqlens_padded = None
+    if batch.cu_seqlens_unpadded is not None:
+        cu_seqlens = batch.cu_seqlens_unpadded
+        cu_seqlens_padded = batch.cu_seqlens
     return {
         "qkv_format": "thd",
-        "cu_seqlens_q": real,
-        "cu_seqlens_kv": real,
-        "cu_seqlens_q_padded": padded,
-        "cu_seqlens_kv_padded": padded,
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_kv": cu_seqlens,
+        "cu_seqlens_q_padded": cu_seqlens_padded,
+        "cu_seqlens_kv_padded": cu_seqlens_padded,
         "max_seqlen_q": batch.max_seqlen,
         "max_seqlen_kv": batch.max_seqlen,
     }
 
 
 def padded(batch: PackedBatch) -> dict[str, Any]:
-    """Inputs for any model: the logical sequences as padded rows `[S, longest]` with a
-    mask.
+    """Inputs for any model: the logical sequences as padded rows with a mask.
+
+    Both are `[S, longest]`.
     """
-    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
-    position = torch.arange(batch.max_seqlen_k, device=ids.device)
-    taken = position < batch.cu_seqlens_k.diff()[:, None]
-    input_ids = torch.zeros(taken.shape, dtype=ids.dtype, device=ids.device)
-    input_ids[taken] = ids
-    mask = position < batch.lengths[:, None]
+    ids = batch.input_ids
+    if batch.kv_index is not None:
+        ids = ids[batch.kv_index]
+    positions = torch.arange(batch.max_seqlen_k, device=ids.device)
+
+    # Padding at the ends of segments has ids, too, but the mask leaves it out.
+    has_id = positions < batch.cu_seqlens_k.diff()[:, None]
+    input_ids = torch.zeros(has_id.shape, dtype=ids.dtype, device=ids.device)
+    input_ids[has_id] = ids
+    mask = positions < batch.lengths[:, None]
     return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
 
 
@@ -107,6 +113,6 @@ def _refuse_shared(batch: PackedBatch, where: str) -> None:
     if batch.kv_index is not None:
         raise BackendError(
             f"{where}: every segment must be whole, as it has no way to name shared "
-            "keys; found a "
-            "shared prefix. Use style='hf' or 'padded', or a dataset of layout concat."
+            "keys; found a shared prefix. Use style='hf' or 'padded', or a dataset of "
+            "layout concat."
         )

@@ -5,46 +5,41 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def outside_inference_mode(make: Callable[P, T]) -> Callable[P, T]:
-    """Makes a function whose tensors gradients may use, also if it is called in
-    inference mode.
+def cached_outside_inference_mode(compute: Callable[[Any], T]) -> cached_property[T]:
+    """Make a cached property, computed outside torch's inference mode.
 
-    torch never saves for backward what was made in inference mode.
+    Its tensors may take part in training, even if they were first needed in inference
+    mode: torch does not save tensors of that mode for backward.
     """
 
-    @wraps(make)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> T:
+    @wraps(compute)
+    def compute_outside(instance: Any) -> T:
         if not torch.is_inference_mode_enabled():
-            return make(*args, **kwargs)
+            return compute(instance)
         with torch.inference_mode(False):
-            return make(*args, **kwargs)
+            return compute(instance)
 
-    return wrapper
-
-
-def cached_outside_inference_mode(make: Callable[[Any], T]) -> cached_property[T]:
-    """Makes a cached property of a function, :func:`outside_inference_mode`."""
-    return cached_property(outside_inference_mode(make))
+    return cached_property(compute_outside)
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Returns the offsets of runs with these lengths, int64 `[n + 1]`."""
+    """Return the offsets of runs with these lengths, int64 `[n + 1]`."""
     return pad(lengths.cumsum(0), (1, 0))
 
 
 def segment_ids(lengths: Tensor, size: int | None = None) -> Tensor:
-    """Returns the run of each element, int64 `[sum of lengths]`; waits for the sum
-    unless given.
+    """Return the run of each element, int64 `[sum of lengths]`.
+
+    Without `size`, that sum, it waits for the device to compute it.
     """
     runs = torch.arange(len(lengths), device=lengths.device)
     return runs.repeat_interleave(lengths, output_size=size)
@@ -56,8 +51,8 @@ class AttentionLayout:
 
     Causal masks are aligned at the end: with n queries and m >= n keys, query `j` has
     position ``m - n + j``. In layout ``concat`` both runs are the segment; in
-    ``shared_prefix`` the keys are the whole logical sequence, whose shared tokens
-    `kv_index` takes from the example's first segment.
+    ``shared_prefix`` the keys are the whole logical sequence: `kv_index` takes its
+    shared tokens from the example's first segment.
 
     Attributes:
         cu_seqlens_q: int32 `[S + 1]`, offsets of the query segments.
@@ -68,12 +63,13 @@ class AttentionLayout:
         num_queries: T, tokens of the row.
         kv_index: int64 `[last of cu_seqlens_k]`, the row index of each key; None: the
             keys are the tokens of the row, in order.
-        lengths: int `[S]`, tokens of each key run before its padding; None: no run has
-            any.
+        lengths: int `[S]`, tokens of each key run before its padding; None: no run is
+            padded.
         num_rows: R, rows that `kv_index` indexes; None: the tokens of the row.
-        places: int64, the inverse of `kv_index`, made from it: the places of each row's
-            keys.
-        place_offsets: int64 `[R + 1]`, made from it: offsets of the rows in `places`.
+        places: int64, the inverse of `kv_index`, computed from it: the places of each
+            row's keys.
+        place_offsets: int64 `[R + 1]`, computed from it: offsets of the rows in
+            `places`.
     """
 
     cu_seqlens_q: Tensor
@@ -88,26 +84,29 @@ class AttentionLayout:
     place_offsets: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if (
-            self.kv_index is None or self.places is not None
-        ):  # FSDP2 copies it, field by field
+        if self.kv_index is None:
             return
-        size = self.num_queries if self.num_rows is None else self.num_rows
+        if self.places is not None:
+            return  # a copy: FSDP2 copies the layout field by field
+        num_rows = self.num_queries if self.num_rows is None else self.num_rows
         rows, places = self.kv_index.sort(stable=True)
-        ends = torch.arange(size + 1, device=rows.device)
-        # Here, not where it is used: there each compiled layer would compute it again.
+        all_rows = torch.arange(num_rows + 1, device=rows.device)
+        place_offsets = torch.searchsorted(rows, all_rows)
+        # Here, not where they are used: there each compiled layer would compute them
+        # again.
         object.__setattr__(self, "places", places)
-        object.__setattr__(self, "place_offsets", torch.searchsorted(rows, ends))
+        object.__setattr__(self, "place_offsets", place_offsets)
 
     @cached_outside_inference_mode
     def sizes(self) -> tuple[list[int], list[int]]:
         """Lengths of the query segments and key runs; synchronises the device once per
         batch.
         """
-        queries: list[int] = self.cu_seqlens_q.diff().tolist()
+        query_lengths: list[int] = self.cu_seqlens_q.diff().tolist()
         if self.cu_seqlens_k is self.cu_seqlens_q:
-            return queries, queries
-        return queries, self.cu_seqlens_k.diff().tolist()
+            return query_lengths, query_lengths
+        key_lengths: list[int] = self.cu_seqlens_k.diff().tolist()
+        return query_lengths, key_lengths
 
     @cached_outside_inference_mode
     def real_sizes(self) -> list[int]:
@@ -115,18 +114,17 @@ class AttentionLayout:
         batch.
         """
         if self.lengths is None:
-            return self.sizes[1]
+            _, key_lengths = self.sizes
+            return key_lengths
         lengths: list[int] = self.lengths.tolist()
         return lengths
 
     def rows(self, rows_TKH: Tensor) -> Tensor:
-        """Returns the rows of K or V that `kv_index` indexes, from those of the row's
-        tokens.
-        """
+        """Return the rows of K or V that `kv_index` indexes; here, the tokens' own."""
         return rows_TKH
 
     def keys(self, rows_TKH: Tensor) -> Tensor:
-        """Gathers K or V of the row's tokens, `[T, K, H]`, in the order of the key
+        """Gather K or V of the row's tokens, `[T, K, H]`, in the order of the key
         runs.
         """
         rows = self.rows(rows_TKH)
@@ -135,12 +133,17 @@ class AttentionLayout:
     def split(
         self, q: Tensor, k: Tensor, v: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yields queries, keys and values of each segment; `k` and `v` come from
-        :meth:`keys`.
+        """Yield queries, keys and values of each segment that has tokens.
+
+        `k` and `v` come from :meth:`keys`.
         """
-        queries, keys = self.sizes
-        parts = torch.split(q, queries), torch.split(k, keys), torch.split(v, keys)
-        return (part for part in zip(*parts, strict=True) if len(part[0]))
+        query_lengths, key_lengths = self.sizes
+        queries = torch.split(q, query_lengths)
+        keys = torch.split(k, key_lengths)
+        values = torch.split(v, key_lengths)
+        for query, key, value in zip(queries, keys, values, strict=True):
+            if len(query):
+                yield query, key, value
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +151,7 @@ class Targets:
     """The tokens to predict: int64 `[n]` each.
 
     Attributes:
-        rows: index of the token whose output predicts the target.
+        rows: row index of the token before the target, which predicts it.
         ids: token id of the target.
         segments: segment that its log-prob belongs to; S, one past the last, for
             padding of a fixed number of targets.

@@ -69,10 +69,10 @@ class PackedDataset(IterableDataset[Packs]):
     workers. Iterating again repeats the epoch; call :meth:`set_epoch` before each.
     Persistent workers (``persistent_workers=True``) follow it.
 
-    Its epoch and position are those of its own iterations, and of a torch loader around
-    it. A :class:`PackedDataLoader` and a trainer have an epoch and a position of their
-    own, and never move the dataset. :meth:`set_epoch` and :meth:`load_state_dict` also
-    move the loaders over it.
+    Only its own iterations, and a torch loader around it, move its epoch and position.
+    A :class:`PackedDataLoader` or a trainer has an epoch and a position of its own.
+    :meth:`set_epoch` and :meth:`load_state_dict` also move the loaders over this
+    dataset.
 
     :meth:`mix` mixes several datasets.
 
@@ -91,10 +91,9 @@ class PackedDataset(IterableDataset[Packs]):
         world_size: number of ranks; default: torch.distributed's, else WORLD_SIZE, else
             1.
         storage_options: options of the fsspec filesystem, with a URL.
-        reading: how row groups are fetched, and what happens to one that cannot be
-            read.
-        side: a side dataset, its URL, or several, whose columns join the packs by
-            example id.
+        reading: how row groups are fetched, and whether unreadable ones are skipped.
+        side: a side dataset, its URL, or several: their columns are joined to the packs
+            by example id.
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
@@ -286,9 +285,8 @@ class PackedDataset(IterableDataset[Packs]):
     def __iter__(self) -> Iterator[Packs]:
         """Yield packs, each as :class:`Packs` of one row; in a worker, its share.
 
-        Iterators are independent of each other, and of a later :meth:`set_epoch`. The
-        position is that of the iterator started last; others that still run do not
-        move it.
+        Iterators are independent of each other, and of a later :meth:`set_epoch`. Only
+        the iterator started last moves the position.
         """
         check_dealt_once(self.world_size)
         iteration = self.start_iteration()
@@ -407,7 +405,7 @@ class PackedDataset(IterableDataset[Packs]):
         packs_per_batch=2)``.
 
         Args:
-            world_size: number of ranks; default: that of the dataset.
+            world_size: number of ranks; default: as the dataset has it.
             epochs: number of epochs, from this one on.
             batching: fields of :class:`packstore.config.BatchConfig`.
 
@@ -505,7 +503,7 @@ def _cut(places: range) -> Iterator[range]:
 
 
 def placement(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Return rank and world size: the arguments, or those of the launcher.
+    """Return rank and world size: the arguments, or the values of the launcher.
 
     Raises:
         ConfigError: only one of them is given, or `rank` is not below `world_size`.

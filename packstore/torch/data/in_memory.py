@@ -19,6 +19,7 @@ from packstore.format.arrays import (
     COUNTS,
     Examples,
     Float32,
+    Int32,
     Int64,
     Packs,
     Rows,
@@ -110,7 +111,7 @@ def pack_in_memory(
     return _batches_of_rank(packs, kind, examples.num_examples, rank, world_size)
 
 
-def _check_longest(tokens: Int64, pack_size: int) -> None:
+def _check_longest(tokens: Int32 | Int64, pack_size: int) -> None:
     longest = int(tokens.argmax())
     if tokens[longest] > pack_size:
         raise RecordError(

@@ -39,11 +39,11 @@ from packstore.torch.data.steps import (
 from packstore.torch.data.stream import PackStream, StoredPacks
 
 _CHUNK = 32
-"""Batches whose packs are looked up at once."""
+"""Number of batches for which packs are looked up at once."""
 
 _LONGEST_FOLDER = 70
-"""Maximum characters of TMPDIR with workers. torch puts Unix sockets there, whose names
-Linux limits to 108: beyond about 75 its workers wait for ever.
+"""Maximum characters of TMPDIR with workers. torch puts Unix sockets there, and Linux
+limits their names to 108: beyond about 75 its workers wait for ever.
 """
 
 _TORCH_ATTRIBUTES = (
@@ -249,8 +249,8 @@ class PackedDataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next iteration; after :meth:`load_state_dict` that of the
-        state.
+        """The epoch of the next iteration; after :meth:`load_state_dict`, the epoch of
+        the state.
         """
         return self.data.epoch
 

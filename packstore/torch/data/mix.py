@@ -51,13 +51,13 @@ which costs little for such a rare source.
 """
 
 _CHUNK = 16
-"""Batches whose packs are located at once."""
+"""Number of batches for which packs are located at once."""
 
 _PASS_SHIFT = 32
 """Bits of an epoch number below the number of the pass over a source."""
 
 _OPEN_PASSES = 4
-"""Passes over each source whose streams are cached."""
+"""Number of streams that are cached for each source, one a pass."""
 
 
 class MixedPacks:
@@ -388,7 +388,7 @@ class MixOrder:
     def _count_before(self, turn: int, time: float) -> Int64:
         """Count the packs of each source before a time, `[S]`.
 
-        Without its last one or two, whose order rounding may change.
+        Without its last one or two: rounding may change their order.
         """
         counts: Float64 = np.floor(time * self._rates - self._phases[turn])
         return np.maximum(counts.astype(np.int64) - 1, 0)

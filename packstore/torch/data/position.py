@@ -57,8 +57,8 @@ class Position:
             this position.
         cut: the settings and number of ranks that define the batches of that step;
             empty without `batches`.
-        shortfall: examples by which the steps before this position are short of the
-            requested ones; negative if in excess. The next steps make up for them.
+        shortfall: requested minus actual examples of the steps before this position;
+            the next steps make up for it.
     """
 
     next: int = 0
@@ -123,7 +123,7 @@ def _is_natural(value: object) -> bool:
 
 
 def _parse_mask(mask: Any, next_pack: int, num_packs: int) -> Int64:
-    """Return the packs of a hexadecimal bit mask, in which bit 0 is `next_pack`."""
+    """Return the packs of a hexadecimal bit mask; its first bit is `next_pack`."""
     try:
         bits = np.unpackbits(np.frombuffer(bytes.fromhex(mask), np.uint8))
     except (TypeError, ValueError) as error:
@@ -220,7 +220,7 @@ class SharedStart:
         # For each process that took the start, the number of processes of its
         # iteration; else 0. Index 0 is the main process, 1 + i is worker i.
         self._taken_by = shared_integers(1 + _MAX_WORKERS)
-        # What this process knows: the start, and how many calls of `set` it has seen.
+        # Known to this process: the start, and how many calls of `set` it has seen.
         self._position = Position()
         self._times_seen = 0
         self._is_set_by_worker = False
@@ -274,7 +274,7 @@ class SharedStart:
         return Position(int(self._cells[_NEXT]))
 
     def take(self) -> Position:
-        """Return the start of this iteration; rewind that of the next one."""
+        """Return the start of this iteration; let the next one begin anew."""
         position = self.peek()
         process, num_processes = _process_of_iteration()
         self._taken_by[process] = num_processes
@@ -286,7 +286,7 @@ class SharedStart:
     def _is_taken(self) -> bool:
         """Return True if this process took the start, or another iteration did.
 
-        Iterations are told apart by their number of processes.
+        Their numbers of processes distinguish iterations.
         """
         process, num_processes = _process_of_iteration()
         if self._taken_by[process]:

@@ -30,11 +30,11 @@ from packstore.torch.data.stream import PackStream
 logger = logging.getLogger("packstore")
 
 WINDOW = 4096
-"""Approximate number of packs whose sizes are looked up at once."""
+"""Approximate number of packs for which sizes are looked up at once."""
 
 
 class _Window:
-    """Remaining packs from `start` to `stop`, whose sizes are looked up together.
+    """Remaining packs with a common look-up of their sizes, on first access.
 
     `start` and `stop` are places among the :class:`RemainingPacks`.
     """
@@ -339,7 +339,7 @@ def assign_ranks(
 
 
 def _deal(start: int, stop: int, rank: int, world_size: int) -> Int64:
-    """Return the places of a rank, if those of a batch are dealt in turn."""
+    """Return the places of a rank, if the packs of a batch are dealt in turn."""
     return np.arange(start + rank, stop, world_size)
 
 
