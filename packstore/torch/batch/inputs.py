@@ -42,8 +42,8 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
 
     ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded
     segments) exclude the padding. Both end with -1, and an argmin beside them has the
-    index of that end: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as readers call
-    ``item()`` on them, which would synchronise a GPU.
+    index of that end: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as
+    readers call ``item()`` on them, which would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
     inputs = {

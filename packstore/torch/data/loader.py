@@ -217,8 +217,8 @@ class PackedDataLoader:
                 f"{type(self).__name__!r} object has no attribute {name!r}"
             )
         remedy = (
-            "To skip what was trained on, load_state_dict(state); to the dataset, "
-            "loader.data"
+            "To skip packs already trained on, call load_state_dict(state); for the "
+            "dataset, use loader.data"
         )
         if name in ("generator", "worker_init_fn"):
             remedy = "In Ray Train, prepare_data_loader(loader, add_dist_sampler=False)"
