@@ -390,10 +390,23 @@ class Scores(PairRows):
 
 
 class Lists(Scores):
-    """Scores, each against all scores of lower reward at once; `choice` is ``all``."""
+    """Scores, each against all scores of lower reward at once.
+
+    Arguments are those of `PairRows`, but all pairs are compared, whatever `choice` is.
+    """
 
     weighs_examples_equally = True
     sums_over_example = True
+
+    def __init__(
+        self,
+        choice: PairChoice,
+        *,
+        beta: float = 1.0,
+        baseline: float = 0.0,
+        averaged: bool = False,
+    ) -> None:
+        super().__init__("all", beta=beta, baseline=baseline, averaged=averaged)
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
         """Return all pairs; the pairs of a chosen response look alike and share a loss.
