@@ -21,10 +21,6 @@ from stores import (  # noqa: F401  fixtures
     store,
 )
 
-# Loops compile in a thread, and there numba's colours for errors put back the stderr of
-# before: what the next test wrote was not in its capture.
-os.environ["NUMBA_DISABLE_ERROR_MESSAGE_HIGHLIGHTING"] = "1"
-
 # A shell ignores Ctrl-C in what it runs in the background, and processes that tests
 # start and interrupt would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

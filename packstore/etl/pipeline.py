@@ -45,7 +45,6 @@ from packstore.io.store.location import Location
 from packstore.io.versions.write_job import WriteJob, writing
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import merged_statistics
-from packstore.pack.warm_up import warm_up
 from packstore.progress import Progress
 from packstore.tokenizer.fastest import force_reference_engine
 from packstore.tokenizer.records.adapters import Adapter, adapter_of, load_adapter
@@ -204,8 +203,6 @@ def _pack(
     """Packs and commits the dataset of each part, see :func:`split_names`."""
     if isinstance(reader, RecordExampleReader):
         reader.announce()
-    if reader.is_large:
-        warm_up(config)
     config = replace(config, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)

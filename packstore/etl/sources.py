@@ -54,11 +54,6 @@ FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
 wait for the GIL, or for each other.
 """
 
-MANY = 5000
-"""Examples whose loops are compiled; numba takes longer to load than Python to loop
-over fewer.
-"""
-
 SIZES_AT_ONCE = 16
 """Files whose sizes are requested concurrently."""
 
@@ -112,9 +107,6 @@ class RecordExampleReader:
         self.inputs, self.paths = self._reader.inputs, self._reader.paths
         blocks = iter(self._reader)
         first = [*itertools.islice(blocks, 2)]  # a block is never without records
-        self.is_large = len(first) > 1
-        if self.inputs:
-            self.is_large = first[0].records * sum(self.sizes) > MANY * block_bytes
         self._reference: Tokenizer | None = None
         if tokenizer is not None:  # records of token ids need none
             is_worthwhile = partial(_is_worthwhile, first, blocks)
@@ -379,7 +371,6 @@ class DatasetExampleReader:
         self._dataset, self._config = dataset, config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
         self.size = int(dataset.row_groups.examples.sum())
-        self.is_large = self.size > MANY
         self.inputs: tuple[Input, ...] = ()
         self.paths: dict[int, str] = {}
         self.partitions = _only_one(config)

@@ -1,3 +1,4 @@
-"""Plans packs from lengths, and copies tokens into them; ``packstore.pack`` is also the
-call.
+"""Plans packs from lengths, and copies tokens into them.
+
+``packstore.pack`` is this folder, and also the call.
 """

@@ -19,7 +19,6 @@ from packstore.format.arrays import (
     to_offsets,
 )
 from packstore.format.rules import RULES
-from packstore.pack.kernels import jit
 from packstore.pack.layout import segment_offsets
 
 
@@ -29,87 +28,89 @@ def fill(
     layout: str,
     order: Int32 | Int64 | None = None,
 ) -> Packs:
-    """Fills packs with `examples`, in the order of the plan.
+    """Fill packs with examples, in the order of the plan.
 
-    Pack i holds those at ``order[pack_offsets[i] : pack_offsets[i + 1]]``; `order`
-    None: all.
+    Args:
+        examples: the examples.
+        pack_offsets: int64 `[P + 1]`; pack i holds the examples at
+            ``order[pack_offsets[i] : pack_offsets[i + 1]]``.
+        layout: ``concat`` or ``shared_prefix``.
+        order: int `[n]`, positions in `examples`; None: all of them in their order.
+
+    Raises:
+        ConfigError: `pack_offsets` do not cover the order.
+        FormatError: a token id is negative.
     """
-    number = examples.num_examples if order is None else len(order)
-    ends = [*pack_offsets[:1], *pack_offsets[-1:]]
-    if ends != [0, number] or np.any(np.diff(pack_offsets) < 1):
-        rule = f"they must increase strictly from 0 to {number}, the examples"
-        found = np.array2string(pack_offsets, threshold=6)
-        raise ConfigError(sentence("pack_offsets", rule, found))
+    num_examples = examples.num_examples if order is None else len(order)
+    _check_pack_offsets(pack_offsets, num_examples)
+
     if order is not None and layout != "concat":
-        examples, order = gather(examples, order), None
-    skipped = segment_offsets(examples, layout)
-    about, source = examples, examples.sequence_offsets[:-1] + skipped
-    if order is not None:
-        about, source = examples.without_tokens(order)
-        skipped = np.zeros(len(source), np.int32)
-    starts = to_offsets(about.lengths - skipped)
-    sequences = about.example_offsets[pack_offsets]
-    signed_ids, supervised = _tokens(examples, source, starts)
-    if signed_ids.min(initial=0) < 0:
-        raise FormatError(f"{RULES['ids-range']}; found a negative id [ids-range].")
-    signed_ids ^= supervised.view(np.int8) - np.int8(1)
-    # The offsets of the segments inside each pack, including the end of the last one.
-    counts = np.diff(sequences) + 1
-    pack = np.repeat(np.arange(len(counts)), counts)
-    boundaries = starts[np.arange(len(pack)) - pack] - starts[sequences[pack]]
+        # Shared prefixes are compared in the planned order.
+        examples = gather(examples, order)
+        order = None
+    if order is None:
+        planned_examples = examples
+        sequence_starts = examples.sequence_offsets[:-1]
+    else:
+        planned_examples, sequence_starts = examples.without_tokens(order)
+
+    omitted = segment_offsets(planned_examples, layout)
+    segment_starts = sequence_starts + omitted
+    segment_lengths = planned_examples.lengths - omitted
+    input_ids = _copy_ranges(examples.input_ids, segment_starts, segment_lengths)
+    supervised = _copy_ranges(examples.supervised, segment_starts, segment_lengths)
+
+    token_edges = to_offsets(segment_lengths)
+    sequence_offsets = planned_examples.example_offsets[pack_offsets]
     return Packs(
-        signed_ids=signed_ids,
-        reward=about.reward,
-        lengths=about.lengths,
-        seq_boundaries=boundaries.astype(np.int32),
-        example_ids=about.example_ids,
-        num_responses=about.num_responses,
-        token_offsets=starts[sequences],
-        sequence_offsets=sequences,
+        signed_ids=_sign(input_ids, supervised),
+        reward=planned_examples.reward,
+        lengths=planned_examples.lengths,
+        seq_boundaries=_boundaries_in_packs(token_edges, sequence_offsets),
+        example_ids=planned_examples.example_ids,
+        num_responses=planned_examples.num_responses,
+        token_offsets=token_edges[sequence_offsets],
+        sequence_offsets=sequence_offsets,
         example_offsets=pack_offsets,
-        columns=about.columns,
+        columns=planned_examples.columns,
     )
 
 
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
-    """Computes ``examples.take(order)`` for tokenized records, several times as
-    fast.
+    """Return ``examples.take(order)``, several times as fast for sequences of usual
+    lengths.
     """
-    about, source = examples.without_tokens(order)
-    input_ids, supervised = _tokens(examples, source, about.sequence_offsets)
-    return replace(about, input_ids=input_ids, supervised=supervised)
-
-
-def _tokens(examples: Examples, source: Int64, starts: Int64) -> tuple[Int32, Bool]:
-    """Copies token ids, and which are supervised, see :func:`_copy`."""
-    input_ids, supervised = (
-        np.empty(starts[-1], np.int32),
-        np.empty(starts[-1], np.bool_),
+    gathered, starts = examples.without_tokens(order)
+    lengths = gathered.lengths
+    return replace(
+        gathered,
+        input_ids=_copy_ranges(examples.input_ids, starts, lengths),
+        supervised=_copy_ranges(examples.supervised, starts, lengths),
     )
-    _copy(source, starts, examples.input_ids, input_ids)
-    _copy(source, starts, examples.supervised, supervised)
-    return input_ids, supervised
 
 
 def unpack(packs: Packs) -> Examples:
-    """Returns the examples of the packs, in order: the exact inverse of
-    :func:`fill`.
+    """Return the examples of packs, in order: the exact inverse of :func:`fill`.
+
+    Raises:
+        FormatError: the arrays of the packs contradict each other.
     """
-    examples = to_offsets(packs.num_responses)
-    starts = to_offsets(packs.segment_lengths)
-    _check(packs, starts, examples)
-    first = np.repeat(starts[examples[:-1]], packs.num_responses)
-    # Of each sequence: the prefix that its segment leaves out, which is prompt, and the
-    # segment.
-    source = np.stack([first, starts[:-1]], 1).ravel()
-    lengths = np.stack([packs.segment_offsets, packs.segment_lengths], 1).ravel()
-    signed_ids = np.empty(packs.lengths.sum(dtype=np.int64), np.int32)
-    _copy(source, to_offsets(lengths), packs.signed_ids, signed_ids)
+    example_offsets = to_offsets(packs.num_responses)
+    segment_lengths = packs.segment_lengths
+    segment_edges = to_offsets(segment_lengths)
+    _check_packs(packs, segment_edges, example_offsets)
+
+    # A sequence is the prefix that it shares with the first one, and its segment.
+    prefix_starts = np.repeat(segment_edges[example_offsets[:-1]], packs.num_responses)
+    starts = np.stack([prefix_starts, segment_edges[:-1]], axis=1).ravel()
+    lengths = np.stack([packs.segment_offsets, segment_lengths], axis=1).ravel()
+    has_tokens = lengths > 0
+    signed_ids = _copy_ranges(packs.signed_ids, starts[has_tokens], lengths[has_tokens])
     return Examples(
         input_ids=ids_of(signed_ids),
         supervised=signed_ids >= 0,
         sequence_offsets=to_offsets(packs.lengths),
-        example_offsets=examples,
+        example_offsets=example_offsets,
         reward=packs.reward,
         example_ids=packs.example_ids,
         columns=packs.columns,
@@ -117,40 +118,99 @@ def unpack(packs: Packs) -> Examples:
 
 
 def convert(packs: Packs, layout: str) -> Packs:
-    """Converts packs to another layout; lossless in both directions."""
+    """Convert packs to another layout; lossless in both directions."""
     return fill(unpack(packs), packs.example_offsets, layout)
 
 
-def _check(packs: Packs, starts: Int64, examples: Int64) -> None:
-    """Checks the preconditions of the copying loop, which runs without bounds
-    checks.
-    """
-    skipped, lengths = packs.segment_offsets, packs.segment_lengths
-    good = (
-        examples[-1] == len(packs.lengths)
-        and starts[-1] == len(packs.signed_ids)
-        and np.all(packs.num_responses > 0)
-        and np.all(lengths > 0)
-        and np.array_equal(starts[packs.sequence_offsets], packs.token_offsets)
-        and np.array_equal(examples[packs.example_offsets], packs.sequence_offsets)
-        and np.all(skipped >= 0)
-        and np.all(skipped <= np.repeat(lengths[examples[:-1]], packs.num_responses))
-        and not skipped[examples[:-1]].any()
-    )
-    if not good:
-        rule = "seq_boundaries, lengths and num_responses must agree with the tokens"
-        raise FormatError(
-            sentence("packs", rule, remedy="Run `packstore verify` on the dataset")
+def _check_pack_offsets(pack_offsets: Int64, num_examples: int) -> None:
+    starts_at_zero = len(pack_offsets) > 0 and pack_offsets[0] == 0
+    ends_at_last = len(pack_offsets) > 0 and pack_offsets[-1] == num_examples
+    is_increasing = bool(np.all(np.diff(pack_offsets) > 0))
+    if starts_at_zero and ends_at_last and is_increasing:
+        return
+    raise ConfigError(
+        sentence(
+            where="pack_offsets",
+            rule=f"they must increase strictly from 0 to {num_examples}, the examples",
+            found=np.array2string(pack_offsets, threshold=6),
         )
+    )
 
 
-@jit
-def _copy(
-    source: Int64, starts: Int64, values: npt.NDArray[Any], copies: npt.NDArray[Any]
-) -> None:
-    """Copies part i of `values`, from ``source[i]`` on, to ``starts[i]:starts[i
-    + 1]``.
+def _check_packs(packs: Packs, segment_edges: Int64, example_offsets: Int64) -> None:
+    """Raise unless the ranges that :func:`unpack` copies lie inside the tokens."""
+    agrees = _counts_agree(packs, segment_edges, example_offsets)
+    if agrees and _prefixes_agree(packs, example_offsets[:-1]):
+        return
+    raise FormatError(
+        sentence(
+            where="packs",
+            rule="seq_boundaries, lengths and num_responses must agree with the tokens",
+            remedy="Run `packstore verify` on the dataset",
+        )
+    )
+
+
+def _counts_agree(packs: Packs, segment_edges: Int64, example_offsets: Int64) -> bool:
+    if example_offsets[-1] != len(packs.lengths):
+        return False
+    if segment_edges[-1] != len(packs.signed_ids):
+        return False
+    if np.any(packs.num_responses < 1) or np.any(packs.segment_lengths < 1):
+        return False
+    token_offsets = segment_edges[packs.sequence_offsets]
+    sequence_offsets = example_offsets[packs.example_offsets]
+    return np.array_equal(token_offsets, packs.token_offsets) and np.array_equal(
+        sequence_offsets, packs.sequence_offsets
+    )
+
+
+def _prefixes_agree(packs: Packs, first_segments: Int64) -> bool:
+    """Return True if prefixes lie in the first segment of their example, which omits
+    nothing itself.
     """
-    for i in range(len(source)):
-        first, last = starts[i], starts[i + 1]
-        copies[first:last] = values[source[i] : source[i] + last - first]
+    omitted = packs.segment_offsets
+    first_lengths = packs.segment_lengths[first_segments]
+    limits = np.repeat(first_lengths, packs.num_responses)
+    is_inside = bool(np.all((omitted >= 0) & (omitted <= limits)))
+    return is_inside and not omitted[first_segments].any()
+
+
+def _sign(input_ids: Int32, supervised: Bool) -> Int32:
+    """Return signed ids: the complement of the id where it is not supervised."""
+    if input_ids.min(initial=0) < 0:
+        raise FormatError(f"{RULES['ids-range']}; found a negative id [ids-range].")
+    all_ones_if_unsupervised = supervised.view(np.int8) - np.int8(1)
+    signed_ids: Int32 = input_ids ^ all_ones_if_unsupervised
+    return signed_ids
+
+
+def _boundaries_in_packs(token_edges: Int64, sequence_offsets: Int64) -> Int32:
+    """Return the edges of the segments, counted from the start of their pack.
+
+    Args:
+        token_edges: int64 `[S + 1]`, where segments start, and the end of the last one.
+        sequence_offsets: int64 `[P + 1]`, offsets of the packs in the sequences.
+
+    Returns:
+        int32 `[S + P]`: each pack has one edge more than segments.
+    """
+    edges_per_pack = np.diff(sequence_offsets) + 1
+    pack = np.repeat(np.arange(len(edges_per_pack)), edges_per_pack)
+    sequence = np.arange(len(pack)) - pack
+    boundaries: Int64 = token_edges[sequence] - token_edges[sequence_offsets[pack]]
+    return boundaries.astype(np.int32)
+
+
+def _copy_ranges(
+    values: npt.NDArray[Any], starts: Int64, lengths: Int32 | Int64
+) -> npt.NDArray[Any]:
+    """Concatenate the ranges ``values[start : start + length]``.
+
+    By slices, as an index for each token takes several times as long.
+    """
+    if not len(starts):
+        return values[:0].copy()
+    ends = starts + lengths
+    ranges = zip(starts.tolist(), ends.tolist(), strict=True)
+    return np.concatenate([values[start:end] for start, end in ranges])

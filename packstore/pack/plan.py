@@ -1,4 +1,4 @@
-"""Plans which examples share a pack, from lengths alone, before any token is copied."""
+"""Plans which examples share a pack, from lengths alone, before tokens are copied."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from packstore.format import seeds
 from packstore.format.arrays import Int32, Int64
 from packstore.format.html import card
 from packstore.pack.algorithms import STRATEGIES
-from packstore.pack.kernels import jit
+from packstore.pack.jit import jit
 from packstore.pack.layout import round_up
 
 MAX_PACK_SIZE = 1 << 24
 """Limited because strategies keep a table with one row per possible length."""
 
-
+_SETTINGS = ("strategy", "seed", "shuffle", "pack_size", "pad_to_multiple")
 _SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")
 
 
@@ -34,13 +34,13 @@ class Plan:
         order: int32 `[n]`, the examples (positions in `lengths`), pack by pack.
         offsets: int64 `[P + 1]`; pack i holds ``order[offsets[i]:offsets[i + 1]]``.
         lengths: int32 `[n]`, tokens of each example, padding included.
-        tokens: tokens of all examples, without padding.
-        pack_size: most tokens of a pack.
+        tokens: number of tokens of all examples, without padding.
+        pack_size: maximum tokens per pack.
         pad_to_multiple: multiple to which sequences are padded at load.
         strategy: name of the strategy.
-        seed: source of every random choice.
-        shuffle: the strategy got the examples in random order, and the packs were
-            shuffled.
+        seed: random seed.
+        shuffle: whether the strategy got the examples in random order, and the packs
+            were shuffled.
     """
 
     order: Int32
@@ -62,8 +62,9 @@ class Plan:
             "tokens": f"{self.tokens:,}, fill {self.fill_rate:.2%}",
             "strategy": self.strategy,
         }
-        first = self.order[: self.offsets[1]] if self.num_packs else self.order[:0]
-        return card("Plan", facts, self.lengths[first].tolist(), self.pack_size)
+        first_pack = self.order[: self.offsets[1]] if self.num_packs else self.order[:0]
+        parts = self.lengths[first_pack].tolist()
+        return card("Plan", facts, parts=parts, size=self.pack_size)
 
     @property
     def num_packs(self) -> int:
@@ -100,68 +101,73 @@ class Plan:
         """Fewest, mean and most examples of a pack; zeros without packs."""
         if not self.num_packs:
             return 0, 0.0, 0
-        number = np.diff(self.offsets)
-        return int(number.min()), self.num_examples / self.num_packs, int(number.max())
+        counts = np.diff(self.offsets)
+        mean = self.num_examples / self.num_packs
+        return int(counts.min()), mean, int(counts.max())
 
     def statistics(self) -> dict[str, Any]:
-        """Returns all figures of the plan, as JSON values.
+        """Return all figures of the plan, as JSON values.
 
         Besides the properties above: `megatron_bridge`, with the names that
         Megatron-Bridge and NeMo read (efficiency in percent, of padded lengths).
         """
         fewest, _, most = self.examples_per_pack
-        names = ("strategy", "seed", "shuffle", "pack_size", "pad_to_multiple")
-        settings = {name: getattr(self, name) for name in names}
-        sums = {name: getattr(self, name) for name in _SUMS}
-        shortest = int(self.pack_tokens.min()) if self.num_packs else 0
-        longest = int(self.lengths.max(initial=0))
-        return _statistics(settings, sums, (fewest, most), (shortest, longest))
+        return _statistics(
+            settings={name: getattr(self, name) for name in _SETTINGS},
+            sums={name: getattr(self, name) for name in _SUMS},
+            fewest_examples=fewest,
+            most_examples=most,
+            shortest_pack=int(self.pack_tokens.min()) if self.num_packs else 0,
+            longest_example=int(self.lengths.max(initial=0)),
+        )
 
 
 def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the statistics over all packs of several plans of the same settings, at
+    """Return the statistics over all packs of several plans of the same settings, at
     least one.
     """
-    examples = [plan["examples_per_pack"] for plan in plans]
+    per_pack = [plan["examples_per_pack"] for plan in plans]
     bridge = [plan["megatron_bridge"] for plan in plans]
-    shortest = min(figures["min_packed_seqlen"] for figures in bridge)
-    longest = max(figures["dataset_max_seqlen"] for figures in bridge)
     return _statistics(
-        plans[0],
-        {name: sum(plan[name] for plan in plans) for name in _SUMS},
-        (
-            min(figures["min"] for figures in examples),
-            max(figures["max"] for figures in examples),
-        ),
-        (shortest, longest),
+        settings={name: plans[0][name] for name in _SETTINGS},
+        sums={name: sum(plan[name] for plan in plans) for name in _SUMS},
+        fewest_examples=min(figures["min"] for figures in per_pack),
+        most_examples=max(figures["max"] for figures in per_pack),
+        shortest_pack=min(figures["min_packed_seqlen"] for figures in bridge),
+        longest_example=max(figures["dataset_max_seqlen"] for figures in bridge),
     )
 
 
 def _statistics(
+    *,
     settings: dict[str, Any],
     sums: dict[str, int],
-    per_pack: tuple[int, int],
-    tokens: tuple[int, int],
+    fewest_examples: int,
+    most_examples: int,
+    shortest_pack: int,
+    longest_example: int,
 ) -> dict[str, Any]:
-    """`per_pack`: fewest and most examples; `tokens`: of the shortest pack, the longest
-    example.
-    """
-    room = max(sums["num_packs"] * settings["pack_size"], 1)
-    mean = sums["num_examples"] / max(sums["num_packs"], 1)
-    aligned_fill_rate = sums["aligned_tokens"] / room
+    """Compute the rates; examples are counted per pack, and lengths are in tokens."""
+    capacity = max(sums["num_packs"] * settings["pack_size"], 1)
+    mean_examples = sums["num_examples"] / max(sums["num_packs"], 1)
+    aligned_fill_rate = sums["aligned_tokens"] / capacity
     return {
         **settings,
         **sums,
-        "fill_rate": sums["tokens"] / room,
+        "fill_rate": sums["tokens"] / capacity,
         "aligned_fill_rate": aligned_fill_rate,
-        "examples_per_pack": {"min": per_pack[0], "mean": mean, "max": per_pack[1]},
+        "examples_per_pack": {
+            "min": fewest_examples,
+            "mean": mean_examples,
+            "max": most_examples,
+        },
         "megatron_bridge": {
-            "max_samples_per_bin": per_pack[1],
-            "dataset_max_seqlen": tokens[1],
-            "packing_factor": round(mean, 2),
+            "max_samples_per_bin": most_examples,
+            "dataset_max_seqlen": longest_example,
+            "packing_factor": round(mean_examples, 2),
             "packing_efficiency": round(100 * aligned_fill_rate, 2),
             "pack_size": settings["pack_size"],
-            "min_packed_seqlen": tokens[0],
+            "min_packed_seqlen": shortest_pack,
         },
     }
 
@@ -175,18 +181,18 @@ def plan(
     shuffle: bool | None = None,
     config: PlanConfig | None = None,
 ) -> Plan:
-    """Plans packs for examples of these lengths, as :func:`packstore.pack` does.
+    """Plan packs for examples of these lengths, as :func:`packstore.pack` does.
 
     Args:
         lengths: integers `[n]`, tokens of each example in input order, each
             1..pack_size. With `pad_to_multiple` in `config`, each is rounded up to it;
             round up the sequences of an example before adding them.
-        pack_size: most tokens of a pack.
+        pack_size: maximum tokens per pack.
         strategy: a name of ``packstore.pack.algorithms.STRATEGIES``.
-        seed: source of every random choice.
+        seed: random seed.
         shuffle: pass the examples to the strategy in random order, and shuffle the
             packs; False: in input order, so that packs hold neighbours.
-        config: values of settings not given here; default: the defaults.
+        config: settings for the arguments that are None (default: their defaults).
 
     Returns:
         The plan; without packs if there are no examples.
@@ -195,39 +201,33 @@ def plan(
         InputError: `lengths` is not a list of integers, or one of them is out of range.
         ConfigError: a setting is invalid.
     """
-    given = {
+    arguments = {
         "pack_size": pack_size,
         "strategy": strategy,
         "seed": seed,
         "shuffle": shuffle,
     }
-    settings = PlanConfig.of(
-        config, **{n: value for n, value in given.items() if value is not None}
-    )
-    capacity = settings.pack_size
-    if capacity > MAX_PACK_SIZE:
+    explicit = {name: value for name, value in arguments.items() if value is not None}
+    settings = PlanConfig.of(config, **explicit)
+    if settings.pack_size > MAX_PACK_SIZE:
         raise ConfigError(
-            f"setting pack_size must be at most {MAX_PACK_SIZE}; found {capacity}."
+            f"setting pack_size must be at most {MAX_PACK_SIZE}; "
+            f"found {settings.pack_size}."
         )
-    pack_by = STRATEGIES.load(settings.strategy)
-    exact = padded = _check_lengths(lengths, capacity)
+
+    exact_lengths = _validate_lengths(lengths, settings.pack_size)
+    padded_lengths = exact_lengths
     if settings.pad_to_multiple > 1:
-        padded = _check_lengths(round_up(exact, settings.pad_to_multiple), capacity)
-    if settings.shuffle:
-        drawn = seeds.permutation(len(padded), settings.seed, "examples").astype(
-            np.int32
-        )
-        order, offsets = pack_by(padded[drawn], capacity, settings.seed)
-        packs = seeds.permutation(len(offsets) - 1, settings.seed, "pack order")
-        order, offsets = _reorder_packs(drawn[order], offsets, packs)
-    else:
-        order, offsets = pack_by(padded, capacity, settings.seed)
+        rounded = round_up(exact_lengths, settings.pad_to_multiple)
+        padded_lengths = _validate_lengths(rounded, settings.pack_size)
+
+    order, offsets = _assign_packs(padded_lengths, settings)
     return Plan(
         order=order,
         offsets=offsets,
-        lengths=padded,
-        tokens=int(exact.sum(dtype=np.int64)),
-        pack_size=capacity,
+        lengths=padded_lengths,
+        tokens=int(exact_lengths.sum(dtype=np.int64)),
+        pack_size=settings.pack_size,
         pad_to_multiple=settings.pad_to_multiple,
         strategy=settings.strategy,
         seed=settings.seed,
@@ -235,28 +235,53 @@ def plan(
     )
 
 
-def _check_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
-    """Converts `lengths` to a contiguous int32 array, or raises as :func:`plan`
-    says.
-    """
+def _validate_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
+    """Return `lengths` as a contiguous int32 array, or raise as :func:`plan` does."""
     array = np.asarray(lengths)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
-        found = f"{array.ndim} dimensions of {array.dtype}"
         raise InputError(
-            sentence("lengths", "they must be a list of whole numbers", found)
+            sentence(
+                where="lengths",
+                rule="they must be a list of whole numbers",
+                found=f"{array.ndim} dimensions of {array.dtype}",
+            )
         )
     if len(array) > np.iinfo(np.int32).max:
-        rule = "one plan takes at most 2^31 - 1 examples"
         raise InputError(
-            sentence("lengths", rule, f"{len(array):,}", "Plan them in parts")
+            sentence(
+                where="lengths",
+                rule="one plan takes at most 2^31 - 1 examples",
+                found=f"{len(array):,}",
+                remedy="Plan them in parts",
+            )
         )
     if len(array) and (array.min() < 1 or array.max() > capacity):
         i = int(((array < 1) | (array > capacity)).argmax())
-        rule = f"each example must have 1 to {capacity} tokens (pack_size)"
-        remedy = "Drop or shorten what does not fit, or choose a larger pack_size"
-        raise InputError(sentence(f"lengths[{i}]", rule, str(array[i]), remedy))
+        raise InputError(
+            sentence(
+                where=f"lengths[{i}]",
+                rule=f"each example must have 1 to {capacity} tokens (pack_size)",
+                found=str(array[i]),
+                remedy="Drop or shorten what does not fit, or choose a larger "
+                "pack_size",
+            )
+        )
     # A read-only array would compile every strategy a second time.
     return np.require(array, np.int32, ["C", "W"])
+
+
+def _assign_packs(lengths: Int32, settings: PlanConfig) -> tuple[Int32, Int64]:
+    """Return order and offsets of the plan, see :class:`Plan`."""
+    strategy = STRATEGIES.load(settings.strategy)
+    if not settings.shuffle:
+        return strategy(lengths, settings.pack_size, settings.seed)
+
+    examples = seeds.permutation(len(lengths), settings.seed, "examples")
+    shuffled = examples.astype(np.int32)
+    order, offsets = strategy(lengths[shuffled], settings.pack_size, settings.seed)
+
+    packs = seeds.permutation(len(offsets) - 1, settings.seed, "pack order")
+    return _reorder_packs(shuffled[order], offsets, packs)
 
 
 # Indices are unsigned: numba checks signed ones for negative values, which takes as
@@ -265,7 +290,7 @@ def _check_lengths(lengths: npt.ArrayLike, capacity: int) -> Int32:
 
 @jit
 def _pack_sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
-    """Sums the lengths of each pack: int64 `[P]`."""
+    """Return the sum of the lengths of each pack: int64 `[P]`."""
     tokens = np.zeros(len(offsets) - 1, np.int64)
     for pack in range(len(tokens)):
         for i in range(np.uint64(offsets[pack]), np.uint64(offsets[pack + 1])):
@@ -275,15 +300,14 @@ def _pack_sums(lengths: Int32, order: Int32, offsets: Int64) -> Int64:
 
 @jit
 def _reorder_packs(order: Int32, offsets: Int64, packs: Int64) -> tuple[Int32, Int64]:
-    """Returns order and offsets with the packs in the order of the permutation
-    `packs`.
-    """
-    new_order, new_offsets = np.empty(len(order), np.int32), np.empty_like(offsets)
-    to = np.uint64(0)
+    """Return order and offsets with the packs in the order of a permutation `packs`."""
+    new_order = np.empty(len(order), np.int32)
+    new_offsets = np.empty_like(offsets)
+    end = np.uint64(0)
     for place, pack in enumerate(packs):
-        new_offsets[place] = to
+        new_offsets[place] = end
         for i in range(np.uint64(offsets[pack]), np.uint64(offsets[pack + 1])):
-            new_order[to] = order[i]
-            to += np.uint64(1)
-    new_offsets[len(packs)] = to
+            new_order[end] = order[i]
+            end += np.uint64(1)
+    new_offsets[len(packs)] = end
     return new_order, new_offsets

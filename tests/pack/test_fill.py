@@ -5,7 +5,6 @@ trips.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -23,16 +22,6 @@ from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import convert, fill, unpack
 from packstore.pack.layout import sizes
 from packstore.testing import assert_examples_equal, random_examples
-
-
-@pytest.fixture(
-    params=[0, 1 << 40], ids=["compiled", "by Python"], scope="module", autouse=True
-)
-def few(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Loops of few rows are run by Python."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("packstore.pack.kernels.FEW", request.param)
-        yield
 
 
 def plain_packs(

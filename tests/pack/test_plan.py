@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
+from children import run_python
 
 from packstore import plan
 from packstore.config import PlanConfig
@@ -127,3 +129,22 @@ def test_statistics_are_those_of_the_packs() -> None:
         for p in ([4, 4, 2, 9], [5])
     ]
     assert merged_statistics([part.statistics() for part in parts]) == expected
+
+
+@pytest.mark.parametrize("cache", ["writable", "unwritable"])
+def test_many_lengths_are_planned_compiled_and_with_any_cache(
+    cache: str, tmp_path: Path
+) -> None:
+    """As in a container with a read-only file system, where numba finds no folder."""
+    find_no_folder = (
+        "from numba.core import caching\ncaching.CacheImpl._locator_classes = []\n"
+    )
+    code = (
+        f"{find_no_folder if cache == 'unwritable' else ''}"
+        "import sys, packstore\n"
+        "plan = packstore.plan([5] * 20_000, pack_size=100)\n"
+        "print(plan.num_packs, 'numba' in sys.modules)"
+    )
+    done = run_python("-c", code, env={"NUMBA_CACHE_DIR": str(tmp_path)})
+    assert done.stdout.split() == ["1000", "True"], done.stderr
+    assert any(tmp_path.iterdir()) is (cache == "writable")

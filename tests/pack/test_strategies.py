@@ -113,14 +113,12 @@ PLANS = {
 
 
 @ALL
-@pytest.mark.parametrize("few", [0, 1 << 40], ids=["compiled", "by Python"])
+@pytest.mark.parametrize("min_rows", [0, 1 << 40], ids=["compiled", "in Python"])
 def test_a_strategy_makes_the_same_plans_for_ever(
-    name: str, few: int, monkeypatch: pytest.MonkeyPatch
+    name: str, min_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the changelog (*Format*) must say so. Loops of few rows are run by
-    Python.
-    """
-    monkeypatch.setattr("packstore.pack.kernels.FEW", few)
+    """Else the changelog (*Format*) must say so."""
+    monkeypatch.setattr("packstore.pack.jit.MIN_ROWS", min_rows)
     digest = hashlib.sha256()
     for seed in range(40):
         lengths, capacity = random_case(seed)
