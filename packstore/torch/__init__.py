@@ -1,9 +1,8 @@
-"""Training on packs: batches, attention inside segments, log-probs, losses, and the
-loader.
+"""Training on packs: loader, batches, attention inside segments, log-probs and losses.
 
-The functions of the commands ``train``, ``evaluate`` and ``ref-logps`` are ``train``,
-``evaluate`` and ``write_ref_logps``; they are loaded when they are first used. The
-steps are in ``README.md`` beside this file.
+``train``, ``evaluate`` and ``write_ref_logps`` are the functions behind the commands
+``train``, ``evaluate`` and ``ref-logps``. They and the trainers are imported on first
+use. ``README.md`` beside this file has the steps.
 """
 
 from __future__ import annotations
@@ -104,7 +103,7 @@ if TYPE_CHECKING:
     from packstore.torch.training.train import train
     from packstore.torch.training.trainer import PackedTrainer
 
-_LAZY = {
+_MODULES_ON_FIRST_USE = {
     "check_reference": "packstore.torch.reference.provenance",
     "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
     "PackedTrainer": "packstore.torch.training.trainer",
@@ -115,13 +114,14 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        try:
-            return getattr(importlib.import_module(_LAZY[name]), name)
-        except ImportError as error:
-            extra = "trl" if name == "PackedDPOTrainer" else "train"
-            raise missing_extra(f"packstore.torch.{name}", extra, error) from error
-    raise AttributeError(f"module 'packstore.torch' has no attribute {name!r}")
+    if name not in _MODULES_ON_FIRST_USE:
+        raise AttributeError(f"module 'packstore.torch' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_MODULES_ON_FIRST_USE[name])
+    except ImportError as error:
+        extra = "trl" if name == "PackedDPOTrainer" else "train"
+        raise missing_extra(f"packstore.torch.{name}", extra, error) from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

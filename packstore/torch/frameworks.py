@@ -1,9 +1,8 @@
-"""Frameworks that run the training: found on the call stack, refused where they
-interfere.
+"""Frameworks that run the training loop: refused where they interfere.
 
 A framework that divides each loss by its own number of batches, or deals the packs of a
-dataset to the ranks again, would train on something else without a word. None of them
-says so to the code that it calls, so the functions that call are looked up.
+dataset to the ranks a second time, would silently change the training. Frameworks give
+the code that they call no sign of it, so their methods are looked up on the call stack.
 """
 
 from __future__ import annotations
@@ -11,124 +10,154 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CodeType
-from typing import Any
+from types import CodeType, FrameType
+from typing import Any, NoReturn
 
 from packstore.errors import ConfigError, sentence
 
 
 @dataclass(frozen=True)
-class Running:
-    """A method of a framework that is on the call stack while it runs the training."""
+class Method:
+    """A method of a framework."""
 
     framework: str
     module: str
-    method: str  # a class and its method
+    name: str  # a function, or a class and its method
 
     @property
     def code(self) -> CodeType | None:
-        """Its code; None: the framework is not loaded."""
-        found: Any = sys.modules.get(self.module)
-        for name in self.method.split("."):
-            found = getattr(found, name, None)
-        return getattr(found, "__code__", None)
-
-
-DIVIDERS: dict[Running, Callable[[Any], int]] = {
-    Running("transformers' Trainer", "transformers.trainer", "Trainer.training_step"): (
-        lambda trainer: (
-            0
-            if getattr(trainer, "runs_whole_steps", False)
-            else int(trainer.args.gradient_accumulation_steps)
-        )
-    ),
-    **{
-        Running("Lightning", f"{package}.trainer.trainer", "Trainer.fit"): (
-            lambda trainer: (
-                trainer.accumulate_grad_batches
-                if trainer.lightning_module.automatic_optimization
-                else 0
-            )
-        )
-        for package in ("lightning.pytorch", "pytorch_lightning")
-    },
-}
-"""What divides each loss and steps by itself -> batches of its steps; 0: its user does
-both.
-"""
-
-DEALERS = (
-    Running("Accelerate", "accelerate.data_loader", "IterableDatasetShard.__iter__"),
-    Running("Accelerate", "accelerate.data_loader", "DataLoaderDispatcher.__iter__"),
-    Running("Accelerate", "accelerate.data_loader", "prepare_data_loader"),
-)
-"""What deals the items of a dataset to the ranks."""
+        """Its code object; None if the framework is not loaded."""
+        value: Any = sys.modules.get(self.module)
+        for part in self.name.split("."):
+            value = getattr(value, part, None)
+        return getattr(value, "__code__", None)
 
 
 def check_steps(batches: int, last: bool, *, divided: bool) -> None:
-    """Refuses steps of `batches` that a framework, which is running, takes and divides
-    otherwise.
+    """Raise ConfigError if a running framework makes other steps than the loader.
 
-    `last`: the step ends with this batch. `divided`: the caller gave a divisor, which
-    may allow for what the framework does.
+    Args:
+        batches: number of batches of the loader's step.
+        last: True if the step ends with this batch.
+        divided: True if the caller passed a divisor, which may allow for the division
+            by the framework.
     """
-    rule = "optimizer steps and the division of losses must be those of the loader"
-    for running, instance in _found(DIVIDERS):
-        number = DIVIDERS[running](instance)
-        if not number or (number == batches and (batches == 1 or divided)):
+    for method, trainer in _find_running(_STEPS_OF_TRAINERS):
+        framework_batches = _STEPS_OF_TRAINERS[method](trainer)
+        if framework_batches is None:
             continue
-        found = (
-            f"steps of {number} batches, by which it divides each loss, for {batches}"
-        )
-        remedy = (
-            "Let the loader make steps of one batch, or step by hand (page Loaders)"
-        )
-        raise ConfigError(sentence(running.framework, rule, found, remedy))
+        agrees = framework_batches == batches and (batches == 1 or divided)
+        if not agrees:
+            _refuse_steps(
+                method.framework,
+                found=f"steps of {framework_batches} batches, and losses divided by "
+                f"that number, for {batches}",
+                remedy="Let the loader make steps of one batch, or step by hand (page "
+                "Loaders)",
+            )
+    _check_accelerator(last=last, divided=divided)
+
+
+def _steps_of_transformers(trainer: Any) -> int | None:
+    """Return the batches by which a Trainer divides losses; None if it does not."""
+    if getattr(trainer, "runs_whole_steps", False):
+        return None
+    return int(trainer.args.gradient_accumulation_steps)
+
+
+def _steps_of_lightning(trainer: Any) -> int | None:
+    """Return the batches by which a Trainer divides losses; None if it does not."""
+    if not trainer.lightning_module.automatic_optimization:
+        return None
+    return int(trainer.accumulate_grad_batches)
+
+
+_STEPS_OF_TRAINERS: dict[Method, Callable[[Any], int | None]] = {
+    Method(
+        "transformers' Trainer", "transformers.trainer", "Trainer.training_step"
+    ): _steps_of_transformers,
+    Method(
+        "Lightning", "lightning.pytorch.trainer.trainer", "Trainer.fit"
+    ): _steps_of_lightning,
+    Method(
+        "Lightning", "pytorch_lightning.trainer.trainer", "Trainer.fit"
+    ): _steps_of_lightning,
+}
+
+
+def _check_accelerator(*, last: bool, divided: bool) -> None:
+    """Raise ConfigError if an Accelerator accumulates gradients by itself.
+
+    Accelerate keeps its state for the whole process.
+    """
     accelerate: Any = sys.modules.get("accelerate.state")
     if accelerate is None or not accelerate.GradientState._shared_state:
         return
     state = accelerate.GradientState()
-    if state.num_steps != 1 and not (divided and state.sync_gradients == last):
-        found = f"gradient_accumulation_steps={state.num_steps}, by which it does both"
-        remedy = (
-            "Make the Accelerator without it; until batch.step.last use no_sync, "
-            "then step"
+    if state.num_steps == 1:
+        return
+    agrees = divided and state.sync_gradients == last
+    if not agrees:
+        _refuse_steps(
+            "Accelerate",
+            found=f"gradient_accumulation_steps={state.num_steps}, which sets both",
+            remedy="Make the Accelerator without it; until batch.step.last use "
+            "no_sync, then step",
         )
-        raise ConfigError(sentence("Accelerate", rule, found, remedy))
+
+
+def _refuse_steps(framework: str, found: str, remedy: str) -> NoReturn:
+    rule = "optimizer steps and the division of losses must follow the loader"
+    raise ConfigError(sentence(framework, rule=rule, found=found, remedy=remedy))
+
+
+_SHARDERS = (
+    Method("Accelerate", "accelerate.data_loader", "IterableDatasetShard.__iter__"),
+    Method("Accelerate", "accelerate.data_loader", "prepare_data_loader"),
+)
+"""Methods that deal the items of a dataset to the ranks."""
+
+_DISPATCHER = Method(
+    "Accelerate", "accelerate.data_loader", "DataLoaderDispatcher.__iter__"
+)
+"""Deals slices of each batch: it cuts every tensor to the length of the first."""
 
 
 def check_dealt_once(world_size: int) -> None:
-    """Refuses a framework that deals packs of one of several ranks to the ranks again.
+    """Raise ConfigError if a running framework deals packs to the ranks again.
 
-    Accelerate's dispatcher is refused on one rank, too: it cuts each tensor of a batch
-    to the length of the first.
+    Args:
+        world_size: number of ranks that the dataset deals packs to. For one rank, only
+            the dispatcher is refused, which damages batches there, too.
     """
-    for running, _ in _found(DEALERS):
-        if world_size > 1 or "Dispatcher" in running.method:
-            rule = "packs must be dealt to the ranks once; PackedDataset does so"
-            remedy = (
-                "Pass PackedDataLoader(data) to prepare, which leaves it as it "
-                "is; or make "
+    methods = [_DISPATCHER]
+    if world_size > 1:
+        methods += _SHARDERS
+    for method, _ in _find_running(methods):
+        raise ConfigError(
+            sentence(
+                method.framework,
+                rule="packs must be dealt to the ranks once; PackedDataset does so",
+                found="a second deal",
+                remedy="Pass PackedDataLoader(data) to prepare, which leaves it as it "
+                "is; or make the dataset with rank=0, world_size=1, its DataLoader "
+                "with a batch_size, and the Accelerator with dispatch_batches=False",
             )
-            remedy += (
-                "the dataset with rank=0, world_size=1, its DataLoader with a "
-                "batch_size, "
-            )
-            remedy += "and the Accelerator with dispatch_batches=False"
-            raise ConfigError(
-                sentence(running.framework, rule, "that it deals, too", remedy)
-            )
+        )
 
 
-def _found(methods: Iterable[Running]) -> list[tuple[Running, Any]]:
-    """Returns the methods that are on the call stack, with the instances that they run
-    for.
-    """
-    codes = {method.code: method for method in methods}
-    codes.pop(None, None)
-    frame, found = sys._getframe(1) if codes else None, []
+def _find_running(methods: Iterable[Method]) -> list[tuple[Method, Any]]:
+    """Return the methods that are on the call stack, each with its instance."""
+    methods_by_code = {method.code: method for method in methods}
+    methods_by_code.pop(None, None)
+    if not methods_by_code:
+        return []
+
+    running = []
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if (method := codes.get(frame.f_code)) is not None:
-            found.append((method, frame.f_locals.get("self")))
+        method = methods_by_code.get(frame.f_code)
+        if method is not None:
+            running.append((method, frame.f_locals.get("self")))
         frame = frame.f_back
-    return found
+    return running

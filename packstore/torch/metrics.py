@@ -17,28 +17,28 @@ Key = TypeVar("Key", bound=Hashable)
 class Metrics:
     """Sums the metrics of batches, and returns their means over all batches and ranks.
 
-    ::
+    Example::
 
         metrics = Metrics()
         for batch in step:
             metrics.add(out.metrics)        # does not synchronise the device
         logged = metrics.means()            # one all-reduce; resets the sums
 
-    Every mean is the sum over all pairs (for `sft_loss`: over its own count) divided by
-    their number. So `loss` is the loss of the optimizer step, or of several, weighted
-    by their pairs.
+    Every mean is the sum over all pairs divided by their number; `sft_loss` has a count
+    of its own. So `loss` is the loss of the optimizer step, or of several steps,
+    weighted by their pairs.
     """
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
 
     def add(self, metrics: Mapping[str, SumAndCount]) -> None:
-        """Adds the metrics of one batch: name -> (sum, count)."""
+        """Add the metrics of one batch: name -> (sum, count)."""
         add_sums(self._sums, metrics)
 
     def means(self, group: Any = None) -> dict[str, float]:
-        """Returns the mean of each metric over all batches added on all ranks since the
-        last call.
+        """Return the mean of each metric over the batches of all ranks since the last
+        call.
 
         A collective call if torch.distributed runs: every rank must have added batches.
 
@@ -47,26 +47,33 @@ class Metrics:
         """
         totals = self.totals(group)
         self._sums = {}
-        return {name: s / n if n else math.nan for name, (s, n) in totals.items()}
+        return {
+            name: total / count if count else math.nan
+            for name, (total, count) in totals.items()
+        }
 
     def totals(self, group: Any = None) -> dict[str, tuple[float, float]]:
-        """Returns sum and count of each metric over all ranks, and keeps them; a
-        collective call.
+        """Return sum and count of each metric over all ranks; keep the sums.
+
+        A collective call.
 
         Args:
             group: process group; default: all ranks.
         """
-        flat = [value for both in self._sums.values() for value in both]
-        totals = all_reduce_sums(flat, group)
-        pairs = zip(totals[::2], totals[1::2], strict=True)
+        values = [value for pair in self._sums.values() for value in pair]
+        reduced = all_reduce_sums(values, group)
+        pairs = zip(reduced[::2], reduced[1::2], strict=True)
         return dict(zip(self._sums, pairs, strict=True))
 
 
 def add_sums(sums: dict[Key, Tensor], terms: Mapping[Key, SumAndCount]) -> None:
-    """Adds sums and counts to `sums`, each `[2]`, without gradient."""
-    for key, both in terms.items():
-        new = torch.stack([x.detach().to(wide_dtype(x.device)) for x in both])
-        sums[key] = sums[key] + new if key in sums else new
+    """Add sums and counts to `sums`, each `[2]`, without gradient."""
+    for key, term in terms.items():
+        wide = [value.detach().to(wide_dtype(value.device)) for value in term]
+        pair = torch.stack(wide)
+        if key in sums:
+            pair = sums[key] + pair
+        sums[key] = pair
 
 
 def all_reduce_sums(
@@ -74,15 +81,22 @@ def all_reduce_sums(
     group: Any = None,
     device: torch.device | None = None,
 ) -> list[float]:
-    """Sums scalars over the ranks in float64, from `device`, by default that of a
-    tensor or CPU.
+    """Sum scalars over the ranks, in float64 where the device has it.
+
+    Args:
+        values: scalars, as many on each rank.
+        group: process group; default: all ranks.
+        device: device to communicate from; default: the device of the first tensor,
+            else the CPU.
     """
     if not values:
         return []
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    device = device or (tensors[0].device if tensors else torch.device("cpu"))
+    if device is None:
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        device = tensors[0].device if tensors else torch.device("cpu")
     dtype = wide_dtype(device)
-    flat = torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in values])
+    scalars = [torch.as_tensor(value, dtype=dtype, device=device) for value in values]
+    flat = torch.stack(scalars)
     if is_distributed():
         dist.all_reduce(flat, group=group)
     sums: list[float] = flat.tolist()
@@ -90,10 +104,10 @@ def all_reduce_sums(
 
 
 def is_distributed() -> bool:
-    """Returns True if torch.distributed runs."""
+    """Return True if torch.distributed runs."""
     return dist.is_available() and dist.is_initialized()
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Returns float64, or float32 on a device without it."""
+    """Return float64, or float32 on a device without it."""
     return torch.float32 if device.type == "mps" else torch.float64

@@ -181,9 +181,7 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
     ):
         for batch in PackedDataLoader(PackedDataset(stored), **how):
             logps = torch.zeros(batch.num_segments, requires_grad=True)
-            with pytest.raises(
-                ConfigError, match=r"Accelerate: optimizer steps .* must be those"
-            ):
+            with pytest.raises(ConfigError, match="Accelerate: optimizer steps"):
                 loss_fn(logps, batch)
             with torch.no_grad():
                 loss_fn(logps.detach(), batch)  # an evaluation
