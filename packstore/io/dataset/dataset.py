@@ -20,7 +20,7 @@ from packstore.format.html import card
 from packstore.format.schema import to_arrow
 from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.pack_index import SizeTable
-from packstore.io.dataset.reader import Fetched, ShardReader
+from packstore.io.dataset.reader import GroupBytes, ShardReader
 from packstore.io.dataset.verify import VerifyReport, verify
 from packstore.io.manifest.commit import require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
@@ -28,30 +28,51 @@ from packstore.io.store.location import Location, PerProcess
 from packstore.progress import Progress
 
 OPEN_SHARDS = 64
-"""Shards whose parsed footers are kept, some kB for each row group."""
+"""Shards whose parsed footers stay in memory, some kB for each row group."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class RowGroupTable:
     """All row groups of a dataset, in file order: int64 `[G]` each."""
 
     shard: Int64  # position of the shard in the manifest
     index: Int64  # position of the row group in its shard
-    rows: Int64  # rows, examples, tokens: of the row group
+    rows: Int64  # packs of the row group
     examples: Int64
     tokens: Int64
-    longest: Int64  # its longest segment, in tokens
+    longest: Int64  # tokens of its longest segment
 
     def __len__(self) -> int:
         return len(self.shard)
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> RowGroupTable:
+        """Return the row groups of a manifest."""
+        groups = [shard.row_groups for shard in manifest.shards]
+        num_groups = [len(group) for group in groups]
+        return cls(
+            shard=np.repeat(np.arange(len(groups)), num_groups),
+            index=_join([np.arange(count) for count in num_groups]),
+            rows=_join([group.rows for group in groups]),
+            examples=_join([group.examples for group in groups]),
+            tokens=_join([group.tokens for group in groups]),
+            longest=_join([group.longest for group in groups]),
+        )
+
+
+def _join(columns: Sequence[Int64]) -> Int64:
+    return np.concatenate([np.empty(0, np.int64), *columns])
 
 
 class Dataset:
     """A committed version of a dataset, which never changes. Picklable; opens files
     when it reads.
 
-    `location` is its folder, `version` the number of its `manifest`; `cache` keeps row
-    groups.
+    Attributes:
+        location: its folder.
+        manifest: its manifest.
+        version: number of its manifest.
+        cache: keeps row groups on the local disk; None: no cache.
     """
 
     def __init__(
@@ -61,12 +82,10 @@ class Dataset:
         version: int,
         cache: Cache | None = None,
     ) -> None:
-        self.location, self.manifest, self.version, self.cache = (
-            location,
-            manifest,
-            version,
-            cache,
-        )
+        self.location = location
+        self.manifest = manifest
+        self.version = version
+        self.cache = cache
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Dataset, (self.location, self.manifest, self.version, self.cache)
@@ -75,23 +94,21 @@ class Dataset:
         return self.manifest.num_packs
 
     def __repr__(self) -> str:
-        m = self.manifest
+        manifest = self.manifest
         return (
-            f"Dataset({self.url!r}, version={self.version}, kind={m.kind!r}, "
-            f"packs={len(self)}, "
-            f"examples={m.totals.examples}, tokens={m.totals.tokens}, "
-            f"fill_rate={m.fill_rate:.4f})"
+            f"Dataset({self.url!r}, version={self.version}, kind={manifest.kind!r}, "
+            f"packs={len(self)}, examples={manifest.totals.examples}, "
+            f"tokens={manifest.totals.tokens}, fill_rate={manifest.fill_rate:.4f})"
         )
 
     def _repr_html_(self) -> str:
-        parts: list[int] = []
+        example_tokens: list[int] = []
         if len(self):
-            with contextlib.suppress(
-                PackstoreError
-            ):  # a notebook shows the facts without a store
-                parts = self.read_packs(0).row(0).example_tokens.tolist()
+            # Without its store, a notebook shows the facts alone.
+            with contextlib.suppress(PackstoreError):
+                example_tokens = self.read_packs(0).row(0).example_tokens.tolist()
         title = f"Dataset {self.url}, version {self.version}"
-        return card(title, self.manifest.facts, parts, self.manifest.pack_size)
+        return card(title, self.manifest.facts, example_tokens, self.manifest.pack_size)
 
     @property
     def url(self) -> str:
@@ -113,8 +130,11 @@ class Dataset:
         return self.manifest.schema
 
     def cached(self, reading: ReadConfig) -> Dataset:
-        """Returns this dataset with the local cache of the settings, if they
-        name one.
+        """Return this dataset with the local cache of the settings, if they name one.
+
+        Raises:
+            StorageError: others can write to the cache's folder, or it cannot be
+                created.
         """
         if reading.cache_dir is None:
             return self
@@ -125,11 +145,7 @@ class Dataset:
     @cached_property
     def row_groups(self) -> RowGroupTable:
         """All row groups, in file order."""
-        parts = [[np.empty(0, np.int64)] * 6]
-        for n, g in enumerate(shard.row_groups for shard in self.manifest.shards):
-            places = np.full(len(g), n), np.arange(len(g))
-            parts.append([*places, g.rows, g.examples, g.tokens, g.longest])
-        return RowGroupTable(*map(np.concatenate, zip(*parts, strict=True)))
+        return RowGroupTable.of(self.manifest)
 
     @property
     def group_rows(self) -> Int64:
@@ -152,18 +168,23 @@ class Dataset:
         return self._sizes.all()
 
     def sizes(self, packs: Int64) -> PackSizes:
-        """Returns the sizes of packs, by their numbers in file order, int64 `[n]`.
+        """Return the sizes of packs, in memory that does not grow with the dataset.
 
-        Memory does not grow with the dataset; raises like :attr:`pack_index`.
+        Args:
+            packs: int64 `[n]`, their numbers in file order.
+
+        Raises:
+            StorageError: the index or a shard is missing, or the store refuses.
+            IntegrityError: a checksum does not match.
         """
         return self._sizes.take(packs)
 
     def shard_sizes(self, shard: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard; raises like :attr:`pack_index`."""
+        """Return the sizes of the packs of a shard; raise like :meth:`sizes`."""
         return self._sizes.shard(shard)
 
     def read_packs(self, group: int) -> Packs:
-        """Returns row group `group` of the dataset, verified by checksum. Thread-safe.
+        """Return row group `group` of the dataset, verified by checksum. Thread-safe.
 
         Raises:
             StorageError: a shard is missing, or the store refuses.
@@ -175,32 +196,44 @@ class Dataset:
     def read_columns(
         self, group: int, names: Sequence[str]
     ) -> tuple[pa.RecordBatch, str, int]:
-        """Returns columns as stored (all of an Arrow shard), their place, and their id
-        base.
+        """Return columns of a row group as they are stored.
+
+        Args:
+            group: number of the row group.
+            names: columns; of an Arrow shard all are returned.
+
+        Returns:
+            The columns, the name of the row group, and the number to add to its example
+            ids.
+
+        Raises:
+            StorageError: a shard is missing, or the store refuses.
+            IntegrityError: a checksum does not match.
         """
         reader, index = self._reader(group)
         batch = reader.read_columns(index, names)
         return batch, self.group_name(group), reader.shard.example_id_base
 
-    def fetch(self, group: int) -> Fetched:
-        """Returns the bytes of a row group, not verified yet; raises like
+    def fetch(self, group: int) -> GroupBytes:
+        """Return the bytes of a row group, not verified yet; raise like
         :meth:`read_packs`.
         """
         reader, index = self._reader(group)
         return reader.fetch(index)
 
-    def decode(self, group: int, fetched: Fetched) -> Packs:
-        """Verifies and decodes the bytes of a row group; raises like
-        :meth:`read_packs`.
+    def decode(self, group: int, data: GroupBytes) -> Packs:
+        """Verify and decode the bytes of a row group.
 
-        What the pack index tells of it, by which loaders plan and losses divide, must
-        be so.
+        The pack index, by which loaders plan and losses divide, must agree.
+
+        Raises:
+            StorageError: the index cannot be read.
+            IntegrityError: a checksum does not match, or the index has other sizes.
         """
         reader, index = self._reader(group)
-        packs = reader.decode(index, fetched)
-        self._sizes.require_same(
-            int(self.group_offsets[group]), packs, self.group_name(group)
-        )
+        packs = reader.decode(index, data)
+        first_pack = int(self.group_offsets[group])
+        self._sizes.require_same(first_pack, packs, self.group_name(group))
         return packs
 
     @property
@@ -208,48 +241,53 @@ class Dataset:
         """True if row groups are memory-mapped local files, which are cheap to
         decode.
         """
-        return (
-            self.manifest.file_format == "arrow"
-            and self.location.local_path is not None
-        )
+        is_local = self.location.local_path is not None
+        return is_local and self.manifest.file_format == "arrow"
 
     def prefetch(self, group: int) -> None:
-        """Makes the system prefetch a row group of a mapped file from disk; never
-        raises.
-        """
+        """Let the system read a row group of a mapped file ahead; never raise."""
         reader, index = self._reader(group)
         reader.prefetch(index)
 
     def group_name(self, group: int) -> str:
-        """Returns shard and row group for error texts."""
+        """Return shard and row group for error texts."""
         reader, index = self._reader(group)
         return f"{reader.where}, row group {index}"
 
     def iter_packs(self) -> Iterator[Packs]:
-        """Yields all packs in file order, by row group; raises like
-        :meth:`read_packs`.
+        """Yield all packs in file order, by row group.
+
+        Raises like :meth:`read_packs`.
         """
-        return map(self.read_packs, range(len(self.row_groups)))
+        for group in range(len(self.row_groups)):
+            yield self.read_packs(group)
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields all packs as Arrow batches of :attr:`schema`, one for each row
+        """Yield all packs as Arrow batches of :attr:`schema`, one for each row
         group.
         """
-        return (to_arrow(packs, self.schema) for packs in self.iter_packs())
+        for packs in self.iter_packs():
+            yield to_arrow(packs, self.schema)
 
     def verify(
         self, progress: Progress | None = None, jobs: int | None = None
     ) -> VerifyReport:
-        """Reads the whole dataset, checks every hash, invariant and count; returns all
-        problems.
+        """Read the whole dataset, and check every hash, invariant and count.
 
-        `progress` is called after each shard; `jobs` are read in parallel, by default
-        one for each processor, at most 4.
+        Args:
+            progress: called after each shard.
+            jobs: shards read in parallel; None: one for each processor, at most 4.
+
+        Returns:
+            All problems, in one report.
+
+        Raises:
+            ConfigError: `jobs` is less than 1.
         """
         return verify(self.location, self.manifest, progress, jobs)
 
     def require_files(self) -> None:
-        """Raises :class:`MissingFilesError` if the dataset lacks a file of this
+        """Raise :class:`MissingFilesError` if the dataset lacks a file of this
         version.
         """
         rule = f"must have all files that version {self.version} names"
@@ -259,25 +297,31 @@ class Dataset:
         require_files(self.location, self.manifest.files, rule, remedy)
 
     def _reader(self, group: int) -> tuple[ShardReader, int]:
-        shard, index = self.row_groups.shard[group], self.row_groups.index[group]
-        return self._readers.get()(int(shard)), int(index)
+        """Return the reader of a row group's shard, and its position in the shard."""
+        shard = int(self.row_groups.shard[group])
+        index = int(self.row_groups.index[group])
+        open_shard = self._shard_readers.get()
+        return open_shard(shard), index
 
     @cached_property
     def _sizes(self) -> SizeTable:
         return SizeTable(self.location, self.manifest)
 
     @cached_property
-    def _readers(self) -> PerProcess[Callable[[int], ShardReader]]:
-        location, manifest, cache = (
-            self.location,
-            self.manifest,
-            self.cache,
-        )  # no circle of self
+    def _shard_readers(self) -> PerProcess[Callable[[int], ShardReader]]:
+        # The functions do not refer to self: a cycle would keep the dataset in memory
+        # until the next garbage collection.
+        location = self.location
+        manifest = self.manifest
+        cache = self.cache
 
-        def reader(shard: int) -> ShardReader:
+        def open_shard(shard: int) -> ShardReader:
             return ShardReader(location, manifest, manifest.shards[shard], cache=cache)
 
-        return PerProcess(lambda: functools.lru_cache(OPEN_SHARDS)(reader))
+        def remember_shards() -> Callable[[int], ShardReader]:
+            return functools.lru_cache(OPEN_SHARDS)(open_shard)
+
+        return PerProcess(remember_shards)
 
 
 def open(
@@ -286,7 +330,7 @@ def open(
     version: int | None = None,
     reading: ReadConfig | None = None,
 ) -> Dataset:
-    """Opens the dataset at `url`, by default its current version.
+    """Open the dataset at `url`, by default its current version.
 
     Args:
         url: a local folder or an fsspec URL.
@@ -300,24 +344,25 @@ def open(
         StorageError: the store refuses.
     """
     location = Location(url, storage_options or {})
-    return Dataset(location, *read_manifest(location, version)).cached(
-        reading or ReadConfig()
-    )
+    manifest, number = read_manifest(location, version)
+    return Dataset(location, manifest, number).cached(reading or ReadConfig())
 
 
 def find_dataset(
     source: object, storage_options: Mapping[str, Any] | None = None
 ) -> Dataset | None:
-    """Opens the dataset at `source`; returns None for any other source (file, glob,
+    """Open the dataset at `source`; return None if it is another source (file, glob,
     table).
+
+    Raises:
+        FormatError: the manifest is not valid.
+        StorageError: the store refuses.
     """
-    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
+    if not isinstance(source, str | os.PathLike):
         return None
     url = os.fspath(source)
-    if (
-        any(c in url for c in "*?[")
-        and not Location(url, storage_options or {}).is_dir()
-    ):
+    has_wildcard = any(character in url for character in "*?[")
+    if has_wildcard and not Location(url, storage_options or {}).is_dir():
         return None
     try:
         return open(url, storage_options)

@@ -15,6 +15,9 @@ With `strata`, step 4 instead sorts the rows of each row group by stratum and as
 them to positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of
 that sequence is spread evenly over 0 to 1, so every section of packs is spread about
 evenly over the strata.
+
+Names: an *index* is a position in the global order; a *place* is a position in the
+sequence of step 2; a *slot* is the position of a row group in it.
 """
 
 from __future__ import annotations
@@ -35,8 +38,17 @@ class PackOrder:
     """Maps the i-th pack of an epoch to its row group and row; four integers per row
     group.
 
-    Without `shuffle` the order is that of the files; `group_rows` and `strata`, a value
-    for each pack such as its examples, are in that order.
+    Args:
+        group_rows: int64 `[G]`, packs of each row group, in file order.
+        seed: seed of the permutations.
+        epoch: another epoch has another order.
+        lanes: row groups that are mixed.
+        shuffle: False for file order.
+        strata: int64 `[P]`, a value for each pack, in file order, over which packs are
+            spread, such as its examples.
+
+    Raises:
+        ConfigError: `lanes` is less than 1, or `strata` are of other packs.
     """
 
     def __init__(
@@ -51,102 +63,144 @@ class PackOrder:
     ) -> None:
         if lanes < 1:
             raise ConfigError(f"lanes must be at least 1; found {lanes}.")
-        self.seed, self.epoch, self.lanes, self.shuffle = seed, epoch, lanes, shuffle
-        self._rows, self._groups = group_rows, np.arange(len(group_rows))
+        num_packs = int(group_rows.sum())
+        if strata is not None and len(strata) != num_packs:
+            raise ConfigError(
+                f"strata must be those of {num_packs} packs; found {len(strata)}."
+            )
+        self.seed = seed
+        self.epoch = epoch
+        self.lanes = lanes
+        self.shuffle = shuffle
+        self._strata = strata
+        self._group_rows = group_rows
+        self._first_packs = to_offsets(group_rows)  # of row groups, in file order
         if shuffle:
             self._groups = permutation(len(group_rows), seed, "row groups", epoch)
-        self._offsets = to_offsets(group_rows[self._groups])
-        self._strata, self._first_rows = strata, to_offsets(group_rows)
-        if strata is not None and len(strata) != len(self):
-            raise ConfigError(
-                f"strata must be those of {len(self)} packs; found {len(strata)}."
-            )
+        else:
+            self._groups = np.arange(len(group_rows))
+        self._first_places = to_offsets(group_rows[self._groups])  # of slots
 
     def __len__(self) -> int:
-        return int(self._offsets[-1])
+        return int(self._first_places[-1])
 
     def lane(self, indices: Int64) -> Int64:
-        """Returns int64 `[n]`, the lanes of the packs at global `indices`; 0 in file
-        order.
-        """
-        return indices % self.lanes if self.shuffle else np.zeros_like(indices)
+        """Return int64 `[n]`, the lanes of the packs at `indices`; 0 in file order."""
+        if self.shuffle:
+            return indices % self.lanes
+        return np.zeros_like(indices)
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
-        """Returns row groups, and rows in them, of the packs at `indices`, int64 `[n]`
-        each.
+        """Return row groups and rows in them, int64 `[n]` each, of the packs at
+        `indices`, int64 `[n]`.
+
+        Raises:
+            IndexError: there is no such pack.
         """
         indices = np.asarray(indices, np.int64)
         if not len(indices):
             return indices, indices
         if indices.min() < 0 or indices.max() >= len(self):
             raise IndexError(f"pack indices must lie in 0..{len(self) - 1}")
+
         places = self._places(indices) if self.shuffle else indices
         slots = self._slots(places)
-        groups, rows = self._groups[slots], places - self._offsets[slots]
+        groups = self._groups[slots]
+        positions = places - self._first_places[slots]  # in the row group
         if not self.shuffle:
-            return groups, rows
+            return groups, positions
         if self._strata is not None:
-            return groups, self._stratified(places, rows, self._strata)
-        return groups, permuted(rows, self._rows[groups], self._keys("rows", groups))
+            return groups, self._stratified_rows(slots, positions, self._strata)
+        keys = self._keys("rows", groups)
+        return groups, permuted(positions, self._group_rows[groups], keys)
 
     def _places(self, indices: Int64) -> Int64:
-        """Returns positions in the row sequence; with an uneven cut, first lanes are
-        one longer.
+        """Return the places of `indices`; in an uneven cut the first lanes are one
+        longer.
         """
-        length, longer = divmod(len(self), self.lanes)
-        lane, step = indices % self.lanes, indices // self.lanes
-        return lane * length + np.minimum(lane, longer) + step
-
-    def _slots(self, places: Int64) -> Int64:
-        return np.searchsorted(self._offsets[1:], places, side="right")
+        length, num_longer = divmod(len(self), self.lanes)
+        lanes = indices % self.lanes
+        steps = indices // self.lanes
+        return lanes * length + np.minimum(lanes, num_longer) + steps
 
     def _indices(self, places: Int64) -> Int64:
-        """Returns the indices of the packs at `places`."""
-        length, longer = divmod(len(self), self.lanes)
-        border = longer * (length + 1)
-        late = places >= border
-        width = np.maximum(np.where(late, length, length + 1), 1)
-        lane, step = np.divmod(places - np.where(late, border, 0), width)
-        return step * self.lanes + lane + np.where(late, longer, 0)
+        """Return the indices of `places`: the inverse of `_places`."""
+        length, num_longer = divmod(len(self), self.lanes)
+        first_shorter = num_longer * (length + 1)  # the first place of a shorter lane
+        is_shorter = places >= first_shorter
+        # A lane without packs has no place; its length only must not divide by zero.
+        lengths = np.maximum(np.where(is_shorter, length, length + 1), 1)
+        base = np.where(is_shorter, first_shorter, 0)
+        lanes, steps = np.divmod(places - base, lengths)
+        lanes += np.where(is_shorter, num_longer, 0)
+        return steps * self.lanes + lanes
+
+    def _slots(self, places: Int64) -> Int64:
+        return np.searchsorted(self._first_places[1:], places, side="right")
 
     def _keys(self, purpose: str, groups: Int64) -> U64:
         return keys_at(groups.astype(np.uint64), self.seed, purpose, self.epoch)
 
-    def _stratified(self, places: Int64, rows: Int64, strata: Int64) -> Int64:
-        """Returns the row at each of `places`, given positions `rows` in their row
-        groups.
+    def _stratified_rows(self, slots: Int64, positions: Int64, strata: Int64) -> Int64:
+        """Return the row at each position of a slot.
+
+        All rows of the distinct row groups are assigned, concatenated group by group,
+        `[n]`: the row of the k-th lowest stratum goes to the position with the k-th
+        lowest ``index * phi mod 1``.
         """
-        distinct, which = np.unique(self._slots(places), return_inverse=True)
-        groups, firsts = self._groups[distinct], self._offsets[distinct]
-        sizes = self._rows[groups]
-        owner = np.repeat(np.arange(len(distinct)), sizes)
-        wanted = self._indices(range_indices(firsts, sizes)).astype(np.uint64) * GOLDEN
-        packs = range_indices(self._first_rows[groups], sizes)
-        row = packs - self._first_rows[groups][owner]
-        ties = mixed(self._keys("ties", groups)[owner] + row.astype(np.uint64))
-        table = np.empty(len(row), np.int64)
-        by_stratum = np.lexsort((ties, strata[packs], owner))
-        table[np.lexsort((wanted, owner))] = row[by_stratum]
-        chosen: Int64 = table[to_offsets(sizes)[which] + rows]
+        distinct_slots, inverse = np.unique(slots, return_inverse=True)
+        groups = self._groups[distinct_slots]
+        sizes = self._group_rows[groups]
+        owners = np.repeat(np.arange(len(groups)), sizes)
+
+        packs = range_indices(self._first_packs[groups], sizes)
+        rows = packs - self._first_packs[groups][owners]
+        ties = mixed(self._keys("ties", groups)[owners] + rows.astype(np.uint64))
+        by_stratum = np.lexsort((ties, strata[packs], owners))
+
+        places = range_indices(self._first_places[distinct_slots], sizes)
+        # As uint64 the product is taken modulo 2^64, the fraction of a multiple of phi.
+        spread = self._indices(places).astype(np.uint64) * GOLDEN
+        by_spread = np.lexsort((spread, owners))
+
+        row_at_position = np.empty(len(rows), np.int64)
+        row_at_position[by_spread] = rows[by_stratum]
+        chosen: Int64 = row_at_position[to_offsets(sizes)[inverse] + positions]
         return chosen
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
-    """Maps ``values[i]`` by the permutation of ``0 .. sizes[i] - 1`` with key
-    ``keys[i]``.
+    """Map each value by a permutation of its own, without a table.
+
+    A mixing function on the next power of two is applied until the result is in range.
+
+    Args:
+        values: int64 `[n]`, each in ``0 .. size - 1``.
+        sizes: int64 `[n]`, sizes of the permutations.
+        keys: uint64 `[n]`, a permutation for each key and size.
+
+    Returns:
+        int64 `[n]`, each in ``0 .. size - 1``.
     """
-    bits = np.frexp(sizes - 1)[1].astype(np.uint64)
-    out = values.astype(np.uint64)
-    limit = sizes.astype(np.uint64)
-    todo = np.arange(len(out))
-    one = np.uint64(1)
-    mask, half = (one << bits) - one, (bits + one) >> one
-    while len(todo):
-        moved, low, shift, base = (column[todo] for column in (out, mask, half, keys))
+    unit = np.uint64(1)
+    _, exponents = np.frexp(sizes - 1)
+    bits = exponents.astype(np.uint64)
+    masks = (unit << bits) - unit
+    shifts = (bits + unit) >> unit
+    limits = sizes.astype(np.uint64)
+
+    results = values.astype(np.uint64)
+    pending = np.arange(len(results))
+    while len(pending):
+        value = results[pending]
+        mask = masks[pending]
+        shift = shifts[pending]
+        key_of_value = keys[pending]
         for number in range(_ROUNDS):
-            key = mixed(base + np.uint64(number))
-            moved = (moved * (key | one) + (key >> np.uint64(32))) & low
-            moved ^= moved >> shift
-        out[todo] = moved
-        todo = todo[moved >= limit[todo]]
-    return out.astype(np.int64)
+            key = mixed(key_of_value + np.uint64(number))
+            # Each step is invertible: an odd factor, an addition, a shifted xor.
+            value = (value * (key | unit) + (key >> np.uint64(32))) & mask
+            value ^= value >> shift
+        results[pending] = value
+        pending = pending[value >= limits[pending]]
+    return results.astype(np.int64)

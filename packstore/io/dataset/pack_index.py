@@ -4,7 +4,7 @@ A small Parquet file beside the manifest, which names it. It has a row for each 
 dataset order, and a row group for each shard, and is optional: without it sizes are
 read from the shards. It also has the divisors of losses
 (:data:`packstore.format.arrays.COUNTS`). An index of an earlier release lacks these
-columns; they are null for shards that were not counted. Nothing in it is believed:
+columns; they are null for shards that were not counted. Nothing in it is trusted:
 figures that no pack can have are refused, and loaders compare each with its pack.
 """
 
@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -28,280 +28,444 @@ from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group, open_parquet, read_group
-from packstore.io.shards.shard import sizes_of
+from packstore.io.shards.shard import ShardInfo, sizes_of
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
-_SIZES = {"tokens": pa.int32(), "examples": pa.int32(), "squares": pa.int64()}
-_WITHOUT_COUNTS = pa.schema([pa.field(n, t, nullable=False) for n, t in _SIZES.items()])
-SCHEMA = pa.schema([*_WITHOUT_COUNTS, *(pa.field(name, pa.int64()) for name in COUNTS)])
+_SIZE_FIELDS = [
+    pa.field("tokens", pa.int32(), nullable=False),
+    pa.field("examples", pa.int32(), nullable=False),
+    pa.field("squares", pa.int64(), nullable=False),
+]
+_COUNT_FIELDS = [pa.field(name, pa.int64()) for name in COUNTS]
+SCHEMA = pa.schema(_SIZE_FIELDS + _COUNT_FIELDS)
+
 THREADS = 4
 """Shards read in parallel without an index."""
 
-KEPT_SHARDS = 128
+CACHED_SHARDS = 128
 """Shards whose sizes a table caches: more than the lanes of an order, each in one
 shard.
 """
 
-_NEEDED = ("seq_boundaries", "example_ids")
+_COLUMNS_WITH_SIZES = ("seq_boundaries", "example_ids")
+"""Columns of a shard from which sizes are counted."""
+
 _REMEDY = "The index or the shard was replaced: run `packstore verify`"
 
 
 def put_index(
     location: Location, sizes: Iterable[PackSizes], version: int
 ) -> StoredFile | None:
-    """Stores the index of a version from the sizes of each shard; returns None without
-    any.
+    """Store the index of a version.
 
-    The number is part of the name: packs of equal sizes have equal indexes, and `clean`
-    may be removing that of an old version.
+    Args:
+        location: folder of the dataset.
+        sizes: sizes of the packs of each shard.
+        version: number of the version. It is part of the name: packs of equal sizes
+            have equal indexes, and `clean` may be removing one of an old version.
+
+    Returns:
+        The manifest's entry; None without shards.
     """
     shards = iter(sizes)
-    first = next(shards, None)
-    if first is None:
+    first_shard = next(shards, None)
+    if first_shard is None:
         return None
+
     encodings = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED")
-    how = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
+    options = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
     with Staging(location, (FOLDER,)) as staging:
-        with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **how) as writer:
-            for shard in itertools.chain([first], shards):
-                writer.write_table(_table(shard), len(shard))
+        with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **options) as index:
+            for shard in itertools.chain([first_shard], shards):
+                index.write_table(_to_table(shard), row_group_size=len(shard))
         info = StoredFile.of(file.name, f"{FOLDER}/packs-{version:06d}", ".index")
         staging.store(file.name, info.path)
         return info
 
 
-def _table(sizes: PackSizes) -> pa.Table:
+def _to_table(sizes: PackSizes) -> pa.Table:
     columns = [sizes.tokens, sizes.examples, sizes.squares]
-    columns += [] if sizes.counts is None else list(sizes.counts.T)
-    arrays = [as_arrow(c, f.type) for c, f in zip(columns, SCHEMA, strict=False)]
-    arrays += [pa.nulls(len(sizes), f.type) for f in list(SCHEMA)[len(arrays) :]]
+    if sizes.counts is not None:
+        columns += list(sizes.counts.T)
+    arrays = [
+        as_arrow(column, field.type)
+        for column, field in zip(columns, SCHEMA, strict=False)
+    ]
+    uncounted_fields = list(SCHEMA)[len(arrays) :]
+    arrays += [pa.nulls(len(sizes), field.type) for field in uncounted_fields]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
 
 
 class PackIndex:
-    """The index of a dataset, in memory as stored, a few bytes for each pack;
-    verified.
+    """The index of a dataset, in memory as stored, a few bytes for each pack.
+
+    Args:
+        location: folder of the dataset.
+        manifest: its manifest.
+        info: the index's entry in it.
+
+    Raises:
+        StorageError: the store refuses.
+        IntegrityError: the file is damaged, or has other columns or row groups.
     """
 
     def __init__(
         self, location: Location, manifest: Manifest, info: StoredFile
     ) -> None:
         self.where = location.join(info.path).display
-        self._shards, self._manifest = manifest.shards, manifest
+        self._manifest = manifest
         self._data = read_stored(location, info)
         with decoding(self.where):
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            groups = map(self._metadata.row_group, range(self._metadata.num_row_groups))
-            rows = [group.num_rows for group in groups]
             schema = self._metadata.schema.to_arrow_schema()
-        begins = (
-            s for s in (SCHEMA, _WITHOUT_COUNTS) if list(schema)[: len(s)] == list(s)
-        )
-        self._columns: list[str] = next(
-            (s.names for s in begins), []
-        )  # further ones may follow
-        some = not {*COUNTS}.isdisjoint(schema.names) and len(self._columns) < len(
-            SCHEMA
-        )
-        if not self._columns or some or rows != [s.rows for s in self._shards]:
-            rule = (
-                f"it must have columns {', '.join(SCHEMA.names)}, and a row group "
-                "for each shard"
-            )
+            num_groups = self._metadata.num_row_groups
+            rows = [self._metadata.row_group(i).num_rows for i in range(num_groups)]
+
+        self._columns = _columns_to_read(schema)
+        expected_rows = [shard.rows for shard in manifest.shards]
+        if not self._columns or rows != expected_rows:
             raise IntegrityError(
-                sentence(self.where, rule, f"{quote(schema.names)}, rows {rows}")
+                sentence(
+                    self.where,
+                    rule=f"it must have columns {', '.join(SCHEMA.names)}, and a row "
+                    "group for each shard",
+                    found=f"{quote(schema.names)}, rows {rows}",
+                )
             )
 
     def shard(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard, checked. Thread-safe."""
+        """Return the sizes of the packs of a shard, checked. Thread-safe.
+
+        Raises:
+            IntegrityError: no packs of the shard can have these sizes.
+        """
+        where = f"{self.where}, row group {number}"
         with decoding(self.where):
-            rows = self._shards[number].rows
-            check_group(self._metadata.row_group(number), rows, rows, self._columns)
-            source = pa.BufferReader(self._data)
-            file = open_parquet(source, self._metadata, page_checksums=True)
-            batch = read_group(file, number, self._columns)
-            columns = (as_numpy(batch.column(name)).astype(np.int64) for name in _SIZES)
-            known, counts = batch.columns[len(_SIZES) :], None
-            if any(column.null_count not in (0, rows) for column in known):
-                raise IntegrityError(
-                    "its counts must be of all packs of a row group, or of none"
-                )
-            if known and not any(column.null_count for column in known):
-                counts = np.stack([as_numpy(column) for column in known], axis=1)
-            sizes = PackSizes(*columns, counts=counts)
-        _check(sizes, number, self._manifest, f"{self.where}, row group {number}")
+            sizes = self._decode(number)
+        _check_sums(sizes, self._manifest.shards[number], where)
+        _check_bounds(sizes, self._manifest, where)
         return sizes
+
+    def _decode(self, number: int) -> PackSizes:
+        rows = self._manifest.shards[number].rows
+        group = self._metadata.row_group(number)
+        check_group(group, rows, max_values=rows, names=self._columns)
+        source = pa.BufferReader(self._data)
+        file = open_parquet(source, self._metadata, page_checksums=True)
+        batch = read_group(file, number, self._columns)
+
+        count_columns = batch.columns[len(_SIZE_FIELDS) :]
+        null_counts = {column.null_count for column in count_columns}
+        if not null_counts <= {0, rows}:
+            raise IntegrityError(
+                "its counts must be of all packs of a row group, or of none"
+            )
+        counts = None
+        if null_counts == {0}:
+            counts = np.stack([as_numpy(column) for column in count_columns], axis=1)
+        return PackSizes(
+            tokens=as_numpy(batch.column("tokens")).astype(np.int64),
+            examples=as_numpy(batch.column("examples")).astype(np.int64),
+            squares=as_numpy(batch.column("squares")).astype(np.int64),
+            counts=counts,
+        )
+
+
+def _columns_to_read(schema: pa.Schema) -> list[str]:
+    """Return the columns of an index to read; none if it is not an index.
+
+    Further columns, of later releases, may follow.
+    """
+    fields = list(schema)
+    if fields[: len(SCHEMA)] == list(SCHEMA):
+        return list(SCHEMA.names)
+
+    has_a_count = any(name in COUNTS for name in schema.names)
+    if fields[: len(_SIZE_FIELDS)] == _SIZE_FIELDS and not has_a_count:
+        return [field.name for field in _SIZE_FIELDS]
+    return []
 
 
 class SizeTable:
-    """Sizes of the packs; caches the most recently used shards. Thread-safe."""
+    """Sizes of the packs of a dataset, from its index or its shards.
+
+    The most recently used shards are cached. Thread-safe. All methods raise
+    :class:`StorageError` if the store refuses, and :class:`IntegrityError` if sizes or
+    shards are damaged.
+    """
 
     def __init__(self, location: Location, manifest: Manifest) -> None:
-        self._location, self._manifest = location, manifest
-        self._starts = to_offsets(
-            np.array([shard.rows for shard in manifest.shards], np.int64)
-        )
-        self.shard = functools.lru_cache(KEPT_SHARDS)(self._load)
-        self._compared = set[
-            int
-        ]()  # first packs of row groups: checksums keep them as they were
+        self._location = location
+        self._manifest = manifest
+        rows = [shard.rows for shard in manifest.shards]
+        self._first_packs = to_offsets(np.array(rows, np.int64))  # of the shards
+        self.shard = functools.lru_cache(CACHED_SHARDS)(self._load)
+        # First packs of row groups that were compared. Checksums guard against changes.
+        self._compared_groups: set[int] = set()
 
     def take(self, packs: Int64) -> PackSizes:
-        """Returns the sizes of packs; `packs`: their numbers in file order, int64
-        `[n]`.
+        """Return the sizes of packs.
+
+        Args:
+            packs: int64 `[n]`, their numbers in file order.
         """
-        shards = np.searchsorted(self._starts, packs, side="right") - 1
-        order = np.argsort(shards, kind="stable")
-        distinct, firsts = np.unique(shards[order], return_index=True)
-        members = np.split(packs[order], firsts[1:])
+        shards = self._shards_of(packs)
+        by_shard = np.argsort(shards, kind="stable")
+        distinct_shards, starts = np.unique(shards[by_shard], return_index=True)
+        packs_of_shards = np.split(packs[by_shard], starts[1:])
         parts = [
-            self.shard(shard).take(numbers - self._starts[shard])
-            for shard, numbers in zip(distinct.tolist(), members, strict=False)
+            self.shard(shard).take(members - self._first_packs[shard])
+            for shard, members in zip(
+                distinct_shards.tolist(), packs_of_shards, strict=False
+            )
         ]
-        return PackSizes.concat(parts).take(np.argsort(order, kind="stable"))
+        original_order = np.argsort(by_shard, kind="stable")
+        return PackSizes.concat(parts).take(original_order)
 
     def require_same(self, first: int, packs: Packs, where: str) -> None:
-        """Refuses packs, number `first` and on, whose sizes are not those of
-        the index.
+        """Raise if sizes in the index are not the actual ones; do nothing without an
+        index.
+
+        Args:
+            first: number of the first pack in file order.
+            packs: the packs of a row group.
+            where: the row group.
         """
-        if self._index is not None and first not in self._compared:
-            shard = int(np.searchsorted(self._starts, first, side="right")) - 1
-            start = first - int(self._starts[shard])
-            recorded = self.shard(shard).take(slice(start, start + len(packs)))
-            require_same(
-                recorded, sizes_of(packs, self._manifest.kind), self._index.where, where
-            )
-            self._compared.add(first)
+        if self._index is None or first in self._compared_groups:
+            return
+        shard = int(self._shards_of(np.array([first]))[0])
+        start = first - int(self._first_packs[shard])
+        recorded = self.shard(shard).take(slice(start, start + len(packs)))
+        actual = sizes_of(packs, self._manifest.kind)
+        require_same(recorded, actual, self._index.where, where)
+        self._compared_groups.add(first)
 
     def all(self) -> PackSizes:
-        """Returns the sizes of all packs in file order, 56 bytes each."""
-        numbers = range(len(self._manifest.shards))
+        """Return the sizes of all packs in file order, 56 bytes each."""
+        shards = range(len(self._manifest.shards))
         if self._index is not None:
-            return PackSizes.concat(list(map(self._load, numbers)))
+            return PackSizes.concat([self._load(shard) for shard in shards])
         with ThreadPoolExecutor(THREADS) as pool:
-            return PackSizes.concat(list(pool.map(self._load, numbers)))
+            return PackSizes.concat(list(pool.map(self._load, shards)))
+
+    def _shards_of(self, packs: Int64) -> Int64:
+        return np.searchsorted(self._first_packs, packs, side="right") - 1
 
     @functools.cached_property
     def _index(self) -> PackIndex | None:
         info = self._manifest.pack_index
-        return None if info is None else PackIndex(self._location, self._manifest, info)
+        if info is None:
+            return None
+        return PackIndex(self._location, self._manifest, info)
 
     def _load(self, number: int) -> PackSizes:
-        """Returns the sizes of the packs of a shard, from the index, or two columns,
-        checked.
-        """
+        """Return the sizes of the packs of a shard, checked."""
         if self._index is not None:
             return self._index.shard(number)
+
         shard = self._manifest.shards[number]
-        reader, parts = (
-            ShardReader(self._location, self._manifest, shard),
-            list[PackSizes](),
-        )
-        for group, rows in enumerate(shard.row_groups.rows.tolist()):
-            batch = reader.read_columns(group, _NEEDED)
-            with decoding(f"{reader.where}, row group {group}"):
-                columns = {name: flat_column(batch, name, None) for name in _NEEDED}
-                check_counts(columns, rows)
-                (bounds, packs), (_, examples) = columns.values()
-                steps, first = np.diff(bounds.astype(np.int64)), packs[:-1]
-                steps[first[1:] - 1] = (
-                    0  # from the end of one pack to the start of the next
-                )
-                tokens, squares = (np.add.reduceat(x, first) for x in (steps, steps**2))
-            parts.append(PackSizes(tokens, np.diff(examples), squares))
-        sizes = PackSizes.concat(parts)
-        _check(sizes, number, self._manifest, reader.where)
+        reader = ShardReader(self._location, self._manifest, shard)
+        groups = range(len(shard.row_groups))
+        sizes = PackSizes.concat([_count_sizes(reader, group) for group in groups])
+        _check_sums(sizes, shard, reader.where)
+        _check_bounds(sizes, self._manifest, reader.where)
         return sizes
 
 
-def require_same(recorded: PackSizes, real: PackSizes, index: str, where: str) -> None:
-    """Raises IntegrityError unless `index` has recorded the real sizes of the packs at
-    `where`.
+def _count_sizes(reader: ShardReader, group: int) -> PackSizes:
+    """Count the sizes of the packs of a row group from two of its columns."""
+    batch = reader.read_columns(group, _COLUMNS_WITH_SIZES)
+    with decoding(f"{reader.where}, row group {group}"):
+        columns = {name: flat_column(batch, name, None) for name in _COLUMNS_WITH_SIZES}
+        check_counts(columns, int(reader.shard.row_groups.rows[group]))
+        boundaries, boundary_offsets = columns["seq_boundaries"]
+        _, example_offsets = columns["example_ids"]
+        first_segments = boundary_offsets[:-1]
+        lengths = _steps_in_packs(boundaries, boundary_offsets, between_packs=0)
+        return PackSizes(
+            tokens=np.add.reduceat(lengths, first_segments),
+            examples=np.diff(example_offsets),
+            squares=np.add.reduceat(lengths**2, first_segments),
+        )
+
+
+def _steps_in_packs(boundaries: Any, offsets: Int64, between_packs: int) -> Int64:
+    """Return the differences of neighbouring boundaries.
+
+    Args:
+        boundaries: segment offsets of all packs.
+        offsets: int64 `[P + 1]`, offsets of the packs in `boundaries`.
+        between_packs: value in place of a step from one pack to the next.
     """
-    for name in (*_SIZES, "counts"):
-        a, b = getattr(recorded, name), getattr(real, name)
-        if a is not None and not np.array_equal(a, b):
-            pack = int(np.argmax((a != b).reshape(len(a), -1).any(axis=1)))
-            rule = f"must have the {name} of each pack of {where}"
-            found = f"{a[pack].tolist()} for pack {pack}, which has {b[pack].tolist()}"
-            raise IntegrityError(sentence(index, rule, found, _REMEDY))
+    steps: Int64 = np.diff(boundaries.astype(np.int64))
+    steps[offsets[1:-1] - 1] = between_packs
+    return steps
+
+
+# Checks
+
+
+def require_same(
+    recorded: PackSizes, actual: PackSizes, index: str, where: str
+) -> None:
+    """Raise IntegrityError if an index has recorded other sizes than the actual ones.
+
+    Args:
+        recorded: sizes in the index.
+        actual: sizes counted from the packs.
+        index: the index, as shown in errors.
+        where: the packs, as shown in errors.
+    """
+    for name in ("tokens", "examples", "squares", "counts"):
+        recorded_values = getattr(recorded, name)
+        if recorded_values is None:
+            continue
+        actual_values = getattr(actual, name)
+        if np.array_equal(recorded_values, actual_values):
+            continue
+
+        differences = recorded_values != actual_values
+        pack = int(np.argmax(differences.reshape(len(differences), -1).any(axis=1)))
+        raise IntegrityError(
+            sentence(
+                index,
+                rule=f"must have the {name} of each pack of {where}",
+                found=f"{recorded_values[pack].tolist()} for pack {pack}, which has "
+                f"{actual_values[pack].tolist()}",
+                remedy=_REMEDY,
+            )
+        )
 
 
 def check_counts(columns: Mapping[str, tuple[Any, Int64]], rows: int) -> None:
-    """Refuses out-of-range offsets and counts; callers compare the sums with the
-    manifest.
+    """Raise IntegrityError if offsets or counts in columns are out of range.
+
+    Callers compare the sums with the manifest.
+
+    Args:
+        columns: name of a stored column -> its flat values, and offsets of the rows.
+        rows: number of rows that each must have.
     """
     for name, (values, offsets) in columns.items():
         if len(offsets) != rows + 1:
             raise IntegrityError(
                 f"column {name} must have {rows} rows; found {len(offsets) - 1}"
             )
-        if name in ("lengths", "num_responses") and len(values) and values.min() < 1:
+        is_count = name in ("lengths", "num_responses")
+        if is_count and len(values) and values.min() < 1:
             raise IntegrityError(
                 f"column {name} must hold positive numbers; found {values.min()}"
             )
+
     if "seq_boundaries" in columns:
-        bounds, offsets = columns["seq_boundaries"]
-        steps = np.diff(bounds.astype(np.int64))
-        steps[offsets[1:-1] - 1] = (
-            1  # from the end of one pack to the start of the next
-        )
-        if (
-            np.any(np.diff(offsets) < 2)
-            or np.any(bounds[offsets[:-1]])
-            or np.any(steps < 1)
-        ):
+        boundaries, offsets = columns["seq_boundaries"]
+        if not _rise_from_zero(boundaries, offsets):
             raise IntegrityError("column seq_boundaries must rise from 0 in each pack")
 
 
-def _check(sizes: PackSizes, number: int, manifest: Manifest, where: str) -> None:
-    """Refuses sizes that do not add up to those of the shard, or that no pack
-    can have.
+def _rise_from_zero(boundaries: Any, offsets: Int64) -> bool:
+    """Return True if the boundaries of each pack are a 0 and one or more larger
+    numbers, in order.
     """
-    shard = manifest.shards[number]
+    if np.any(np.diff(offsets) < 2):
+        return False
+    if np.any(boundaries[offsets[:-1]] != 0):
+        return False
+    steps = _steps_in_packs(boundaries, offsets, between_packs=1)
+    return bool(np.all(steps >= 1))
+
+
+def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
+    """Raise if sizes do not add up to the shard's in the manifest."""
     sums = (len(sizes), int(sizes.examples.sum()), int(sizes.tokens.sum()))
     expected = (shard.rows, shard.examples, shard.tokens)
     if sums != expected:
-        rule = (
-            f"its packs must have (rows, examples, tokens) {expected}, as the "
-            "manifest says"
+        raise IntegrityError(
+            sentence(
+                where,
+                rule=f"its packs must have (rows, examples, tokens) {expected}, as the "
+                "manifest says",
+                found=str(sums),
+            )
         )
-        raise IntegrityError(sentence(where, rule, str(sums)))
-    for rule, values, ok in _bounds(sizes, manifest):
-        if not ok.all():
-            pack = int(np.argmin(ok))
-            found = f"{values[pack].tolist()} for pack {pack}"
-            raise IntegrityError(sentence(where, rule, found, _REMEDY))
 
 
-def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[tuple[str, Int64, Bool]]:
-    """Yields what must hold, the values, and whether it does, for each pack."""
-    tokens, examples, squares = sizes.tokens, sizes.examples, sizes.squares
-    size, responses = manifest.pack_size, manifest.num_responses or 1
-    yield (
-        f"tokens must be 1 to {size}, the pack size",
-        tokens,
-        (tokens > 0) & (tokens <= size),
+def _check_bounds(sizes: PackSizes, manifest: Manifest, where: str) -> None:
+    """Raise if no pack can have these sizes."""
+    for bound in _bounds(sizes, manifest):
+        if not bound.holds.all():
+            pack = int(np.argmin(bound.holds))
+            raise IntegrityError(
+                sentence(
+                    where,
+                    rule=bound.rule,
+                    found=f"{bound.values[pack].tolist()} for pack {pack}",
+                    remedy=_REMEDY,
+                )
+            )
+
+
+class _Bound(NamedTuple):
+    """A rule for sizes: the values, and whether it holds, for each pack."""
+
+    rule: str
+    values: Int64
+    holds: Bool
+
+
+def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[_Bound]:
+    tokens = sizes.tokens
+    examples = sizes.examples
+    squares = sizes.squares
+    responses = manifest.num_responses or 1
+    yield _Bound(
+        rule=f"tokens must be 1 to {manifest.pack_size}, the pack size",
+        values=tokens,
+        holds=(tokens > 0) & (tokens <= manifest.pack_size),
     )
-    ok = (examples > 0) & (examples * responses <= tokens)
-    yield (
-        "examples must be at least 1, and each of its sequences have a token",
-        examples,
-        ok,
+    yield _Bound(
+        rule="examples must be at least 1, and each of its sequences have a token",
+        values=examples,
+        holds=(examples > 0) & (examples * responses <= tokens),
     )
-    ok = (squares >= tokens) & (squares <= tokens**2)
-    yield "squares must be those of segments", squares, ok
+    yield _Bound(
+        rule="squares must be those of segments",
+        values=squares,
+        holds=(squares >= tokens) & (squares <= tokens**2),
+    )
     if sizes.counts is None:
         return
-    best, rest, every, adjacent = sizes.counts.T
-    most = tokens - examples  # no segment's first token is supervised
-    ok = (best >= examples) & (best <= most)
-    yield "best_tokens must be 1 to all but one of each example", best, ok
-    if manifest.kind == "scored":
-        ok = (adjacent >= 0) & (adjacent <= rest) & (rest <= every) & (rest <= most)
-        ok &= every <= tokens**2
-    else:
-        pairs = examples * (manifest.kind == "preference")
-        ok = (rest == pairs) & (every == pairs) & (adjacent == pairs)
-    yield "pairs must be those of its examples", sizes.counts[:, 1:], ok
+
+    best_tokens = sizes.counts[:, COUNTS.index("best_tokens")]
+    # No segment's first token is supervised.
+    max_tokens = tokens - examples
+    yield _Bound(
+        rule="best_tokens must be 1 to all but one of each example",
+        values=best_tokens,
+        holds=(best_tokens >= examples) & (best_tokens <= max_tokens),
+    )
+    yield _Bound(
+        rule="pairs must be those of its examples",
+        values=sizes.counts[:, 1:],
+        holds=_are_possible_pairs(sizes, manifest.kind),
+    )
+
+
+def _are_possible_pairs(sizes: PackSizes, kind: str) -> Bool:
+    """Return whether packs of a kind can have the counts of pairs, bool `[P]`."""
+    assert sizes.counts is not None
+    _, best_vs_rest, all_pairs, adjacent = sizes.counts.T
+    is_possible: Bool
+    if kind == "scored":
+        is_possible = (adjacent >= 0) & (adjacent <= best_vs_rest)
+        is_possible &= best_vs_rest <= all_pairs
+        is_possible &= best_vs_rest <= sizes.tokens - sizes.examples
+        is_possible &= all_pairs <= sizes.tokens**2
+        return is_possible
+
+    num_pairs = sizes.examples if kind == "preference" else 0
+    is_possible = best_vs_rest == num_pairs
+    is_possible &= all_pairs == num_pairs
+    is_possible &= adjacent == num_pairs
+    return is_possible

@@ -1,15 +1,13 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
 The order is known, so positions are planned well before their packs are yielded, and
-their row groups are submitted to threads in the order of first use. Each is dropped
-when its lane has moved on to the next one. If another lane ends in it, it is kept till
-then, within `KEPT_BYTES`.
+their row groups are submitted to threads in the order of first use. A row group is
+dropped when its lane has moved on to the next one. If another lane ends in it, it stays
+until then, within `POOL_BYTES`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import logging
 import os
 import threading
@@ -18,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -26,15 +25,17 @@ from packstore.errors import IntegrityError, StorageError, message_with_notes, s
 from packstore.format.arrays import TOKEN_BYTES, Int64, Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import PackOrder
-from packstore.io.dataset.reader import KEPT_BYTES, Fetched
+from packstore.io.dataset.reader import POOL_BYTES, GroupBytes
 from packstore.io.store.retry import retrying
 
 log = logging.getLogger("packstore")
 
-_PLANNED = 512
+_PLAN_PACKS = 512
 """Packs looked up in the order at once."""
-_FAR = 8 * _PLANNED
+
+_MAX_PLANNED = 8 * _PLAN_PACKS
 """Maximum packs planned ahead."""
+
 _REFUSALS = 4
 """Attempts at errors that rarely pass: keys of a running training may be renewed
 meanwhile.
@@ -43,20 +44,28 @@ meanwhile.
 
 @dataclass(slots=True)
 class _OpenGroup:
-    bytes: int  # approximate, decoded
-    is_started: bool = False  # True once reading has started
-    job: Future[Packs | None] | None = (
-        None  # reads it in a thread; None: reads when yielded
-    )
-    is_read: bool = False  # True once its first pack is yielded
-    packs: Packs | None = None  # what was read; None if it is quarantined
-    uses: int = 0  # packs planned from it and not yet yielded
+    """A row group with planned packs, or with a lane in it."""
+
+    num_bytes: int  # approximate, decoded
+    is_started: bool = False  # reading has started
+    # reads it in a thread; None: it is read when its first pack is due
+    job: Future[Packs | None] | None = None
+    is_read: bool = False  # its first pack was due
+    packs: Packs | None = None  # None if it is not read yet, or quarantined
+    pending_packs: int = 0  # planned, and not yet yielded
     lanes: int = 0  # lanes that have not moved on to another row group
 
 
 class ReadAhead:
-    """Yields the packs at given positions, batch by batch; quarantined ones go to
-    `quarantined`.
+    """Iterates over the packs at given positions, batch by batch.
+
+    Args:
+        dataset: the dataset.
+        order: order of its packs.
+        batches: positions in the order, int64 `[n]` for each batch.
+        config: settings of reading.
+        quarantined: set to which row groups are added that cannot be read, if the
+            settings allow stand-ins.
     """
 
     def __init__(
@@ -67,156 +76,315 @@ class ReadAhead:
         config: ReadConfig,
         quarantined: set[int],
     ) -> None:
-        self._dataset, self._order, self._config = dataset, order, config
-        self._quarantined = quarantined
+        self._dataset = dataset
+        self._order = order
         self._batches = iter(batches)
-        local = dataset.location.local_path is not None
-        self._far_bytes = config.ahead(local)
-        # One thread decodes, so that its allocations reuse one heap and memory stays
-        # small.
-        self._decoder = ThreadPoolExecutor(1, "packstore-decode")
-        self._fetchers = (
-            None if local else ThreadPoolExecutor(config.requests, "packstore-fetch")
-        )
-        self._pid, self._stopping = os.getpid(), threading.Event()
-        self._planned: deque[list[tuple[int, int]]] = (
-            deque()
-        )  # row group and row of each pack
-        self._far = self._ahead = 0
-        self._open, self._waiting = dict[int, _OpenGroup](), deque[int]()
-        self._of_lane: dict[int, int] = {}
-        last = np.arange(max(len(order) - order.lanes, 0), len(order))
-        groups, lanes = order.locate(last)[0].tolist(), order.lane(last).tolist()
-        self._ends = dict(
-            zip(groups, lanes, strict=True)
-        )  # row group -> lane that ends in it
-        self._kept = 0  # bytes
-        self._good: Packs | None = None
+        self._reader = _GroupReader(dataset, config, quarantined)
+        is_local = dataset.location.local_path is not None
+        self._max_bytes_ahead = config.ahead(is_local)
+        self._bytes_ahead = 0  # of row groups that are started and not read
+        # Row group and row of each pack of the planned batches.
+        self._planned: deque[list[tuple[int, int]]] = deque()
+        self._num_planned = 0  # packs
+        self._open: dict[int, _OpenGroup] = {}
+        self._to_start: deque[int] = deque()  # row groups, in the order of first use
+        self._group_of_lane: dict[int, int] = {}
+        self._lane_ending_in = _last_groups(order)
+        self._shared_bytes = 0  # of row groups that stay for a lane that ends in them
 
     def __iter__(self) -> Iterator[list[Packs]]:
-        """Yields the packs of each batch, each as :class:`Packs` of one row."""
+        """Yield the packs of each batch, each as :class:`Packs` of one row.
+
+        Raises:
+            StorageError: a row group cannot be fetched.
+            IntegrityError: a row group is damaged.
+        """
         try:
+            # The first batch is planned by itself, so that it waits for nothing else.
             if self._plan(1):
-                # planned alone, so that it waits for nothing else
                 yield self._next_batch()
-            self._go_ahead()
-            while self._planned or self._plan(_PLANNED):
+            self._read_on()
+            while self._planned or self._plan(_PLAN_PACKS):
                 packs = self._next_batch()
-                self._go_ahead()
+                self._read_on()
                 yield packs
         finally:
-            self._stopping.set()
-            for pool in (self._fetchers, self._decoder):
-                if pool is not None:
-                    pool.shutdown(wait=False, cancel_futures=True)
+            self._reader.close()
 
-    def _plan(self, packs: int) -> bool:
-        """Plans the next batches, of at least `packs` packs; returns False if there are
-        none.
-        """
-        chunk: list[Int64] = []
-        while (
-            sum(map(len, chunk)) < packs
-            and (batch := next(self._batches, None)) is not None
-        ):
-            chunk.append(np.asarray(batch, np.int64))
-        if not chunk:
+    # Planning
+
+    def _plan(self, min_packs: int) -> bool:
+        """Plan batches of at least `min_packs` packs; return False if none follows."""
+        batches = self._take_batches(min_packs)
+        if not batches:
             return False
-        indices = np.concatenate(chunk)
+
+        indices = np.concatenate(batches)
         groups, rows = self._order.locate(indices)
         self._open_groups(groups, self._order.lane(indices))
-        places = zip(groups.tolist(), rows.tolist(), strict=True)
-        self._planned += [list(itertools.islice(places, len(batch))) for batch in chunk]
-        self._far += len(indices)
+        positions = list(zip(groups.tolist(), rows.tolist(), strict=True))
+        start = 0
+        for batch in batches:
+            end = start + len(batch)
+            self._planned.append(positions[start:end])
+            start = end
+        self._num_planned += len(indices)
         return True
 
+    def _take_batches(self, min_packs: int) -> list[Int64]:
+        batches: list[Int64] = []
+        num_packs = 0
+        while num_packs < min_packs:
+            batch = next(self._batches, None)
+            if batch is None:
+                break
+            batches.append(np.asarray(batch, np.int64))
+            num_packs += len(batch)
+        return batches
+
     def _open_groups(self, groups: Int64, lanes: Int64) -> None:
-        """Opens new row groups, and drops those that all lanes have left."""
-        distinct, first, counts = np.unique(
+        """Open the row groups of planned packs, and drop those that all lanes have
+        left.
+
+        Args:
+            groups: int64 `[n]`, row group of each planned pack.
+            lanes: int64 `[n]`, lane of each planned pack.
+        """
+        distinct_groups, first_uses, counts = np.unique(
             groups, return_index=True, return_counts=True
         )
-        for i in np.argsort(first).tolist():
-            group = int(distinct[i])
+        for i in np.argsort(first_uses).tolist():
+            group = int(distinct_groups[i])
             if group not in self._open:
-                size = int(self._dataset.row_groups.tokens[group]) * TOKEN_BYTES
-                keep = self._kept < KEPT_BYTES and self._ends.get(group, -1) in lanes
-                self._kept += size * keep
-                self._open[group] = _OpenGroup(size, lanes=int(keep))
-                self._waiting.append(group)
-            self._open[group].uses += int(counts[i])
-        visited, last = np.unique(lanes[::-1], return_index=True)
-        for lane, group in zip(
-            visited.tolist(), groups[::-1][last].tolist(), strict=True
-        ):
-            left = self._of_lane.get(lane)
-            if left != group:
-                self._of_lane[lane] = group
-                self._open[group].lanes += 1
-                if left is not None:
-                    self._open[left].lanes -= 1
-                    self._close_if_done(left)
+                self._open[group] = self._new_group(group, lanes)
+                self._to_start.append(group)
+            self._open[group].pending_packs += int(counts[i])
+        self._move_lanes(groups, lanes)
 
-    def _go_ahead(self) -> None:
-        """Submits row groups for reading, as far ahead as the settings allow."""
-        while self._ahead < self._far_bytes:
-            if self._waiting:
-                self._start_reading(self._waiting.popleft())
-            elif self._far >= _FAR or not self._plan(_PLANNED):
+    def _new_group(self, group: int, lanes: Int64) -> _OpenGroup:
+        tokens = int(self._dataset.row_groups.tokens[group])
+        entry = _OpenGroup(num_bytes=tokens * TOKEN_BYTES)
+        ending_lane = self._lane_ending_in.get(group, -1)
+        if ending_lane in lanes and self._shared_bytes < POOL_BYTES:
+            self._shared_bytes += entry.num_bytes
+            entry.lanes = 1
+        return entry
+
+    def _move_lanes(self, groups: Int64, lanes: Int64) -> None:
+        """Move lanes to the row groups of their last planned packs."""
+        # The last pack of a lane is the first one from behind.
+        moving_lanes, last_packs = np.unique(lanes[::-1], return_index=True)
+        last_groups = groups[::-1][last_packs]
+        for lane, group in zip(
+            moving_lanes.tolist(), last_groups.tolist(), strict=True
+        ):
+            previous_group = self._group_of_lane.get(lane)
+            if group == previous_group:
+                continue
+            self._group_of_lane[lane] = group
+            self._open[group].lanes += 1
+            if previous_group is not None:
+                self._open[previous_group].lanes -= 1
+                self._drop_if_done(previous_group)
+
+    def _drop_if_done(self, group: int) -> None:
+        entry = self._open[group]
+        if not entry.pending_packs and not entry.lanes:
+            del self._open[group]
+
+    # Reading
+
+    def _read_on(self) -> None:
+        """Start reading row groups, as far ahead as the settings allow."""
+        while self._bytes_ahead < self._max_bytes_ahead:
+            if self._to_start:
+                self._start(self._to_start.popleft())
+            elif self._num_planned >= _MAX_PLANNED or not self._plan(_PLAN_PACKS):
                 return
 
-    def _start_reading(self, group: int) -> None:
+    def _start(self, group: int) -> None:
         entry = self._open.get(group)
         if entry is None or entry.is_started:
             return
         entry.is_started = True
-        self._ahead += entry.bytes
+        self._bytes_ahead += entry.num_bytes
+        entry.job = self._reader.start(group)
+
+    def _next_batch(self) -> list[Packs]:
+        positions = self._planned.popleft()
+        self._num_planned -= len(positions)
+        for group, _ in positions:
+            if not self._open[group].is_started:
+                self._start(group)
+        return [self._take_pack(group, row) for group, row in positions]
+
+    def _take_pack(self, group: int, row: int) -> Packs:
+        entry = self._open[group]
+        if not entry.is_read:
+            entry.is_read = True
+            self._bytes_ahead -= entry.num_bytes
+            entry.packs = self._reader.finish(group, entry.job)
+            entry.job = None
+
+        if entry.packs is None:
+            pack = self._reader.stand_in(group)
+        else:
+            pack = entry.packs.row(row)
+        entry.pending_packs -= 1
+        if not entry.pending_packs:
+            self._drop_if_done(group)
+        return pack
+
+
+def _last_groups(order: PackOrder) -> dict[int, int]:
+    """Return each row group in which a lane ends, and the lane."""
+    num_packs = len(order)
+    last_packs = np.arange(max(num_packs - order.lanes, 0), num_packs)
+    groups, _ = order.locate(last_packs)
+    lanes = order.lane(last_packs)
+    return dict(zip(groups.tolist(), lanes.tolist(), strict=True))
+
+
+class _GroupReader:
+    """Reads row groups in threads, again if bytes were damaged on their way.
+
+    Args:
+        dataset: the dataset.
+        config: settings of reading.
+        quarantined: set to which unreadable row groups are added.
+    """
+
+    def __init__(
+        self, dataset: Dataset, config: ReadConfig, quarantined: set[int]
+    ) -> None:
+        self._dataset = dataset
+        self._may_quarantine = config.on_error == "quarantine"
+        self._quarantined = quarantined
+        self._readable_packs: Packs | None = None
+        # One thread decodes, so that its allocations reuse one heap and memory stays
+        # small.
+        self._decoder = ThreadPoolExecutor(1, "packstore-decode")
+        self._fetchers: ThreadPoolExecutor | None = None
+        if dataset.location.local_path is None:
+            self._fetchers = ThreadPoolExecutor(config.requests, "packstore-fetch")
+        self._stopping = threading.Event()
+        self._pid = os.getpid()
+
+    @property
+    def _is_forked(self) -> bool:
+        """True in a fork of the process, which has none of the threads."""
+        return os.getpid() != self._pid
+
+    def start(self, group: int) -> Future[Packs | None] | None:
+        """Start reading a row group; return None if :meth:`finish` should read it."""
         if self._dataset.is_mapped:
             # Decoding in a second thread would cost more in GIL switches than it saves.
             self._dataset.prefetch(group)
-        elif os.getpid() == self._pid:  # a fork has none of the threads
-            pool = self._fetchers
-            fetched = None if pool is None else pool.submit(self._fetch, group)
-            entry.job = self._decoder.submit(self._read, group, fetched)
+            return None
+        if self._is_forked:
+            return None
 
-    def _next_batch(self) -> list[Packs]:
-        places = self._planned.popleft()
-        self._far -= len(places)
-        for group, _ in places:
-            if not self._open[group].is_started:
-                self._start_reading(group)
-        return [self._take(group, row) for group, row in places]
+        data = None
+        if self._fetchers is not None:
+            data = self._fetchers.submit(self._fetch, group)
+        return self._decoder.submit(self._read, group, data)
 
-    def _take(self, group: int, row: int) -> Packs:
-        entry = self._open[group]
-        if not entry.is_read:
-            job, entry.job, entry.is_read = entry.job, None, True
-            if job is None or os.getpid() != self._pid:
-                entry.packs = self._read(group)
-            else:
-                entry.packs = job.result()
-            self._ahead -= entry.bytes
-            if self._config.on_error == "quarantine":
-                self._good = entry.packs or self._good
-        packs = self._stand_in(group) if entry.packs is None else entry.packs.row(row)
-        entry.uses -= 1
-        if not entry.uses:
-            self._close_if_done(group)
+    def finish(self, group: int, job: Future[Packs | None] | None) -> Packs | None:
+        """Return a row group; None if it is quarantined.
+
+        Args:
+            group: number of the row group.
+            job: result of :meth:`start`.
+        """
+        if job is None or self._is_forked:
+            packs = self._read(group)
+        else:
+            packs = job.result()
+        if packs and self._may_quarantine:
+            self._readable_packs = packs
         return packs
 
-    def _close_if_done(self, group: int) -> None:
-        entry = self._open[group]
-        if not entry.uses and not entry.lanes:
-            del self._open[group]
+    def stand_in(self, group: int) -> Packs:
+        """Return a readable pack, in place of a pack of an unreadable row group; it has
+        no weight in losses.
 
-    def _fetch(self, group: int) -> Fetched:
+        Raises:
+            IntegrityError: no row group can be read.
+        """
+        self._quarantined.add(group)
+        if self._readable_packs is None:
+            self._readable_packs = self._first_readable()
+        return replace(self._readable_packs.row(0), stand_in=True)
+
+    def _first_readable(self) -> Packs:
+        for group in range(len(self._dataset.group_rows)):
+            packs = self._read(group)
+            if packs is not None:
+                return packs
+        raise IntegrityError(
+            sentence(
+                self._dataset.url,
+                rule="at least one row group must be readable",
+                found="none",
+            )
+        )
+
+    def close(self) -> None:
+        """Stop the threads, without waiting for them."""
+        self._stopping.set()
+        if self._fetchers is not None:
+            self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._decoder.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, group: int, data: Future[GroupBytes] | None = None) -> Packs | None:
+        """Return a row group; None if it is quarantined.
+
+        Args:
+            group: number of the row group.
+            data: fetches its bytes in another thread.
+        """
+        try:
+            return self._read_verified(group, data)
+        except (StorageError, IntegrityError) as error:
+            if not self._may_quarantine:
+                raise
+            log.warning("left out: %s", message_with_notes(error))
+            return None
+
+    def _read_verified(self, group: int, data: Future[GroupBytes] | None) -> Packs:
+        try:
+            group_bytes = self._fetch(group) if data is None else data.result()
+            return self._dataset.decode(group, group_bytes)
+        except IntegrityError:
+            pass  # bytes may be damaged on their way, so they are fetched again
+
+        try:
+            return self._dataset.decode(group, self._fetch(group))
+        except IntegrityError as error:
+            version = self._object_version(group)
+            of_version = f" of {version}" if version else ""
+            error.add_note(f"Fetched 2 times{of_version}.")
+            raise
+
+    def _object_version(self, group: int) -> str:
+        """Return the version of a row group's shard in the store, if the store has
+        versions.
+        """
+        shard = self._dataset.row_groups.shard[group]
+        path = self._dataset.manifest.shards[shard].path
+        return self._dataset.location.object_version(path)
+
+    def _fetch(self, group: int) -> GroupBytes:
         retries = self._dataset.location.retries
-        refusals = retries.attempts or _REFUSALS
         return retrying(
-            lambda: self._dataset.fetch(group), retries, refusals, self._pause
+            partial(self._dataset.fetch, group),
+            retries,
+            refusals=retries.attempts or _REFUSALS,
+            pause=self._pause,
         )
 
     def _pause(self, seconds: float) -> bool:
-        """Waits; returns True if results are not needed any more."""
+        """Wait; return True if results are not needed any more."""
         end = time.monotonic() + seconds
         # At exit, when the main thread is over, the interpreter waits for these
         # threads.
@@ -224,43 +392,3 @@ class ReadAhead:
             if self._stopping.wait(min(0.5, seconds)):
                 return True
         return not threading.main_thread().is_alive()
-
-    def _read(self, group: int, fetched: Future[Fetched] | None = None) -> Packs | None:
-        """Returns a row group, from its `fetched` bytes if given; None if it is
-        quarantined.
-        """
-        try:
-            with contextlib.suppress(
-                IntegrityError
-            ):  # bytes may be damaged on their way
-                data = self._fetch(group) if fetched is None else fetched.result()
-                return self._dataset.decode(group, data)
-            try:
-                return self._dataset.decode(group, self._fetch(group))
-            except IntegrityError as error:
-                shard = self._dataset.manifest.shards[
-                    self._dataset.row_groups.shard[group]
-                ]
-                version = self._dataset.location.object_version(shard.path)
-                error.add_note(f"Fetched 2 times{f' of {version}' if version else ''}.")
-                raise
-        except (StorageError, IntegrityError) as error:
-            if self._config.on_error != "quarantine":
-                raise
-            log.warning("left out: %s", message_with_notes(error))
-            return None
-
-    def _stand_in(self, group: int) -> Packs:
-        """Returns any readable pack, in place of an unreadable one; it has no weight in
-        losses.
-        """
-        self._quarantined.add(group)
-        if self._good is None:
-            groups = map(self._read, range(len(self._dataset.group_rows)))
-            self._good = next((packs for packs in groups if packs is not None), None)
-        if self._good is None:
-            where = self._dataset.url
-            raise IntegrityError(
-                sentence(where, "at least one row group must be readable", "none")
-            )
-        return replace(self._good.row(0), stand_in=True)

@@ -1,9 +1,9 @@
 """A dataset as a Polars LazyFrame: a row for each example, read and verified as it is
 needed.
 
-Row groups are read one after another, of each only the columns that the query uses. Of
-a condition on `pack` and `shard` alone, row groups without a match are not read; if
-token ids are wanted, other conditions are evaluated on their own columns first.
+Row groups are read one after another, and of each only the columns that the query uses.
+For a condition on `pack` and `shard` alone, row groups without a match are not read; if
+token ids are selected, other conditions are evaluated on their own columns first.
 """
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ from packstore.pack.fill import unpack
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame
 
-_PLACES = ("pack", "shard")
-_TOKENS = ("input_ids", "labels")
-_OWN = ("example_id", *_PLACES, "lengths", "rewards", *_TOKENS)
-_STORED = {"example_id": "example_ids", "lengths": "lengths", "rewards": "reward"}
+_PLACE_COLUMNS = frozenset({"pack", "shard"})
+_TOKEN_COLUMNS = frozenset({"input_ids", "labels"})
+_RESPONSE_COLUMNS = {"lengths": "lengths", "rewards": "reward"}
+"""Column with a list for each example -> stored column with a value per response."""
+
+_RESERVED_NAMES = frozenset(
+    {"example_id", *_PLACE_COLUMNS, *_RESPONSE_COLUMNS, *_TOKEN_COLUMNS}
+)
 
 ROWS = 1 << 16
 """Examples of a frame without token ids."""
@@ -43,7 +47,7 @@ def scan(
     tokens: bool = False,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyFrame:
-    """Returns the examples of a dataset as a ``polars.LazyFrame``, in file order,
+    """Return the examples of a dataset as a ``polars.LazyFrame``, in file order,
     unread.
 
         >>> frame = packstore.scan("prefs-8k")
@@ -53,7 +57,7 @@ def scan(
     Columns: `example_id`; `pack`, its number in the dataset, and `shard`, its position
     in the manifest, from 0; `lengths` and `rewards`, lists with a value for each
     response (preference: chosen, then rejected); and the carried columns, named
-    ``NAME_carried`` if one of these has its name. What is read is verified by checksum.
+    ``NAME_carried`` if one of these has its name. Values are verified by checksum.
 
     Args:
         url: folder or fsspec URL of the dataset, or the opened dataset.
@@ -68,12 +72,10 @@ def scan(
     """
     from polars.io.plugins import register_io_source
 
-    options = dict(storage_options or {})
-    dataset = (
-        url
-        if isinstance(url, Dataset)
-        else open_dataset(os.fspath(url), options, version)
-    )
+    if isinstance(url, Dataset):
+        dataset = url
+    else:
+        dataset = open_dataset(os.fspath(url), dict(storage_options or {}), version)
     source = ExampleSource(dataset, tokens)
     return register_io_source(
         source, schema=source.schema, is_pure=True, explain_name="packstore"
@@ -81,35 +83,46 @@ def scan(
 
 
 class ExampleSource:
-    """Reads examples for Polars, which calls it."""
+    """Reads examples for Polars, which calls it.
+
+    Args:
+        dataset: the dataset.
+        tokens: whether there are columns of token ids.
+    """
 
     def __init__(self, dataset: Dataset, tokens: bool) -> None:
-        self._dataset, self._tokens = dataset, tokens
-        self._carried = {
-            f"{name}_carried" if name in _OWN else name: name
-            for name in dataset.manifest.carried
-        }
+        self._dataset = dataset
+        self._has_tokens = tokens
+        self._carried: dict[str, str] = {}  # column of the frame -> stored column
+        for name in dataset.manifest.carried:
+            column = f"{name}_carried" if name in _RESERVED_NAMES else name
+            self._carried[column] = name
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Type of each column."""
+        """Name of each column -> its Polars type."""
         import polars as pl
 
-        types = {
+        carry_types = {
             "string": pl.String,
             "int64": pl.Int64,
             "float64": pl.Float64,
             "bool": pl.Boolean,
         }
-        carry = self._dataset.manifest.carried
-        lists = pl.List(pl.List(pl.Int32))
-        return {
-            **dict.fromkeys(("example_id", *_PLACES), pl.Int64),
+        schema: dict[str, Any] = {
+            "example_id": pl.Int64,
+            "pack": pl.Int64,
+            "shard": pl.Int64,
             "lengths": pl.List(pl.Int32),
             "rewards": pl.List(pl.Float32),
-            **{name: types[carry[stored]] for name, stored in self._carried.items()},
-            **(dict.fromkeys(_TOKENS, lists) if self._tokens else {}),
         }
+        for column, stored_name in self._carried.items():
+            carry_type = self._dataset.manifest.carried[stored_name]
+            schema[column] = carry_types[carry_type]
+        if self._has_tokens:
+            schema["input_ids"] = pl.List(pl.List(pl.Int32))
+            schema["labels"] = pl.List(pl.List(pl.Int32))
+        return schema
 
     def __call__(
         self,
@@ -118,133 +131,199 @@ class ExampleSource:
         n_rows: int | None,
         batch_size: int | None,
     ) -> Iterator[DataFrame]:
-        """Yields the rows of `predicate` among the first `n_rows`, as Polars asks for
-        them.
+        """Yield rows, as Polars asks for them.
+
+        Args:
+            with_columns: columns to select; None: all.
+            predicate: condition of the rows.
+            n_rows: number of rows before the condition; None: all.
+            batch_size: number of rows of a frame.
         """
         import polars as pl
 
-        names = list(self.schema) if with_columns is None else with_columns
-        needed = set() if predicate is None else set(predicate.meta.root_names())
-        together: list[DataFrame] = []
-        tokens, size = set(_TOKENS), batch_size or ROWS
-        groups = self._dataset.row_groups
-        left = int(groups.examples.sum()) if n_rows is None else n_rows
-        for group in range(len(groups)):
-            if left <= 0:
-                break
-            count = min(left, int(groups.examples[group]))
-            left -= count
-            if predicate is not None and needed <= set(_PLACES):
-                ones = np.ones(groups.rows[group], np.int64)
-                if pl.DataFrame(self._places(group, ones)).filter(predicate).is_empty():
-                    continue
-            elif (
-                predicate is not None
-                and tokens.isdisjoint(needed)
-                and tokens & set(names)
-            ):
-                head = self._frame(group, sorted(needed)).head(count)
-                if head.filter(predicate).is_empty():
-                    continue
-            frame = self._frame(
-                group, list(dict.fromkeys([*names, *sorted(needed)]))
-            ).head(count)
+        selected = list(self.schema) if with_columns is None else with_columns
+        conditions = [] if predicate is None else sorted(predicate.meta.root_names())
+        columns = list(dict.fromkeys([*selected, *conditions]))
+        has_tokens = not _TOKEN_COLUMNS.isdisjoint(selected)
+        min_rows = 1 if has_tokens else batch_size or ROWS
+
+        frames: list[DataFrame] = []
+        for group, count in self._groups_of_rows(n_rows):
+            if self._can_skip(group, count, predicate, conditions, has_tokens):
+                continue
+            frame = self._read(group, columns).head(count)
             if predicate is not None:
                 frame = frame.filter(predicate)
-            together.append(frame.select(names))
-            if sum(map(len, together)) >= size or tokens & set(names):
-                yield pl.concat(together)
-                together = []
-        if together:
-            yield pl.concat(together)
+            frames.append(frame.select(selected))
+            if has_tokens or sum(len(frame) for frame in frames) >= min_rows:
+                yield pl.concat(frames)
+                frames = []
+        if frames:
+            yield pl.concat(frames)
 
-    def _places(self, group: int, counts: Int64) -> dict[str, Int64]:
-        """Returns `pack` and `shard` of the rows of a row group; `counts`: rows of each
-        pack.
+    def _groups_of_rows(self, n_rows: int | None) -> Iterator[tuple[int, int]]:
+        """Yield the row groups of the first `n_rows` examples, with the number of these
+        in each.
         """
-        first, end = self._dataset.group_offsets[group : group + 2].tolist()
-        packs = np.repeat(np.arange(first, end), counts)
-        return {
-            "pack": packs,
-            "shard": np.full(len(packs), self._dataset.row_groups.shard[group]),
-        }
+        examples = self._dataset.row_groups.examples.tolist()
+        remaining_rows = sum(examples) if n_rows is None else n_rows
+        for group, group_examples in enumerate(examples):
+            if remaining_rows <= 0:
+                return
+            count = min(remaining_rows, group_examples)
+            remaining_rows -= count
+            yield group, count
 
-    def _frame(self, group: int, names: Sequence[str]) -> DataFrame:
+    def _can_skip(
+        self,
+        group: int,
+        count: int,
+        predicate: Expr | None,
+        conditions: Sequence[str],
+        has_tokens: bool,
+    ) -> bool:
+        """Return True if columns that are cheap to read show that no row matches.
+
+        Args:
+            group: number of the row group.
+            count: number of its first examples that are rows.
+            predicate: condition of the rows; None: all match.
+            conditions: columns of the predicate.
+            has_tokens: whether columns of token ids are selected.
+        """
         import polars as pl
 
-        if not set(_TOKENS).isdisjoint(names):
-            arrays = _arrays_of_packs(
-                self._dataset.read_packs(group), names, self._carried
-            )
+        if predicate is None:
+            return False
+        if _PLACE_COLUMNS.issuperset(conditions):
+            one_example_each = np.ones(self._dataset.row_groups.rows[group], np.int64)
+            places = pl.DataFrame(self._places(group, one_example_each))
+            return places.filter(predicate).is_empty()
+        if has_tokens and _TOKEN_COLUMNS.isdisjoint(conditions):
+            frame = self._read(group, conditions).head(count)
+            return frame.filter(predicate).is_empty()
+        return False
+
+    def _places(self, group: int, examples_of_packs: Int64) -> dict[str, Int64]:
+        """Return columns `pack` and `shard` of the examples of a row group.
+
+        Args:
+            group: number of the row group.
+            examples_of_packs: int64 `[P]`, examples of each pack in it.
+        """
+        first, end = self._dataset.group_offsets[group : group + 2].tolist()
+        packs = np.repeat(np.arange(first, end), examples_of_packs)
+        shard = self._dataset.row_groups.shard[group]
+        return {"pack": packs, "shard": np.full(len(packs), shard)}
+
+    def _read(self, group: int, names: Sequence[str]) -> DataFrame:
+        """Return columns of all examples of a row group."""
+        import polars as pl
+
+        if _TOKEN_COLUMNS.isdisjoint(names):
+            arrays, examples_of_packs = self._read_columns(group, names)
         else:
-            arrays = self._arrays_of_columns(group, names)
-        places = self._places(group, arrays.pop("counts"))
-        arrays |= {
-            name: as_arrow(values, pa.int64()) for name, values in places.items()
-        }
+            packs = self._dataset.read_packs(group)
+            arrays = _columns_of_packs(packs, names, self._carried)
+            examples_of_packs = np.diff(packs.example_offsets)
+        for name, values in self._places(group, examples_of_packs).items():
+            arrays[name] = as_arrow(values, pa.int64())
         return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
 
-    def _arrays_of_columns(self, group: int, names: Sequence[str]) -> dict[str, Any]:
-        k, per_response = (
-            KINDS[self._dataset.manifest.kind],
-            set(names) & {"lengths", "rewards"},
-        )
-        stored = {"example_ids", *(_STORED[n] for n in names if n in _STORED)}
-        stored |= {"num_responses"} if per_response and k is None else set()
-        carried = {n: self._carried[n] for n in names if n in self._carried}
-        batch, where, base = self._dataset.read_columns(
-            group, sorted(stored | {*carried.values()})
-        )
+    def _read_columns(
+        self, group: int, names: Sequence[str]
+    ) -> tuple[dict[str, Any], Int64]:
+        """Return columns other than token ids, read without the rest of the packs.
+
+        Returns:
+            Name -> Arrow array, and int64 `[P]`, the examples of each pack.
+        """
+        response_columns = [name for name in _RESPONSE_COLUMNS if name in names]
+        carried = [name for name in self._carried if name in names]
+        responses = KINDS[self._dataset.manifest.kind]  # of an example; None: they vary
+        counted_columns = {"example_ids"}
+        counted_columns |= {_RESPONSE_COLUMNS[name] for name in response_columns}
+        if response_columns and responses is None:
+            counted_columns.add("num_responses")
+
+        stored_names = counted_columns | {self._carried[name] for name in carried}
+        batch, where, id_base = self._dataset.read_columns(group, sorted(stored_names))
         with decoding(where):
-            flat = {name: flat_column(batch, name, None) for name in stored}
-            check_counts(flat, int(self._dataset.row_groups.rows[group]))
-            ids, examples = flat["example_ids"]
-            example_id = as_arrow(ids + base, pa.int64())
-            arrays: dict[str, Any] = {
-                "counts": np.diff(examples),
-                "example_id": example_id,
-            }
-            for name in per_response:
-                counts = flat["num_responses"][0] if k is None else np.full(len(ids), k)
-                arrays[name] = _lists(flat[_STORED[name]][0], to_offsets(counts))
+            columns = {name: flat_column(batch, name, None) for name in counted_columns}
+            check_counts(columns, int(self._dataset.row_groups.rows[group]))
+            ids, example_offsets = columns["example_ids"]
+            arrays: dict[str, Any] = {"example_id": as_arrow(ids + id_base, pa.int64())}
+            for name in response_columns:
+                if responses is None:
+                    counts, _ = columns["num_responses"]
+                else:
+                    counts = np.full(len(ids), responses)
+                values, _ = columns[_RESPONSE_COLUMNS[name]]
+                arrays[name] = _to_lists(values, to_offsets(counts))
             for name in carried:
-                column = batch.column(carried[name])
-                column.validate(full=True)
-                arrays[name] = column.flatten()
-                if len(arrays[name]) != len(ids):
-                    raise FormatError(
-                        f"column {name} must have {len(ids)} values [columns-agree]."
-                    )
-        return arrays
+                arrays[name] = _flatten_carried(batch, name, self._carried, len(ids))
+        return arrays, np.diff(example_offsets)
 
 
-def _arrays_of_packs(
+def _flatten_carried(
+    batch: pa.RecordBatch, name: str, carried: Mapping[str, str], num_examples: int
+) -> pa.Array:
+    """Return a carried column with a value for each example."""
+    column = batch.column(carried[name])
+    column.validate(full=True)
+    values = column.flatten()
+    if len(values) != num_examples:
+        raise FormatError(
+            f"column {name} must have {num_examples} values [columns-agree]."
+        )
+    return values
+
+
+def _columns_of_packs(
     packs: Packs, names: Sequence[str], carried: Mapping[str, str]
 ) -> dict[str, Any]:
-    examples, offsets = unpack(packs), to_offsets(packs.num_responses)
-    arrays = {
-        "counts": np.diff(packs.example_offsets),
+    """Return columns of packs: name -> Arrow array.
+
+    Args:
+        packs: the packs.
+        names: the columns.
+        carried: column of the frame -> carried column of the packs.
+    """
+    response_offsets = to_offsets(packs.num_responses)
+    columns = {
         "example_id": as_arrow(packs.example_ids, pa.int64()),
-        "lengths": _lists(packs.lengths, offsets),
-        "rewards": _lists(packs.reward, offsets),
+        "lengths": _to_lists(packs.lengths, response_offsets),
+        "rewards": _to_lists(packs.reward, response_offsets),
     }
-    for name in carried.keys() & set(names):
-        arrays[name] = pa.array(packs.columns[carried[name]], from_pandas=False)
-    ids = examples.input_ids
-    labels = np.where(examples.supervised, ids, np.int32(IGNORE_INDEX))
-    for name, values in (("input_ids", ids), ("labels", labels)):
+    for name, stored_name in carried.items():
         if name in names:
-            lists = _lists(values, examples.sequence_offsets)
-            arrays[name] = pa.LargeListArray.from_arrays(
-                as_arrow(offsets, pa.int64()), lists
-            )
-    return arrays
+            columns[name] = pa.array(packs.columns[stored_name], from_pandas=False)
+
+    examples = unpack(packs)
+    if "input_ids" in names:
+        ids = _to_lists(examples.input_ids, examples.sequence_offsets)
+        columns["input_ids"] = _nest(ids, response_offsets)
+    if "labels" in names:
+        labels = np.where(
+            examples.supervised, examples.input_ids, np.int32(IGNORE_INDEX)
+        )
+        lists = _to_lists(labels, examples.sequence_offsets)
+        columns["labels"] = _nest(lists, response_offsets)
+    return columns
 
 
-def _lists(values: Any, offsets: Int64) -> Any:
-    """Returns an Arrow array of lists; `offsets` are those of the values."""
+def _to_lists(values: Any, offsets: Int64) -> Any:
+    """Return an Arrow array of lists.
+
+    Args:
+        values: values of all lists, one after another.
+        offsets: int64 `[n + 1]`, offsets of the lists in `values`.
+    """
     if len(values) != offsets[-1]:
         rule = f"it must have {offsets[-1]} values in a column of responses"
         raise FormatError(f"{rule}; found {len(values)} [columns-agree].")
-    numbers = as_arrow(values, pa.from_numpy_dtype(values.dtype))
-    return pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), numbers)
+    return _nest(as_arrow(values, pa.from_numpy_dtype(values.dtype)), offsets)
+
+
+def _nest(values: Any, offsets: Int64) -> Any:
+    return pa.LargeListArray.from_arrays(as_arrow(offsets, pa.int64()), values)
