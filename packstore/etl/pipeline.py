@@ -34,7 +34,7 @@ from packstore.etl.partitions.work import PackPartitions, run_as_task
 from packstore.etl.provenance import find_committed, run_name
 from packstore.etl.rejects import RejectsFile, identity
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
-from packstore.etl.totals import RecordTotals
+from packstore.etl.totals import RecordTotals, count_records
 from packstore.format.arrays import Int64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
@@ -245,8 +245,9 @@ def _pack(
         planning = merged_statistics([w.planning for w in packs if w.planning])
         planning["partitions"] = config.partitions
         shards = [shard for w in packs for shard in w.shards]
-        tally, provenance = totals.tally_for_split(part), totals.provenance(part)
-        manifest = build_manifest(shape, config, shards, tally, planning, provenance)
+        records = count_records(totals.tally_for_split(part))
+        provenance = totals.provenance(part)
+        manifest = build_manifest(shape, config, shards, records, planning, provenance)
         sizes = itertools.chain(job.base_sizes(), (shard.sizes for shard in shards))
         index = put_index(job.location, sizes, job.version)
         job.require_shards(manifest.shards)

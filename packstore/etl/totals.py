@@ -15,6 +15,7 @@ from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.format.arrays import Tally
+from packstore.io.manifest.manifest import Records
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
 from packstore.progress import Progress
 
@@ -240,6 +241,22 @@ def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
             log.warning(
                 text, ", ".join(s["path"] for s in sources if s["sha256"] == digest)
             )
+
+
+def count_records(tally: Tally) -> Records:
+    """Return the counts of a manifest, sorted by name."""
+    return Records(
+        read=tally.read,
+        packed=tally.kept,
+        dropped=_sorted_by_name(tally.dropped),
+        noted=_sorted_by_name(tally.events),
+        fields_used=_sorted_by_name(tally.used),
+        fields_not_used=_sorted_by_name(tally.unused),
+    )
+
+
+def _sorted_by_name(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items()))
 
 
 def log_forms(tally: Tally, kind: str) -> None:

@@ -17,7 +17,6 @@ from packstore.config import PackConfig
 from packstore.format.arrays import (
     IGNORE_INDEX,
     Examples,
-    Tally,
     example_id,
     to_offsets,
 )
@@ -26,7 +25,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import commit
-from packstore.io.manifest.manifest import build_manifest
+from packstore.io.manifest.manifest import Records, build_manifest
 from packstore.io.shards.shard import PackShape
 from packstore.io.side.side import SideWriter
 from packstore.io.store.location import Location
@@ -208,8 +207,8 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
         offsets = to_offsets(np.array([len(p) for p in packs]))
         writer.write(fill(examples(golden, numbers), offsets, golden.layout))
         finished = writer.finish()
-    tally = Tally(read=len(numbers))
-    manifest = build_manifest(shape, config, finished, tally, {}, provenance)
+    records = Records(read=len(numbers), packed=len(numbers), dropped={}, noted={})
+    manifest = build_manifest(shape, config, finished, records, {}, provenance)
     index = put_index(location, (part.sizes for part in finished), 1)
     commit(location, replace(manifest, pack_index=index).to_json(), 1)
 

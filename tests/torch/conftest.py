@@ -30,10 +30,10 @@ from transformers import (
 
 from packstore import Dataset, open
 from packstore.config import PackConfig
-from packstore.format.arrays import Examples, Packs, Tally, to_offsets
+from packstore.format.arrays import Examples, Packs, to_offsets
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.commit import commit
-from packstore.io.manifest.manifest import PackShape, build_manifest
+from packstore.io.manifest.manifest import PackShape, Records, build_manifest
 from packstore.io.store.location import Location
 from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.fill import fill
@@ -363,8 +363,9 @@ def write(
     with ShardWriter(location, shape, config, "0123456789ab") as writer:
         writer.write(packs)
         finished = writer.finish()
-        tally = Tally(read=len(packs.example_ids))
-        manifest = build_manifest(shape, config, finished, tally, {}, provenance)
+        number = len(packs.example_ids)
+        records = Records(read=number, packed=number, dropped={}, noted={})
+        manifest = build_manifest(shape, config, finished, records, {}, provenance)
         index = put_index(location, (part.sizes for part in finished), 1)
         commit(location, replace(manifest, pack_index=index).to_json(), 1)
     return open(url)

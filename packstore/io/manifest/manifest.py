@@ -22,7 +22,6 @@ import pyarrow as pa
 
 from packstore.config import PackConfig
 from packstore.errors import FormatError, UnsupportedFormatError, quote, sentence
-from packstore.format.arrays import Tally
 from packstore.format.html import card
 from packstore.format.schema import (
     CARRY_TYPES,
@@ -355,7 +354,7 @@ def build_manifest(
     shape: PackShape,
     config: PackConfig,
     parts: Sequence[FinishedShard],
-    tally: Tally,
+    records: Records,
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
@@ -365,14 +364,6 @@ def build_manifest(
         counter.merge(part.counter)
     num_bytes = sum(part.shard.bytes for part in parts)
 
-    records = Records(
-        read=tally.read,
-        packed=tally.kept,
-        dropped=_sorted_by_name(tally.dropped),
-        noted=_sorted_by_name(tally.events),
-        fields_used=_sorted_by_name(tally.used),
-        fields_not_used=_sorted_by_name(tally.unused),
-    )
     return Manifest(
         kind=shape.kind,
         layout=shape.layout,
@@ -389,10 +380,6 @@ def build_manifest(
         provenance=provenance,
         shards=tuple(part.shard for part in parts),
     )
-
-
-def _sorted_by_name(counts: Mapping[str, int]) -> dict[str, int]:
-    return dict(sorted(counts.items()))
 
 
 # To JSON
