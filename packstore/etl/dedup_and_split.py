@@ -15,11 +15,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from packstore.config import PackConfig, SelectConfig
-from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64, Tally
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64
 from packstore.format.seeds import U64, derive, mixed
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.formats import place_of
 from packstore.pack.fill import unpack
+from packstore.tokenizer.tally import Tally
 
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
 """Setting `dedup` -> reason under which dropped records are counted."""

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 from packstore.errors import ConfigError, sentence
-from packstore.format.arrays import Sample
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 from packstore.io.store.storage_errors import as_storage_errors
+from packstore.tokenizer.tally import Sample
 
 
 class RejectsFile:

@@ -20,7 +20,7 @@ from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import Part, Tokenize
-from packstore.format.arrays import Examples, Rows, Sample, Tally, to_offsets
+from packstore.format.arrays import Examples, Rows, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
@@ -44,6 +44,7 @@ from packstore.tokenizer.records.describe import (
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
 from packstore.tokenizer.refusals import Refused, Stop
+from packstore.tokenizer.tally import Sample, Tally
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from packstore.etl.engines import Run
-from packstore.format.arrays import Examples, Rows, Tally
+from packstore.format.arrays import Examples, Rows
 from packstore.io.inputs.files import Block
 from packstore.tokenizer.fastest import EngineWatch
 from packstore.tokenizer.record_tokenizer import Encoded, RecordTokenizer
+from packstore.tokenizer.tally import Tally
 
 Part = tuple[Examples, Tally]
 

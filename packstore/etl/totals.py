@@ -14,10 +14,10 @@ from packstore.etl.dedup_and_split import DUPLICATES, OTHER_PART
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.sources import ExampleReader, RecordExampleReader
-from packstore.format.arrays import Tally
 from packstore.io.manifest.manifest import Records
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
 from packstore.progress import Progress
+from packstore.tokenizer.tally import Tally
 
 REQUESTED_DROPS = (
     *DUPLICATES.values(),

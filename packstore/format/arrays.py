@@ -8,7 +8,6 @@ Ragged data is kept flat beside int64 offsets (CSR): row `i` is
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,9 +26,6 @@ IGNORE_INDEX = -100
 
 TOKEN_BYTES = 4
 """Bytes per buffered token."""
-
-MAX_FIELDS = 100
-"""Most field names that are counted, as names may be data."""
 
 SOURCE_SHIFT = 40
 """``example_id = (ordinal of the source file << SOURCE_SHIFT) + ordinal of the record
@@ -340,91 +336,6 @@ class BrokenLine:
 
     detail: str
     remedy: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One record that a policy acted on, kept as an example."""
-
-    reason: str
-    where: str
-    detail: str
-
-
-@dataclass(slots=True)
-class Tally:
-    """Counts of what happened to each record; none is dropped silently."""
-
-    read: int = 0  # records read
-    # records dropped, by reason; `read == kept + sum(dropped)`
-    dropped: Counter[str] = field(default_factory=Counter)
-    # records kept with a change or remark, by event (a record may have several)
-    noted: Counter[str] = field(default_factory=Counter)
-    # the first few records of each reason or event
-    samples: list[Sample] = field(default_factory=list)
-    # field name -> records kept in which it was used
-    used: Counter[str] = field(default_factory=Counter)
-    # field name -> records kept in which it has a value that was not used
-    unused: Counter[str] = field(default_factory=Counter)
-    # form or adapter -> records kept that it read; own field names: empty text
-    forms: Counter[str] = field(default_factory=Counter)
-    scored: int = 0  # pairs kept with rewards in the record
-    unscored: int = 0  # pairs kept without rewards in the record
-    texts: int = 0  # records kept that are plain text
-    chats: int = 0  # records kept that are messages
-    # every record dropped, of a single block; None: only samples are kept
-    rejected: list[Sample] | None = None
-
-    SAMPLES_PER_REASON = 3
-
-    @property
-    def kept(self) -> int:
-        """Number of records read and not dropped."""
-        return self.read - sum(self.dropped.values())
-
-    @property
-    def events(self) -> Counter[str]:
-        """`noted`, and what only some records lack: rewards, a chat's turns."""
-        default = self.unscored if self.scored else 0
-        mixed = self.texts if self.chats else 0
-        return self.noted + Counter(reward_default=default, mixed_forms=mixed)
-
-    def drop(self, reason: str, where: str, detail: str = "") -> None:
-        """Counts one record as dropped under `reason`."""
-        self.dropped[reason] += 1
-        if self.rejected is not None:
-            self.rejected.append(Sample(reason, where, detail))
-        self._sample(reason, where, detail, self.dropped[reason])
-
-    def note(self, event: str, where: str, detail: str = "") -> None:
-        """Counts one record under `event`; the record is kept."""
-        self.noted[event] += 1
-        self._sample(event, where, detail, self.noted[event])
-
-    def add(self, other: Tally) -> None:
-        """Adds the counts of `other`, a later part of the input."""
-        self.read += other.read
-        self.dropped.update(other.dropped)
-        self.noted.update(other.noted)
-        self.used.update(other.used)
-        self.forms.update(other.forms)
-        for name, count in other.unused.items():
-            if name in self.unused or len(self.unused) < MAX_FIELDS:
-                self.unused[name] += count
-        self.scored += other.scored
-        self.unscored += other.unscored
-        self.texts += other.texts
-        self.chats += other.chats
-        for sample in other.samples:
-            if (
-                sum(s.reason == sample.reason for s in self.samples)
-                < self.SAMPLES_PER_REASON
-            ):
-                self.samples.append(sample)
-
-    def _sample(self, reason: str, where: str, detail: str, count: int) -> None:
-        if count <= self.SAMPLES_PER_REASON:
-            self.samples.append(Sample(reason, where, detail))
 
 
 def ids_of(signed_ids: Any) -> Any:

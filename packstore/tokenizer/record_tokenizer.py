@@ -17,7 +17,6 @@ from packstore.format.arrays import (
     Examples,
     Int64,
     Rows,
-    Tally,
     example_id,
     to_offsets,
 )
@@ -50,6 +49,7 @@ from packstore.tokenizer.records.sequences import (
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.render import is_rendered_prompt, render_record
+from packstore.tokenizer.tally import Tally
 from packstore.tokenizer.tokenizer import Tokenizer
 
 Lint = Callable[[Parsed], Iterable[tuple[str, str]]]

@@ -29,7 +29,6 @@ from packstore.etl.spill import Spill
 from packstore.etl.tokenize import Part, Tokenize
 from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
-from packstore.format.arrays import Tally
 from packstore.format.seeds import U64
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
@@ -37,6 +36,7 @@ from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
 from packstore.tokenizer.dialogue import template
+from packstore.tokenizer.tally import Tally
 
 T = TypeVar("T")
 

@@ -20,12 +20,13 @@ from packstore.etl.reports.place import Finding
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.etl.tokenize import Part
 from packstore.etl.totals import PROBLEMS, absent_fields
-from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Tally
+from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples
 from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.dialogue.template import Message, limited
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.refusals import Refused
+from packstore.tokenizer.tally import Tally
 
 _REMARKS = {
     "unknown_tokens": "text that the vocabulary cannot spell",

@@ -19,11 +19,12 @@ import numpy.typing as npt
 from packstore.config import BatchConfig, PackConfig
 from packstore.etl.reports.place import Finding
 from packstore.format import seeds
-from packstore.format.arrays import Bool, Examples, Int32, Int64, Tally
+from packstore.format.arrays import Bool, Examples, Int32, Int64
 from packstore.io.dataset.steps import cut_by_examples
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import sizes
 from packstore.pack.plan import plan
+from packstore.tokenizer.tally import Tally
 
 MAX_SIMULATED_PACKS = 10_000
 """Packs that are cut into steps; the steps of more are scaled from these."""

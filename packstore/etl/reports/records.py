@@ -20,7 +20,6 @@ from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import count_unrequested_drops, describe_drops
-from packstore.format.arrays import Sample, Tally
 from packstore.format.schema import LAYOUTS
 from packstore.io.dataset.dataset import find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES
@@ -29,6 +28,7 @@ from packstore.io.store.location import Location
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import MAX_PACK_SIZE
 from packstore.progress import Progress
+from packstore.tokenizer.tally import Sample, Tally
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 """Pack sizes of an estimate, unless others are requested."""

@@ -17,7 +17,6 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, quote
-from packstore.format.arrays import MAX_FIELDS, Tally
 from packstore.format.schema import COLUMN_NAME
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.dialogue.template import as_json
@@ -67,6 +66,7 @@ from packstore.tokenizer.records.values import (
     parse_json,
 )
 from packstore.tokenizer.refusals import ADAPTER, Refused
+from packstore.tokenizer.tally import MAX_FIELDS, Tally
 
 SHOWN = 200
 """Characters of a value in an announcement."""
