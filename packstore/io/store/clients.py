@@ -2,8 +2,8 @@
 
 The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behind the
 choice. Each retries failed requests itself. For S3 this is switched off, so that all
-retries follow :mod:`packstore.io.store.retry`, and a conditional put whose response got
-lost differs from one that lost a race. gcsfs and adlfs cannot switch it off: their
+retries follow :mod:`packstore.io.store.retry`, and a conditional put differs from one
+that lost a race if its response got lost. gcsfs and adlfs cannot switch it off: their
 errors come after a few retries.
 """
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from packstore.errors import StorageError, display, sentence
+from packstore.io.store.local import LinkFollowingFileSystem
 from packstore.io.store.storage_errors import BUCKETS, NO_BUCKET, is_passing
 
 PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs", "http": "aiohttp"}
@@ -30,117 +31,154 @@ PART_BYTES = 8 << 20
 
 PARTS_AT_ONCE = 4
 
-_MEMORY = threading.Lock()
+_MEMORY_LOCK = threading.Lock()
 
 
 def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Returns the fsspec filesystem of `url`, and the path in it."""
-    from fsspec import get_filesystem_class
+    """Return the fsspec filesystem of `url`, and the path in it."""
     from fsspec.core import url_to_fs
 
-    if "://" not in url:  # also with ``::`` in its name, a chain for fsspec
-        from packstore.io.store.links import LinkFollowingFileSystem
-
+    # A local path may hold ``::``, which fsspec would take for a chain.
+    if "://" not in url:
         local = LinkFollowingFileSystem(**options)
         return local, local._strip_protocol(url)
-    # Not a chained URL (``simplecache::s3://``).
-    s3 = url.startswith(("s3://", "s3a://")) and is_s3fs(get_filesystem_class("s3"))
-    ours = s3 and "config_kwargs" not in options
-    if s3:
-        settings = {
-            "retries": {"mode": "standard", "total_max_attempts": 1},
-            "max_pool_connections": CONNECTIONS,
-        }
-        options = {
-            **options,
-            "config_kwargs": {**settings, **options.get("config_kwargs", {})},
-        }
-    fs, path = url_to_fs(url, **options)
-    if ours:
-        fs.retries = (
-            1  # this instance is not shared: its settings are unique to packstore
-        )
-    config: Any = getattr(getattr(fs, "service_client", None), "_config", None)
-    if hasattr(config, "max_single_put_size"):
-        # By default Azure's client sends up to 64 MB at once and keeps three copies of
-        # it.
-        config.max_single_put_size = PART_BYTES
+
+    if not _is_s3_url(url):
+        fs, path = url_to_fs(url, **options)
+        _limit_single_put(fs)
+        return fs, path
+
+    fs, path = url_to_fs(url, **_with_s3_settings(options))
+    if "config_kwargs" not in options:
+        # Retries of s3fs itself. The instance is not shared: fsspec caches instances by
+        # their options, and these settings are unique to packstore.
+        fs.retries = 1
     return fs, path
 
 
-def _client(fs: Any) -> str:
-    """Returns the package of a filesystem or its class, or ``memory``."""
-    module = (fs if isinstance(fs, type) else type(fs)).__module__
-    return (
-        "memory"
-        if module == "fsspec.implementations.memory"
-        else module.partition(".")[0]
-    )
+def _is_s3_url(url: str) -> bool:
+    """Return True if s3fs opens a URL; not for a chain such as ``simplecache::s3://``."""
+    from fsspec import get_filesystem_class
+
+    if not url.startswith(("s3://", "s3a://")):
+        return False
+    return is_s3fs(get_filesystem_class("s3"))
+
+
+def _with_s3_settings(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of s3fs, with no retries of botocore unless requested."""
+    settings = {
+        "retries": {"mode": "standard", "total_max_attempts": 1},
+        "max_pool_connections": CONNECTIONS,
+    }
+    return {
+        **options,
+        "config_kwargs": {**settings, **options.get("config_kwargs", {})},
+    }
+
+
+def _limit_single_put(fs: Any) -> None:
+    """Make Azure's client send large files in parts.
+
+    By default it sends up to 64 MB at once, and keeps three copies of it.
+    """
+    config: Any = getattr(getattr(fs, "service_client", None), "_config", None)
+    if hasattr(config, "max_single_put_size"):
+        config.max_single_put_size = PART_BYTES
+
+
+def _package_of(fs: Any) -> str:
+    """Return the package of a filesystem or its class, or ``memory``."""
+    kind = fs if isinstance(fs, type) else type(fs)
+    if kind.__module__ == "fsspec.implementations.memory":
+        return "memory"
+    return kind.__module__.partition(".")[0]
 
 
 def creates_exclusively(fs: Any) -> bool:
-    """Returns True if exactly one of many concurrent calls of `create` is known to
-    succeed.
-    """
-    return _client(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
+    """Return True if exactly one of many concurrent :func:`create` succeeds."""
+    return _package_of(fs) in ("s3fs", "gcsfs", "adlfs", "memory")
 
 
 def is_s3fs(fs: Any) -> bool:
-    """Returns True for s3fs; another filesystem may be registered for S3."""
-    return _client(fs) == "s3fs"
+    """Return True for s3fs; another filesystem may be registered for S3."""
+    return _package_of(fs) == "s3fs"
+
+
+# Writing
 
 
 def put_file(fs: Any, local_path: str, path: str) -> None:
-    """Uploads a file, a few parts in memory at a time."""
-    client, options = _client(fs), dict[str, int]()
-    if client == "memory":  # its own way shows the file while it grows
+    """Upload a file, a few parts in memory at a time."""
+    package = _package_of(fs)
+    if package == "memory":  # its own way shows the file while it grows
         put_bytes(fs, path, Path(local_path).read_bytes())
         return
-    if client in ("s3fs", "gcsfs"):
+    options: dict[str, int] = {}
+    if package in ("s3fs", "gcsfs"):
         options["chunksize"] = PART_BYTES
-    if client in ("s3fs", "adlfs"):
+    if package in ("s3fs", "adlfs"):
         options["max_concurrency"] = PARTS_AT_ONCE
     fs.put_file(local_path, path, **options)
 
 
-def put_bytes(fs: Any, path: str, data: bytes, **how: Any) -> None:
-    """Puts bytes over any file that is there."""
+def put_bytes(fs: Any, path: str, data: bytes, **options: Any) -> None:
+    """Put bytes over any file that is there."""
     if not creates_exclusively(fs):  # real folders (sftp, …)
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-    fs.pipe_file(path, data, **how)
+    fs.pipe_file(path, data, **options)
 
 
 def create(fs: Any, path: str, data: bytes) -> None:
-    """Puts bytes only if no file is there; otherwise raises the client's error."""
-    how = {"retry_total": 0} if _client(fs) == "adlfs" else {}
-    # The memory filesystem checks first and writes then: without a lock, threads would
-    # race.
-    with _MEMORY if _client(fs) == "memory" else contextlib.nullcontext():
-        put_bytes(fs, path, data, mode="create", **how)
+    """Put bytes only if no file is there; otherwise raise the client's error."""
+    package = _package_of(fs)
+    if package == "adlfs":
+        # A second try would be refused for the file of the first.
+        put_bytes(fs, path, data, mode="create", retry_total=0)
+    elif package == "memory":
+        # It checks first and writes then: without a lock, threads would race.
+        with _MEMORY_LOCK:
+            put_bytes(fs, path, data, mode="create")
+    else:
+        put_bytes(fs, path, data, mode="create")
+
+
+# Listing
 
 
 def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
-    """Lists name and details in a folder; with `url`, a missing bucket is refused."""
+    """List a folder; empty if it is missing.
+
+    Args:
+        fs: the filesystem.
+        path: the folder in it.
+        url: if not empty, a missing bucket is an error, for a message with this URL.
+
+    Returns:
+        Name and details of each entry.
+    """
     fs.invalidate_cache()
     try:
-        entries = [
-            (entry["name"].strip("/"), entry) for entry in fs.ls(path, detail=True)
-        ]
+        entries = fs.ls(path, detail=True)
     except (FileNotFoundError, NotADirectoryError):
         if url:
             refuse_missing_bucket(fs, path, url)
         return []
-    # Some stores also list the folder itself, an empty object.
-    return [
-        (name.rpartition("/")[2], entry)
-        for name, entry in entries
-        if name != path.strip("/")
-    ]
+
+    listing = []
+    for entry in entries:
+        full_name = entry["name"].strip("/")
+        # Some stores also list the folder itself, an empty object.
+        if full_name != path.strip("/"):
+            listing.append((full_name.rpartition("/")[2], entry))
+    return listing
 
 
 def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
-    """Returns True for a file or a link to one, False for folders; raises OSError for
-    others.
+    """Return True for a file or a link to one, False for a folder.
+
+    Raises:
+        OSError: it is neither.
     """
     kind = info["type"]
     if kind not in ("file", "directory"):
@@ -154,27 +192,31 @@ def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
 
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
-    """Returns matches by path; refuses a missing bucket."""
+    """Return the details of matches by path; raise if the bucket is missing."""
     with contextlib.suppress(FileNotFoundError):  # raised by gcsfs
-        if matches := fs.glob(pattern, detail=True):
+        matches = fs.glob(pattern, detail=True)
+        if matches:
             return dict(matches)
     refuse_missing_bucket(fs, pattern, url)
     return {}
 
 
 def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
-    """Raises :class:`StorageError` if `path` was not found because its bucket is
-    missing.
-    """
-    if url.partition("://")[0] not in BUCKETS:
+    """Raise StorageError if `path` was not found because its bucket is missing."""
+    scheme = url.partition("://")[0]
+    if scheme not in BUCKETS:
         return
+    bucket = path.partition("/")[0]
     try:
-        fs.info(path.partition("/")[0])
+        fs.info(bucket)
     except FileNotFoundError:
-        message = sentence(
-            display(url), "cannot list", NO_BUCKET.reason, NO_BUCKET.remedy
+        text = sentence(
+            where=display(url),
+            rule="cannot list",
+            found=NO_BUCKET.reason,
+            remedy=NO_BUCKET.remedy,
         )
-        raise StorageError(message) from None
+        raise StorageError(text) from None
     except Exception as error:
         if is_passing(error):
             raise

@@ -1,6 +1,4 @@
-"""Writes local files in one step, never over another file, and durable across a power
-cut.
-"""
+"""The local filesystem: follows links, and writes files in one step and durably."""
 
 from __future__ import annotations
 
@@ -15,26 +13,103 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
+from fsspec.implementations.local import LocalFileSystem
+
 from packstore.errors import IntegrityError
 
 
 def is_local(fs: Any) -> bool:
-    """Returns True for the local filesystem."""
-    from fsspec.implementations.local import LocalFileSystem
-
+    """Return True for the local filesystem."""
     return isinstance(fs, LocalFileSystem)
 
 
+class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """fsspec's filesystem, with links taken for their targets.
+
+    Its listings call a link "other", and its patterns enter no linked folder.
+    """
+
+    def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
+        """List a folder; a link has the type of its target, "other" without one."""
+        entries: list[Any] = super().ls(path, detail=detail, **kwargs)
+        if not detail:
+            return entries
+        for entry in entries:
+            if entry["islink"]:
+                with contextlib.suppress(OSError):  # dangling
+                    entry["type"] = self.info(entry["name"])["type"]
+        return entries
+
+    def walk(
+        self,
+        path: str,
+        maxdepth: int | None = None,
+        topdown: bool = True,
+        on_error: Any = "raise",
+        **kwargs: Any,
+    ) -> Iterator[Any]:
+        """Yield folder by folder.
+
+        Raises:
+            OSError: a folder cannot be listed (fsspec would leave it out), or holds
+                itself (fsspec would read its files again and again).
+        """
+        real_path = os.path.realpath(path)
+        ancestors = kwargs.pop("ancestors", ())
+        if real_path in ancestors:
+            raise OSError(errno.ELOOP, f"a link to a folder that it lies in, {path}")
+        kwargs["ancestors"] = (*ancestors, real_path)
+        yield from super().walk(path, maxdepth, topdown, "raise", **kwargs)
+
+
+# Reading
+
+
 def require_regular_file(path: str) -> str:
-    """Returns `path`; raises for a device or pipe, which may block or never end."""
+    """Return `path`; raise for a device or pipe, which may block or never end."""
     mode = os.stat(path).st_mode  # follows links: download caches consist of them
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise OSError(errno.EINVAL, "a device or pipe where a file must be")
     return path
 
 
+def read_part(path: str, start: int, end: int | None) -> bytes:
+    """Read bytes `start` to `end` (None: the end) of a file."""
+    length = -1 if end is None else end - start
+    with open(require_regular_file(path), "rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def advise_will_read(path: str, start: int, end: int) -> None:
+    """Make the system prefetch bytes `start` to `end` of a file; do not wait."""
+    if hasattr(os, "posix_fadvise"):
+        with _open_handle(require_regular_file(path)) as handle:
+            os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
+
+
+def map_part(path: str, start: int, end: int) -> memoryview:
+    """Return bytes `start` to `end` of a file, as a view of the page cache."""
+    with _open_handle(require_regular_file(path)) as handle:
+        size = os.fstat(handle).st_size
+        if size < end:  # access to missing pages would crash
+            raise IntegrityError(
+                f"must have at least {end} bytes; found only {size} bytes"
+            )
+        aligned_start = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        view = mmap.mmap(
+            handle,
+            end - aligned_start,
+            # All pages at once: faults one by one would cost more than a copy.
+            flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0),
+            prot=mmap.PROT_READ,
+            offset=aligned_start,
+        )
+    return memoryview(view)[start - aligned_start :]
+
+
 @contextlib.contextmanager
-def _opened(path: str) -> Iterator[int]:
+def _open_handle(path: str) -> Iterator[int]:
     handle = os.open(path, os.O_RDONLY)
     try:
         yield handle
@@ -42,34 +117,11 @@ def _opened(path: str) -> Iterator[int]:
         os.close(handle)
 
 
-def advise_will_read(path: str, start: int, end: int) -> None:
-    """Makes the system prefetch bytes `start` to `end` of a file from disk; does not
-    wait.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with _opened(require_regular_file(path)) as handle:
-            os.posix_fadvise(handle, start, end - start, os.POSIX_FADV_WILLNEED)
-
-
-def map_part(path: str, start: int, end: int) -> memoryview:
-    """Returns bytes `start` to `end` of a file, as a view of the page cache."""
-    aligned = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    with _opened(require_regular_file(path)) as handle:
-        size = os.fstat(handle).st_size
-        if size < end:  # access to missing pages would crash
-            raise IntegrityError(
-                f"must have at least {end} bytes; found only {size} bytes"
-            )
-        # All pages at once: faults one by one would cost more than a copy.
-        flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
-        view = mmap.mmap(handle, end - aligned, flags, mmap.PROT_READ, offset=aligned)
-    return memoryview(view)[start - aligned :]
+# Folders
 
 
 def make_folder(path: str) -> list[str]:
-    """Creates a folder and its parents, durably; returns the new ones,
-    outermost first.
-    """
+    """Create a folder and its parents, durably; return new ones, outermost first."""
     if os.path.isdir(path):
         return []
     parent = os.path.dirname(os.path.abspath(path))
@@ -85,29 +137,41 @@ def make_folder(path: str) -> list[str]:
 
 
 def put_in_folder(full: str, put: Callable[[], None]) -> None:
-    """Creates the folder of a file and calls `put`; repeats if an ending job has
-    removed it.
+    """Create the folder of a file and call `put`.
+
+    Repeat it if the folder is gone: an ending job removes its empty folders.
     """
+    folder = os.path.dirname(full)
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
-            make_folder(os.path.dirname(full))
-            return put()
-    make_folder(os.path.dirname(full))
-    return put()
+            make_folder(folder)
+            put()
+            return
+    make_folder(folder)
+    put()
+
+
+def sync_folder(folder: str) -> None:
+    """Sync a folder, so that a rename or link in it survives a power cut."""
+    with _open_handle(folder) as handle:
+        os.fsync(handle)
+
+
+# Writing
 
 
 class UnsyncedError(OSError):
-    """A new file is there, whole, but its folder could not be synced."""
+    """A new file is complete, but its folder could not be synced."""
 
 
 def create(full: str, data: bytes) -> None:
-    """Writes a temporary file and links it: link never replaces, and readers see it
-    complete.
-    """
+    """Write a new file in one step and durably; raise FileExistsError if it exists."""
     temporary = _temporary_name(full)
     try:
         _write_new(temporary, data)
-        if not (_link_new(temporary, full) or _rename_new(temporary, full)):
+        # A link never replaces a file, and readers see it complete.
+        is_there = _link_new(temporary, full) or _rename_new(temporary, full)
+        if not is_there:
             _write_new(full, data)  # still one winner, but not in one step
     finally:
         with contextlib.suppress(OSError):
@@ -119,7 +183,7 @@ def create(full: str, data: bytes) -> None:
 
 
 def replace(full: str, data: bytes) -> None:
-    """Writes a file in one step, over an existing one, but not durably."""
+    """Write a file in one step, over an existing one, but not durably."""
     temporary = _temporary_name(full)
     with open(temporary, "wb") as file:
         file.write(data)
@@ -127,10 +191,9 @@ def replace(full: str, data: bytes) -> None:
 
 
 def link(source: str, target: str) -> None:
-    """Links or copies a file to `target`, in one step and durably; replaces a file
-    there.
-    """
-    make_folder(os.path.dirname(target))
+    """Link or copy a file in one step and durably; replace a file at `target`."""
+    folder = os.path.dirname(target)
+    make_folder(folder)
     temporary = _temporary_name(target)
     try:
         os.link(source, temporary)
@@ -139,15 +202,22 @@ def link(source: str, target: str) -> None:
         with open(temporary, "rb+") as file:
             os.fsync(file.fileno())
     os.replace(temporary, target)
-    with contextlib.suppress(
-        FileNotFoundError
-    ):  # rename does nothing for links to the same file
+    # A rename does nothing if both names are links to the same file.
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary)
-    sync_folder(os.path.dirname(target))
+    sync_folder(folder)
+
+
+def finish_file(file: IO[bytes], durable: bool) -> None:
+    """Close a complete file; if `durable`, sync it to survive a power cut."""
+    file.flush()
+    if durable:
+        os.fsync(file.fileno())
+    file.close()
 
 
 def _temporary_name(full: str) -> str:
-    """Returns a random hidden name in the folder of a file."""
+    """Return a random hidden name in the folder of a file."""
     folder, name = os.path.split(full)
     return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
 
@@ -163,9 +233,7 @@ def _write_new(path: str, data: bytes) -> None:
 
 
 def _link_new(source: str, target: str) -> bool:
-    """Links a file under a new name; returns False if the filesystem has no
-    hard links.
-    """
+    """Link a file under a new name; return False without hard links."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -176,29 +244,24 @@ def _link_new(source: str, target: str) -> bool:
 
 
 def _rename_new(source: str, target: str) -> bool:
-    """Renames a file unless the new name is taken; returns False if the system
-    cannot.
+    """Rename a file unless the new name is taken; return False if that is unsupported.
+
+    Python has no call for it: ``os.rename`` replaces a file.
     """
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    here, no_replace = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
-    paths = here, os.fsencode(source), here, os.fsencode(target)
-    done = rename is not None and rename(*paths, no_replace) == 0
-    if rename is not None and not done and ctypes.get_errno() == errno.EEXIST:
+    if rename is None:
+        return False
+    current_folder = -100  # AT_FDCWD
+    no_replace = 1  # RENAME_NOREPLACE
+    result = rename(
+        current_folder,
+        os.fsencode(source),
+        current_folder,
+        os.fsencode(target),
+        no_replace,
+    )
+    if result == 0:
+        return True
+    if ctypes.get_errno() == errno.EEXIST:
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-    return done
-
-
-def finish_file(file: IO[bytes], durable: bool) -> None:
-    """Closes a complete file; with `durable`, syncs it so that it survives a
-    power cut.
-    """
-    file.flush()
-    if durable:
-        os.fsync(file.fileno())
-    file.close()
-
-
-def sync_folder(folder: str) -> None:
-    """Syncs a folder, so that a rename or link in it survives a power cut."""
-    with _opened(folder) as handle:
-        os.fsync(handle)
+    return False

@@ -24,14 +24,15 @@ from packstore.errors import (
     FormatError,
     StorageError,
     display,
+    logins,
     quote,
     sentence,
+    spelled,
 )
 from packstore.io.store import clients, local
 from packstore.io.store.retry import retrying
 from packstore.io.store.storage_errors import (
     as_storage_errors,
-    check_url,
     means_exists,
     missing_filesystem,
 )
@@ -41,23 +42,14 @@ T = TypeVar("T")
 
 VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
 """Fields of a client's answer that change with the content of an object."""
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
+_BUFFER_BYTES = 1 << 20
 
-class PerProcess(Generic[T]):
-    """A value that each process makes for itself: after a fork, clients of
-    stores hang.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._pid = make, 0
-        self._value: T
-
-    def get(self) -> T:
-        """Returns the value of this process."""
-        if self._pid != os.getpid():
-            self._value, self._pid = self._make(), os.getpid()
-        return self._value
+# Neither a login nor a query can be in such a URL, and it resembles no other.
+_PLAIN_URL = re.compile(
+    r"(?:[A-Za-z][A-Za-z0-9+.-]*://|/)?[^:@?#;/]+(?:/[^:@?#;/]+)*/?"
+)
+_RELATIVE_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
 class Entry(NamedTuple):
@@ -70,41 +62,50 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Location:
-    """A file or folder on any store. Paths given to its methods are relative to it,
-    with ``/``.
+    """A file or folder on any store.
 
-    Every method raises :class:`StorageError` when the store refuses, and
-    :class:`MissingExtraError` when the package of its filesystem is missing. `url` is a
-    local path or an fsspec URL; `storage_options` are of its filesystem, and of retries
-    (:class:`RetryConfig`).
+    Paths in its methods are relative to it, with ``/``. Every method raises
+    :class:`StorageError` when the store refuses, and :class:`MissingExtraError` when
+    the package of its filesystem is missing.
+
+    Attributes:
+        url: a local path or an fsspec URL.
+        storage_options: of its filesystem, and of retries (:class:`RetryConfig`).
+        display: the URL without user, password and query string, for messages and
+            manifests.
     """
 
     url: str
     storage_options: Mapping[str, Any] = field(
         default_factory=dict, repr=False, hash=False
     )
+    display: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "url", check_url(os.fspath(self.url)))
+        url = os.fspath(self.url)
+        # Most locations are joined from others; only the URL at the door is parsed.
+        if _PLAIN_URL.fullmatch(url):
+            display_url = spelled(url)
+        else:
+            _check_url(url)
+            display_url = display(url)
+        object.__setattr__(self, "url", url)
         object.__setattr__(self, "storage_options", dict(self.storage_options))
+        object.__setattr__(self, "display", display_url)
 
     def __repr__(self) -> str:
         return f"Location({self.display!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"url": self.url, "storage_options": self.storage_options}
-
-    @property
-    def display(self) -> str:
-        """The URL without user, password and query string: for messages and
-        manifests.
-        """
-        return display(self.url)
+        return {
+            "url": self.url,
+            "storage_options": self.storage_options,
+            "display": self.display,
+        }
 
     @property
     def digest(self) -> str:
-        """A hash by which places differ: of the URL, and of options such as the
-        endpoint's.
+        """A hash of the place: of the URL, and of options such as the endpoint's.
 
         Credentials, which may change with time, do not count.
         """
@@ -123,129 +124,161 @@ class Location:
 
     @property
     def creates_exclusively(self) -> bool:
-        """True if exactly one of many concurrent :meth:`create_bytes` is known to
-        succeed.
-        """
+        """True if exactly one of many concurrent :meth:`create_bytes` succeeds."""
         fs, _ = self.filesystem()
         return local.is_local(fs) or clients.creates_exclusively(fs)
 
     def join(self, path: str) -> Location:
-        """Returns the location at `path` below this one."""
+        """Return the location at `path` below this one."""
         if not path:
             return self
-        base, query = self.url, ""
+        base = self.url
+        query = ""
         if "://" in base and "?" in base:
-            base, query = base.split("?", 1)
-            query = "?" + query
+            base, _, query = base.partition("?")
+            query = f"?{query}"
         return Location(f"{base.rstrip('/')}/{path}{query}", self.storage_options)
 
+    # Looking
+
     def exists(self, path: str = "") -> bool:
-        """Returns True if a file or folder exists; raises if the store refuses to
-        answer.
-        """
+        """Return True if a file or folder exists."""
         return self._info(path) is not None
 
     def is_dir(self, path: str = "") -> bool:
-        """Returns True if a folder exists."""
+        """Return True if a folder exists."""
         info = self._info(path)
         return info is not None and info["type"] == "directory"
 
     def size(self, path: str = "") -> int:
-        """Returns the bytes of the file."""
+        """Return the bytes of the file."""
         fs, full = self.filesystem(path)
-        return int(self.request("read", path, lambda: fs.info(full))["size"] or 0)
+        info = self.request("read", path, partial(fs.info, full))
+        return int(info["size"] or 0)
+
+    def object_version(self, path: str = "") -> str:
+        """Return the version id or ETag of the file, with its label.
+
+        It is empty if the store has none, or refuses.
+        """
+        try:
+            info = self._info(path) or {}
+        except StorageError:
+            return ""
+        for name in VERSIONS:
+            value = str(info.get(name) or "").strip('"')
+            if value not in ("", "null"):  # S3 has "null" in buckets without versions
+                return f"{name} {value}"
+        return ""
 
     def files(self, path: str = "") -> list[Entry]:
-        """Lists the files directly in a folder, by name; empty if the folder is
-        missing.
-        """
+        """List the files directly in a folder, by name; empty if it is missing."""
         return [entry for entry in self.entries(path) if not entry.is_folder]
 
     def entries(self, path: str = "") -> list[Entry]:
-        """Lists files and folders directly in a folder, by name; follows links.
+        """List files and folders directly in a folder, by name; follow links.
 
-        Raises :class:`StorageError` for what is neither, unless it is hidden.
+        Raises:
+            StorageError: an entry that is not hidden is neither file nor folder.
         """
         fs, full = self.filesystem(path)
-        listed = []
-        for name, info in self.request(
-            "list", path, partial(clients.ls, fs, full, self.url)
-        ):
-            if info["type"] in ("file", "directory") or not name.startswith("."):
-                relative = f"{path}/{name}".lstrip("/")
-                is_file = self._is_file(
-                    fs, f"{full.rstrip('/')}/{name}", info, relative
-                )
-                listed.append(Entry(name, int(info["size"] or 0), not is_file))
-        return sorted(listed)
+        listing = self.request("list", path, partial(clients.ls, fs, full, self.url))
 
-    def _is_file(self, fs: Any, full: str, info: Mapping[str, Any], path: str) -> bool:
-        return self.request("read", path, lambda: clients.is_file(fs, full, info))
+        entries = []
+        for name, info in listing:
+            is_plain = info["type"] in ("file", "directory")
+            if not is_plain and name.startswith("."):
+                continue
+            relative_path = f"{path}/{name}".lstrip("/")
+            full_path = f"{full.rstrip('/')}/{name}"
+            is_file = self._is_file(fs, full_path, info, relative_path)
+            entry = Entry(name, size=int(info["size"] or 0), is_folder=not is_file)
+            entries.append(entry)
+        return sorted(entries)
 
     def glob(self) -> list[Location]:
-        """Lists the files that match the URL as a pattern (``*``, ``**``, ``?``,
-        ``[...]``).
+        """List files that match the URL as a pattern (``*``, ``**``, ``?``, ``[...]``).
 
-        Links are followed; raises :class:`StorageError` for what is neither file nor
-        folder.
+        Links are followed.
+
+        Raises:
+            StorageError: a match is neither file nor folder.
         """
         fs, full = self.filesystem()
-        matches = self.request("list", "", lambda: clients.glob(fs, full, self.url))
-        spell = str if local.is_local(fs) else fs.unstrip_protocol
-        places = (
-            (p, Location(spell(p), self.storage_options)) for p in sorted(matches)
-        )
-        return [place for p, place in places if place._is_file(fs, p, matches[p], "")]
+        matches = self.request("list", "", partial(clients.glob, fs, full, self.url))
 
-    def open_read(self, path: str = "") -> io.BufferedReader:
-        """Opens the file as a binary stream whose errors are all
-        :class:`StorageError`.
-        """
+        locations = []
+        for path in sorted(matches):
+            url = path if local.is_local(fs) else fs.unstrip_protocol(path)
+            location = Location(url, self.storage_options)
+            if location._is_file(fs, path, matches[path], ""):
+                locations.append(location)
+        return locations
+
+    def _is_file(self, fs: Any, full: str, info: Mapping[str, Any], path: str) -> bool:
+        return self.request("read", path, partial(clients.is_file, fs, full, info))
+
+    def _info(self, path: str) -> Mapping[str, Any] | None:
+        """Return the client's answer about a file or folder; None if it is missing."""
         fs, full = self.filesystem(path)
 
-        def opened() -> Any:
+        def info() -> Mapping[str, Any] | None:
+            fs.invalidate_cache()
+            try:
+                return dict(fs.info(full))
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+        return self.request("read", path, info)
+
+    # Reading
+
+    def open_read(self, path: str = "") -> io.BufferedReader:
+        """Open the file as a binary stream; its errors are storage errors."""
+        fs, full = self.filesystem(path)
+
+        def open_raw() -> Any:
             if local.is_local(fs):
                 return io.FileIO(local.require_regular_file(full))
             return fs.open(full, "rb")
 
-        raw = self.request("read", path, opened)
-        return io.BufferedReader(_RetriedFile(raw, self, path), 1 << 20)
+        raw = self.request("read", path, open_raw)
+        return io.BufferedReader(_RetriedFile(raw, self, path), _BUFFER_BYTES)
 
     def read_bytes(
         self, path: str = "", start: int | None = None, end: int | None = None
     ) -> bytes:
-        """Reads bytes `start` to `end` (exclusive) of the file; fewer if it is
-        shorter.
-        """
+        """Read bytes `start` to `end` (exclusive) of the file; fewer if it is short."""
         fs, full = self.filesystem(path)
 
         def read() -> bytes:
             if local.is_local(fs):
-                with open(local.require_regular_file(full), "rb") as file:
-                    file.seek(start or 0)
-                    return file.read(-1 if end is None else end - (start or 0))
+                return local.read_part(full, start or 0, end)
             return bytes(fs.cat_file(full, start=start, end=end))
 
         return self.request("read", path, read)
 
+    # Writing
+
     def put_file(self, local_path: str, path: str) -> None:
-        """Moves (on one disk) or uploads a finished local file to `path`; replaces a
-        file there.
-        """
+        """Move (on one disk) or upload a finished local file; replace one at `path`."""
         fs, full = self.filesystem(path)
-        if local.is_local(fs):
-            with self.guard("write", path):
-                local.put_in_folder(full, partial(os.replace, local_path, full))
-                local.sync_folder(os.path.dirname(full))
-        else:
-            self.request("write", path, lambda: clients.put_file(fs, local_path, full))
+        if not local.is_local(fs):
+            upload = partial(clients.put_file, fs, local_path, full)
+            self.request("write", path, upload)
+            return
+        with self.guard("write", path):
+            local.put_in_folder(full, partial(os.replace, local_path, full))
+            local.sync_folder(os.path.dirname(full))
 
     def create_bytes(self, path: str, data: bytes) -> None:
-        """Writes a small file only if it does not exist; of many writers exactly one
-        succeeds.
+        """Write a small file only if it does not exist; of many writers one succeeds.
 
-        A file with just these bytes counts as this put's, which is sent again if an
-        answer is lost; with others it raises :class:`DatasetExistsError`.
+        A file with just these bytes counts as written by this call: a request is sent
+        again if its answer got lost.
+
+        Raises:
+            DatasetExistsError: a file with other bytes exists.
         """
         fs, full = self.filesystem(path)
 
@@ -261,103 +294,112 @@ class Location:
                 fs.invalidate_cache()  # a listing from before the put lacks the file
                 if fs.cat_file(full) != data:
                     where = self.join(path).display
-                    message = sentence(where, "must not exist yet", "it does")
-                    raise DatasetExistsError(message) from error
+                    text = sentence(where, rule="must not exist yet", found="it does")
+                    raise DatasetExistsError(text) from error
 
         self.request("write", path, create)
 
-    def remove(self, path: str, condition: Callable[[], bool] = lambda: True) -> bool:
-        """Removes the file, if any; returns False if `condition`, asked at each try, is
-        false.
+    def remove(self, path: str, condition: Callable[[], bool] | None = None) -> bool:
+        """Remove the file, if any.
+
+        Args:
+            path: of the file.
+            condition: called before each attempt.
+
+        Returns:
+            False if the condition was not met.
         """
         fs, full = self.filesystem(path)
 
         def remove() -> bool:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                if not condition():
+                if condition is not None and not condition():
                     return False
                 fs.rm_file(full)
             return True
 
         return self.request("remove", path, remove)
 
-    def object_version(self, path: str = "") -> str:
-        """Returns the version id or ETag of the file, with its label; empty if there is
-        none.
-        """
-        try:
-            info = self._info(path) or {}
-        except StorageError:
-            return ""
-        for name in VERSIONS:
-            if (value := str(info.get(name) or "null").strip('"')) != "null":
-                return f"{name} {value}"
-        return ""
+    # Requests
 
     def request(self, verb: str, path: str, call: Callable[[], T]) -> T:
-        """Returns the result of `call`, a request about `path`; retries, raises storage
-        errors.
+        """Return the result of a request about `path`.
+
+        Failed requests are sent again, and all errors are storage errors.
+
+        Args:
+            verb: ``open``, ``read``, ``write``, ``list`` or ``remove``.
+            path: for messages.
+            call: the request.
         """
 
-        def named() -> T:
+        def guarded_call() -> T:
             with self.guard(verb, path):
                 return call()
 
-        return retrying(named, self.retries)
+        return retrying(guarded_call, self.retries)
 
     def guard(
         self, verb: str, path: str = ""
     ) -> contextlib.AbstractContextManager[None]:
-        """Turns all errors of a filesystem in this context into a
-        :class:`StorageError`.
-        """
-        return as_storage_errors(
-            verb, lambda: self.join(path).url, self.storage_options
-        )
+        """Turn all errors of a filesystem in this context into storage errors."""
 
-    def filesystem(self, path: str = "") -> tuple[Any, str]:
-        """Returns the filesystem of this process, and the full path of `path` in it."""
-        fs, root = self._opened.get()
-        return fs, f"{root.rstrip('/')}/{path}" if path else root
+        def url() -> str:
+            return self.join(path).url
 
-    @cached_property
-    def _opened(self) -> PerProcess[tuple[Any, str]]:
-        return PerProcess(self._open)
-
-    def _open(self) -> tuple[Any, str]:
-        with self.guard("open"):
-            try:
-                return clients.open_filesystem(self.url, self._split_options[1])
-            except ImportError as error:
-                raise missing_filesystem(self.url, error) from error
+        return as_storage_errors(verb, url, self.storage_options)
 
     @property
     def retries(self) -> RetryConfig:
         """The settings of retries, from the storage options."""
-        return self._split_options[0]
+        retries, _ = self._split_options
+        return retries
 
     @cached_property
     def _split_options(self) -> tuple[RetryConfig, dict[str, Any]]:
         return RetryConfig.split(self.storage_options)
 
-    def _info(self, path: str) -> Mapping[str, Any] | None:
-        fs, full = self.filesystem(path)
+    def filesystem(self, path: str = "") -> tuple[Any, str]:
+        """Return the filesystem of this process, and the full path of `path` in it."""
+        fs, root = self._filesystem.get()
+        return fs, f"{root.rstrip('/')}/{path}" if path else root
 
-        def info() -> Mapping[str, Any] | None:
-            fs.invalidate_cache()
+    @cached_property
+    def _filesystem(self) -> PerProcess[tuple[Any, str]]:
+        return PerProcess(self._open_filesystem)
+
+    def _open_filesystem(self) -> tuple[Any, str]:
+        _, options = self._split_options
+        with self.guard("open"):
             try:
-                return dict(fs.info(full))
-            except (FileNotFoundError, NotADirectoryError):
-                return None
+                return clients.open_filesystem(self.url, options)
+            except ImportError as error:
+                raise missing_filesystem(self.url, error) from error
 
-        return self.request("read", path, info)
+
+class PerProcess(Generic[T]):
+    """A value that each process makes for itself: clients hang after a fork."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._pid = 0
+        self._value: T
+
+    def get(self) -> T:
+        """Return the value of this process."""
+        if self._pid != os.getpid():
+            self._value = self._make()
+            self._pid = os.getpid()
+        return self._value
 
 
 class _RetriedFile(io.RawIOBase):
     """A file of a filesystem that retries reads and raises only storage errors."""
 
     def __init__(self, raw: Any, location: Location, path: str) -> None:
-        self._raw, self._location, self._path = raw, location, path
+        self._raw = raw
+        self._location = location
+        self._path = path
 
     def readable(self) -> bool:
         return True
@@ -366,9 +408,10 @@ class _RetriedFile(io.RawIOBase):
         return bool(self._raw.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        if not self.seekable():
+        if not self.seekable():  # then a second read would continue at another place
             with self._location.guard("read", self._path):
                 return int(self._raw.readinto(buffer) or 0)
+
         position = self._raw.tell()
 
         def read() -> int:
@@ -387,9 +430,46 @@ class _RetriedFile(io.RawIOBase):
         super().close()
 
 
+# Rules of URLs and paths
+
+
+def _check_url(url: str) -> None:
+    """Refuse a URL where a filesystem would open another place than intended."""
+    if not url:
+        text = sentence(
+            where="storage",
+            rule="a place must have a name",
+            found="none",
+            remedy="Write . for the current folder",
+        )
+        raise StorageError(text)
+
+    parts = logins(url)
+    if any(part.mistyped for part in parts):
+        text = sentence(
+            where=display(url),
+            rule="a URL must begin with a scheme and two slashes",
+            found="something like it",
+            remedy="Write scheme://…; for a local path, ./ or one / at its beginning",
+        )
+        raise StorageError(text)
+    if any(part.cut for part in parts):
+        text = sentence(
+            where=display(url),
+            rule="a login in a URL must not hold a slash, question mark or hash",
+            found="one",
+            remedy=(
+                "Write %2F, %3F or %23 for it, and %40 for an @ behind the host and "
+                "its port"
+            ),
+        )
+        raise StorageError(text)
+
+
 def check_relative(path: str, where: str) -> str:
-    """Returns `path`; raises FormatError if it is no valid path inside a dataset."""
-    if not all(_PART.fullmatch(part) for part in path.split("/")):
-        rule = "a path must be relative and stay inside the dataset"
-        raise FormatError(sentence(where, rule, quote(path)))
+    """Return `path`; raise FormatError if it is no valid path inside a dataset."""
+    for part in path.split("/"):
+        if not _RELATIVE_PART.fullmatch(part):
+            rule = "a path must be relative and stay inside the dataset"
+            raise FormatError(sentence(where, rule, found=quote(path)))
     return path

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -20,15 +20,26 @@ AT_ONCE = 16
 """Concurrent small requests (removals)."""
 
 CLOCK_SECONDS = 1.0
-"""Most that two answers may differ in the time of one object: some tell whole seconds.
+"""Maximum difference of two answers about the time of one object: some have whole
+seconds.
 """
+
+_MARKS = (*VERSIONS, "ino", "mtime")
+_TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
+
+
+# Listings
 
 
 class ListedFile(NamedTuple):
-    """A file of a listing: path in the dataset, bytes, and age in seconds if known.
+    """A file of a listing.
 
-    `marks` name its content, as far as the store does: an ETag or generation, an inode
-    and `mtime`.
+    Attributes:
+        path: in the dataset.
+        bytes: its size.
+        age: in seconds, if known.
+        marks: names of its content, as far as the store has any: an ETag or generation,
+            an inode and `mtime`.
     """
 
     path: str
@@ -37,129 +48,206 @@ class ListedFile(NamedTuple):
     marks: Mapping[str, str] = MappingProxyType({})
 
 
-class Upload(NamedTuple):
-    """An unfinished multipart upload: its target path, age in seconds if known,
-    and id.
+def list_folder(location: Location, folder: str) -> list[ListedFile]:
+    """List the files directly in a folder by name, hidden ones included.
+
+    A folder that is a link counts as empty.
     """
+    fs, full = location.filesystem(folder)
+    if location.local_path and os.path.islink(full):
+        return []
+    listing = location.request("list", folder, partial(clients.ls, fs, full))
+    files = [
+        _listed_file(f"{folder}/{name}", info)
+        for name, info in listing
+        if info["type"] != "directory"
+    ]
+    return sorted(files, key=attrgetter("path"))
+
+
+def list_folders(location: Location) -> list[str]:
+    """List the names of the folders in a place."""
+    fs, full = location.filesystem()
+    listing = location.request("list", "", partial(clients.ls, fs, full))
+    return sorted(name for name, info in listing if info["type"] == "directory")
+
+
+def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
+    """Return True if files are still the listed ones, by a look at each.
+
+    Call it in a request: errors are the client's.
+
+    Raises:
+        FileNotFoundError: the first one is gone.
+    """
+    fs, _ = location.filesystem()
+    fs.invalidate_cache()
+    for number, listed in enumerate(files):
+        _, full = location.filesystem(listed.path)
+        try:
+            info = fs.info(full)
+        except FileNotFoundError:
+            if number == 0:
+                raise
+            return False
+        if not _is_same(listed, _listed_file(listed.path, info)):
+            return False
+    return True
+
+
+def _is_same(listed: ListedFile, current: ListedFile) -> bool:
+    """Return True if a file has the content that it had in a listing."""
+    if listed.bytes != current.bytes:
+        return False
+    if current.marks:
+        for name, mark in current.marks.items():
+            if listed.marks.get(name, mark) != mark:
+                return False
+        return True
+    # The age is the weaker sign: it also changes as a second link to a local file is
+    # removed.
+    if listed.age is None:
+        return True
+    return current.age is not None and listed.age <= current.age + CLOCK_SECONDS
+
+
+def _listed_file(path: str, info: Mapping[str, Any]) -> ListedFile:
+    marks = {name: str(info[name]).strip('"') for name in _MARKS if info.get(name)}
+    return ListedFile(
+        path=path, bytes=int(info["size"] or 0), age=_age(info), marks=marks
+    )
+
+
+def _age(info: Mapping[str, Any]) -> float | None:
+    """Return the seconds since the latest timestamp.
+
+    A linked or moved file keeps its `mtime`.
+    """
+    ages = [_seconds_since(info.get(name)) for name in _TIMES]
+    return min((age for age in ages if age is not None), default=None)
+
+
+def _seconds_since(when: Any) -> float | None:
+    """Return the seconds since a timestamp of any filesystem; None for others."""
+    if isinstance(when, str):
+        with contextlib.suppress(ValueError):
+            when = datetime.fromisoformat(when)
+    if isinstance(when, datetime):
+        if when.tzinfo is None:
+            when = when.replace(tzinfo=UTC)
+        when = when.timestamp()
+    if not isinstance(when, int | float):
+        return None
+    return max(0.0, time.time() - float(when))
+
+
+# Unfinished uploads
+
+
+class Upload(NamedTuple):
+    """An unfinished multipart upload: its target, age in seconds if known, and id."""
 
     path: str
     age: float | None
     id: str
 
 
-def list_folder(location: Location, folder: str) -> list[ListedFile]:
-    """Lists the files directly in a folder that is no link, hidden ones included, by
-    name.
-    """
-    fs, full = location.filesystem(folder)
-    if location.local_path and os.path.islink(full):
-        return []
-    entries = location.request("list", folder, partial(clients.ls, fs, full))
-    files = [(name, e) for name, e in entries if e["type"] != "directory"]
-    return [
-        _listed(f"{folder}/{name}", e) for name, e in sorted(files, key=itemgetter(0))
-    ]
-
-
-def list_folders(location: Location) -> list[str]:
-    """Lists the names of the folders in a place."""
-    fs, full = location.filesystem()
-    entries = location.request("list", "", partial(clients.ls, fs, full))
-    return sorted(name for name, e in entries if e["type"] == "directory")
-
-
-def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
-    """Returns True if files are still those that were listed, by a look at each.
-
-    Raises FileNotFoundError if the first one is gone; a request of the caller's
-    retries.
-    """
-    fs, _ = location.filesystem()
-    fs.invalidate_cache()
-    for number, old in enumerate(files):
-        try:
-            now = _listed(old.path, fs.info(location.filesystem(old.path)[1]))
-        except FileNotFoundError:
-            if not number:
-                raise
-            return False
-        same = all(
-            old.marks.get(name, mark) == mark for name, mark in now.marks.items()
-        )
-        if (
-            not now.marks
-        ):  # the age of a file changes also when a second link to it is removed
-            oldest = -1.0 if now.age is None else now.age + CLOCK_SECONDS
-            same = old.age is None or old.age <= oldest
-        if not same or now.bytes != old.bytes:
-            return False
-    return True
-
-
-def _listed(path: str, entry: Mapping[str, Any]) -> ListedFile:
-    names = (*VERSIONS, "ino", "mtime")
-    marks = {name: str(entry[name]).strip('"') for name in names if entry.get(name)}
-    return ListedFile(path, int(entry["size"] or 0), _age(entry), marks)
-
-
 def uploads(location: Location) -> list[Upload] | None:
-    """Lists unfinished uploads below a location, which only S3 keeps and bills; None
-    elsewhere.
+    """List unfinished uploads below a location, which only S3 keeps and bills.
+
+    Returns:
+        None for other stores.
     """
     fs, full = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
     bucket, prefix, _ = fs.split_path(full.strip("/") + "/")
-    query, listed = {"Bucket": bucket, "Prefix": prefix}, list[Upload]()
+
+    listed = []
+    query = {"Bucket": bucket, "Prefix": prefix}
     while True:
         call = partial(fs.call_s3, "list_multipart_uploads", **query)
         page = location.request("list", "", call)
-        for upload in page.get("Uploads", ()):
-            path = upload["Key"].removeprefix(prefix)
-            listed.append(
-                Upload(path, _seconds_since(upload["Initiated"]), upload["UploadId"])
+        for entry in page.get("Uploads", ()):
+            upload = Upload(
+                path=entry["Key"].removeprefix(prefix),
+                age=_seconds_since(entry["Initiated"]),
+                id=entry["UploadId"],
             )
+            listed.append(upload)
         if not page.get("IsTruncated"):
             return listed
-        query |= {
-            f"{name}Marker": page[f"Next{name}Marker"] for name in ("Key", "UploadId")
-        }
+        query["KeyMarker"] = page["NextKeyMarker"]
+        query["UploadIdMarker"] = page["NextUploadIdMarker"]
 
 
 def abort_upload(location: Location, upload: Upload) -> None:
-    """Aborts an unfinished upload, and frees its storage."""
+    """Abort an unfinished upload, and free its storage."""
     fs, full = location.filesystem(upload.path)
     bucket, key, _ = fs.split_path(full)
-    target = {"Bucket": bucket, "Key": key, "UploadId": upload.id}
-    call = partial(fs.call_s3, "abort_multipart_upload", **target)
+    call = partial(
+        fs.call_s3,
+        "abort_multipart_upload",
+        Bucket=bucket,
+        Key=key,
+        UploadId=upload.id,
+    )
     location.request("remove", upload.path, call)
 
 
+# Removal
+
+
 def run_parallel(calls: Iterable[Callable[[], object]], at_once: int = AT_ONCE) -> None:
-    """Runs all calls, `at_once` at a time; raises the first error once none is
-    running.
+    """Run all calls, `at_once` at a time.
+
+    The first error is raised once no call is running; calls that have not begun by then
+    are dropped.
     """
     with ThreadPoolExecutor(at_once, "packstore-store") as pool:
-        list(pool.map(lambda call: call(), calls))
+        for _ in pool.map(_run, calls):
+            pass
+
+
+def _run(call: Callable[[], object]) -> object:
+    return call()
 
 
 def remove_all(location: Location, paths: Iterable[str]) -> None:
-    """Removes files, if they exist, in any order; raises like
-    :meth:`Location.remove`.
-    """
+    """Remove files, if they exist, in any order; raise like :meth:`Location.remove`."""
     run_parallel(partial(location.remove, path) for path in sorted(paths))
 
 
 def remove_empty(location: Location, *folders: str) -> None:
-    """Removes those of the folders that are empty, on a local disk."""
-    root = location.local_path or ""
-    for folder in folders if root else ():
+    """Remove the empty ones of some folders on a local disk."""
+    root = location.local_path
+    if root is None:
+        return
+    for folder in folders:
         with contextlib.suppress(OSError):  # none, or not empty
             os.rmdir(os.path.join(root, folder))
 
 
+@contextlib.contextmanager
+def removing_empty_folders(location: Location) -> Iterator[None]:
+    """Create the folders of a local dataset; remove new ones that stay empty."""
+    created: list[str] = []
+    root = location.local_path
+    if root is not None:
+        with location.guard("write"):
+            for name in ("_packstore", "data"):
+                created += local.make_folder(os.path.join(root, name))
+    try:
+        yield
+    finally:
+        remove_empty(location, *reversed(created))
+
+
+# Writing
+
+
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
-    """Writes a small file atomically; replaces an existing one."""
+    """Write a small file atomically; replace an existing one."""
     fs, full = location.filesystem(path)
     if local.is_local(fs):
         with location.guard("write", path):
@@ -169,60 +257,24 @@ def replace_bytes(location: Location, path: str, data: bytes) -> None:
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
-    """Copies a file inside a store, replacing one at `to`; False for two different
-    stores.
+    """Copy a file inside a store, replacing one at `to`.
+
+    Returns:
+        False if the places are in different stores: nothing was copied.
     """
-    fs, full = source.filesystem(path)
+    source_fs, source_path = source.filesystem(path)
     target_fs, target_path = target.filesystem(to)
-    if local.is_local(fs) and local.is_local(target_fs):
+    if local.is_local(source_fs) and local.is_local(target_fs):
         with target.guard("write", to):
-            local.link(full, target_path)
+            local.link(source_path, target_path)
         return True
-    alike = (
-        type(fs) is type(target_fs) and source.storage_options == target.storage_options
-    )
-    if not alike or not clients.creates_exclusively(
-        fs
-    ):  # other clients may differ in their root
+
+    if type(source_fs) is not type(target_fs):
         return False
-    target.request("write", to, lambda: fs.cp_file(full, target_path))
+    if source.storage_options != target.storage_options:
+        return False
+    if not clients.creates_exclusively(source_fs):
+        return False  # other clients may differ in their root
+    copy = partial(source_fs.cp_file, source_path, target_path)
+    target.request("write", to, copy)
     return True
-
-
-@contextlib.contextmanager
-def removing_empty_folders(location: Location) -> Iterator[None]:
-    """Removes, after this context, empty local folders of the dataset that it
-    created.
-    """
-    root = location.local_path or ""
-    created: list[str] = []
-    with location.guard("write"):
-        for name in ("_packstore", "data") if root else ():
-            created += local.make_folder(os.path.join(root, name))
-    try:
-        yield
-    finally:
-        remove_empty(location, *reversed(created))
-
-
-def _age(entry: Mapping[str, Any]) -> float | None:
-    """Returns the age by the latest timestamp: a linked or moved file keeps its
-    `mtime`.
-    """
-    names = ("LastModified", "mtime", "last_modified", "updated", "created")
-    ages = [_seconds_since(entry.get(name)) for name in names]
-    return min((age for age in ages if age is not None), default=None)
-
-
-def _seconds_since(when: Any) -> float | None:
-    """Returns the seconds since a timestamp of any filesystem's type; None if it has
-    none.
-    """
-    if isinstance(when, str):
-        with contextlib.suppress(ValueError):
-            when = datetime.fromisoformat(when)
-    if isinstance(when, datetime):
-        when = (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp()
-    return (
-        max(0.0, time.time() - float(when)) if isinstance(when, int | float) else None
-    )

@@ -17,11 +17,9 @@ T = TypeVar("T")
 log = logging.getLogger("packstore")
 
 _WARN_AFTER = (4, 8)  # attempts: no warning for short failures
-_jitter = (
-    random.Random()
-)  # for waits only; the global generator belongs to the training
-_retries: contextvars.ContextVar[bool] = contextvars.ContextVar(
-    "retries", default=False
+_jitter = random.Random()  # the global generator belongs to the training
+_is_retrying: contextvars.ContextVar[bool] = contextvars.ContextVar(
+    "is_retrying", default=False
 )
 
 
@@ -31,39 +29,63 @@ def retrying(
     refusals: int = 1,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Returns the result of `call`; retries while its :class:`StorageError` may pass.
+    """Return the result of `call`; repeat it while its StorageError may pass.
 
     The waits double, times 0.5 to 1.5 so that many workers do not retry at once; the
     last attempt starts `policy.seconds` after the first. Nested calls do not retry.
-    `refusals`: most attempts at errors that rarely pass; `pause` sleeps for so many
-    seconds, and returns True to stop.
+
+    Args:
+        call: a request.
+        policy: limits of attempts and waits.
+        refusals: maximum attempts at errors that rarely pass.
+        pause: sleeps for some seconds; may return True to stop.
+
+    Raises:
+        StorageError: the error of the last attempt.
     """
-    if _retries.get():
+    if _is_retrying.get():
         return call()
-    token, end = _retries.set(True), time.monotonic() + policy.seconds
+
+    end = time.monotonic() + policy.seconds
+    token = _is_retrying.set(True)
     try:
         for attempt in itertools.count(1):
             try:
                 return call()
             except StorageError as error:
-                most = {True: policy.attempts, None: refusals, False: 1}[
-                    error.transient
-                ]
-                left = end - time.monotonic()
-                over = left <= 0 or (most is not None and attempt >= most)
-                if not over:
-                    wait = min(
-                        policy.backoff * 2.0 ** min(attempt - 1, 64),
-                        policy.longest_wait,
-                    )
-                    wait = min(wait * _jitter.uniform(0.5, 1.5), left)
+                should_stop = not _may_repeat(error, attempt, policy, refusals, end)
+                if not should_stop:
+                    wait = _wait_seconds(attempt, policy, end)
                     level = logging.WARNING if attempt in _WARN_AFTER else logging.INFO
                     log.log(level, "%s Retrying in %.1f s.", error, wait)
-                    over = bool(pause(wait))
-                if over:
+                    should_stop = bool(pause(wait))
+                if should_stop:
                     if attempt > 1:
                         error.add_note(f"Tried {attempt} times.")
                     raise
         raise AssertionError
     finally:
-        _retries.reset(token)
+        _is_retrying.reset(token)
+
+
+def _may_repeat(
+    error: StorageError, attempt: int, policy: RetryConfig, refusals: int, end: float
+) -> bool:
+    """Return True if the error may pass, and attempts and time remain."""
+    if time.monotonic() >= end:
+        return False
+    if error.transient is True:
+        max_attempts = policy.attempts
+    elif error.transient is None:
+        max_attempts = refusals
+    else:
+        max_attempts = 1
+    return max_attempts is None or attempt < max_attempts
+
+
+def _wait_seconds(attempt: int, policy: RetryConfig, end: float) -> float:
+    doublings = min(attempt - 1, 64)  # a larger power would overflow a float
+    wait = min(policy.backoff * 2.0**doublings, policy.longest_wait)
+    wait *= _jitter.uniform(0.5, 1.5)
+    remaining_seconds = max(0.0, end - time.monotonic())
+    return min(wait, remaining_seconds)

@@ -1,4 +1,4 @@
-"""A local folder of unfinished files: readers of a place see whole files only."""
+"""A local folder of unfinished files: readers of a place see complete files only."""
 
 from __future__ import annotations
 
@@ -22,40 +22,53 @@ BESIDE = ("..",)
 
 
 class Staging:
-    """Local files that are moved or uploaded to a place once they are complete; a
-    context manager.
+    """Local files that are moved or uploaded to a place once they are complete.
 
-    In a local place they lie in a hidden folder in the first of its `folders`, which
-    are made, so that one rename moves each, and are synced before (`durable`); else in
-    a temporary folder.
+    A context manager. Files of a local place lie in a hidden folder of the place, so
+    that one rename moves each, and are synced before; files of other places lie in a
+    temporary folder.
+
+    Args:
+        location: the place.
+        folders: folders of a local place to create; the first holds the hidden folder.
+
+    Attributes:
+        durable: True if files have to be synced before they are stored.
     """
 
     def __init__(self, location: Location, folders: tuple[str, ...] = ("",)) -> None:
         root = location.local_path
-        self._location, self._folder, self._count = location, "", 0
         self.durable = root is not None
-        paths = [
-            os.path.normpath(os.path.join(root or "", folder)) for folder in folders
-        ]
-        self._folders = paths if self.durable else []
+        self._location = location
+        self._folders_to_make: list[str] = []
+        if root is None:
+            self._parent = tempfile.gettempdir()
+        else:
+            for folder in folders:
+                path = os.path.normpath(os.path.join(root, folder))
+                self._folders_to_make.append(path)
+            self._parent = self._folders_to_make[0]
+
         self._lock = threading.Lock()
+        self._folder = ""  # made with the first file
+        self._num_files = 0
 
     def path(self) -> str:
-        """Returns a new path in the folder. Thread-safe."""
+        """Return a new path in the folder. Thread-safe."""
         with self._lock:
             if not self._folder:
-                first = (self._folders or [tempfile.gettempdir()])[0]
-                with as_storage_errors("write", first, {}):
-                    for folder in self._folders:
+                with as_storage_errors("write", self._parent, {}):
+                    for folder in self._folders_to_make:
                         local.make_folder(folder)
-                    self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=first)
-            self._count += 1
-            return os.path.join(self._folder, str(self._count))
+                    self._folder = tempfile.mkdtemp(prefix=PREFIX, dir=self._parent)
+            self._num_files += 1
+            return os.path.join(self._folder, str(self._num_files))
 
     @contextlib.contextmanager
     def file(self) -> Iterator[IO[bytes]]:
-        """Opens a new file, complete once the context ends without an error; it has a
-        `name`.
+        """Open a new file, complete once the context ends without an error.
+
+        Its `name` is its path, for :meth:`store`.
         """
         path = self.path()
         try:
@@ -67,13 +80,13 @@ class Staging:
                 raise
 
     def store(self, local_path: str, path: str) -> None:
-        """Moves or uploads a finished file of the folder to `path` in the place."""
+        """Move or upload a finished file of the folder to `path` in the place."""
         self._location.put_file(local_path, path)
         if not self.durable:
             os.unlink(local_path)
 
     def remove(self) -> None:
-        """Removes the folder and its contents."""
+        """Remove the folder and its contents."""
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = ""
 
