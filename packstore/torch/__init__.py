@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from packstore.torch.training.train import train
     from packstore.torch.training.trainer import PackedTrainer
 
-_MODULES_ON_FIRST_USE = {
+_LAZY = {
     "check_reference": "packstore.torch.reference.provenance",
     "PackedDPOTrainer": "packstore.torch.integrations.trl_trainer",
     "PackedTrainer": "packstore.torch.training.trainer",
@@ -114,10 +114,10 @@ _MODULES_ON_FIRST_USE = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES_ON_FIRST_USE:
+    if name not in _LAZY:
         raise AttributeError(f"module 'packstore.torch' has no attribute {name!r}")
     try:
-        module = importlib.import_module(_MODULES_ON_FIRST_USE[name])
+        module = importlib.import_module(_LAZY[name])
     except ImportError as error:
         extra = "trl" if name == "PackedDPOTrainer" else "train"
         raise missing_extra(f"packstore.torch.{name}", extra, error) from error
