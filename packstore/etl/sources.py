@@ -248,8 +248,8 @@ class RecordExampleReader:
         yields; of an iterable of unknown length to its first records. `report` gets the
         number of those read.
         """
-        blocks = ((block.records, block) for block in self._blocks)
-        if self._reader.ends:
+        blocks = ((block.num_records, block) for block in self._blocks)
+        if self._reader.is_finite:
             self._blocks, sample = sample_blocks(blocks, records, seed, report)
         else:
             self._blocks, sample = head_blocks(blocks, records, seed)
@@ -281,7 +281,7 @@ class RecordExampleReader:
     @property
     def size(self) -> int | None:
         """Bytes of the files; the number of records in memory, if known."""
-        return sum(self.sizes) if self.inputs else self._reader.records
+        return sum(self.sizes) if self.inputs else self._reader.num_records
 
     @cached_property
     def partitions(self) -> int:

@@ -28,7 +28,7 @@ from packstore.io.store.location import Location, PerProcess
 from packstore.progress import Progress
 
 OPEN_SHARDS = 64
-"""Shards whose parsed footers stay in memory, some kB for each row group."""
+"""Maximum of parsed footers in memory, some kB for each row group."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -224,7 +224,7 @@ class Dataset:
     def decode(self, group: int, data: GroupBytes) -> Packs:
         """Verify and decode the bytes of a row group.
 
-        The pack index, by which loaders plan and losses divide, must agree.
+        The pack index must agree: loaders plan with it, and losses divide by it.
 
         Raises:
             StorageError: the index cannot be read.

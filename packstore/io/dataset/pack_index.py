@@ -44,12 +44,11 @@ THREADS = 4
 """Shards read in parallel without an index."""
 
 CACHED_SHARDS = 128
-"""Shards whose sizes a table caches: more than the lanes of an order, each in one
-shard.
+"""Maximum of shards with cached sizes: more than an order has lanes, each in one shard.
 """
 
 _COLUMNS_WITH_SIZES = ("seq_boundaries", "example_ids")
-"""Columns of a shard from which sizes are counted."""
+"""Columns of a shard with its packs' boundaries: enough to count sizes."""
 
 _REMEDY = "The index or the shard was replaced: run `packstore verify`"
 

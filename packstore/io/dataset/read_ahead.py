@@ -64,8 +64,8 @@ class ReadAhead:
         order: order of its packs.
         batches: positions in the order, int64 `[n]` for each batch.
         config: settings of reading.
-        quarantined: set to which row groups are added that cannot be read, if the
-            settings allow stand-ins.
+        quarantined: a set; unreadable row groups are added, if the settings allow
+            stand-ins.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class ReadAhead:
 
 
 def _last_groups(order: PackOrder) -> dict[int, int]:
-    """Return each row group in which a lane ends, and the lane."""
+    """Return the last row group of each lane -> the lane."""
     num_packs = len(order)
     last_packs = np.arange(max(num_packs - order.lanes, 0), num_packs)
     groups, _ = order.locate(last_packs)
@@ -251,7 +251,7 @@ class _GroupReader:
     Args:
         dataset: the dataset.
         config: settings of reading.
-        quarantined: set to which unreadable row groups are added.
+        quarantined: a set; unreadable row groups are added.
     """
 
     def __init__(

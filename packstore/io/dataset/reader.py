@@ -278,7 +278,7 @@ class ShardReader:
             )
 
     def _check_lengths(self, group: int, packs: Packs, longest_segment: int) -> None:
-        """Raise if lengths by which models are checked are wrong in the manifest."""
+        """Raise if the manifest has wrong lengths: training checks models with them."""
         expected_segment = int(self.shard.row_groups.longest[group])
         max_sequence = self._manifest.statistics.longest_sequence
         longest_sequence = int(packs.lengths.max())
@@ -362,7 +362,7 @@ class ShardStream:
 # zeroed, a fifth of the time of decoding.
 
 POOL_BYTES = 32 << 20
-"""Maximum bytes of decoded row groups whose memory is kept for reuse."""
+"""Maximum bytes of free memory that waits for reuse."""
 
 _UNIT_BYTES = 64 << 10
 """Buffers have a multiple of this size."""

@@ -89,7 +89,7 @@ class Block:
         format: name of its format.
         unit: `line`, `row` or `item`.
         first: ordinal, from 0, of its first unit.
-        records: number of its records.
+        num_records: number of its records.
         payload: the input of the format's parser.
         bytes: approximate bytes of the file in this block.
     """
@@ -99,7 +99,7 @@ class Block:
     format: str
     unit: str
     first: int
-    records: int
+    num_records: int
     payload: Any = field(repr=False)
     bytes: int = 0
 
@@ -133,8 +133,8 @@ class InputReader:
     Attributes:
         inputs: its files; none for a source that is not in files.
         paths: ordinal of an input -> its path.
-        records: number of records, if they are not in files and it is known.
-        ends: True if the source is known to be finite.
+        num_records: number of records, if they are not in files and it is known.
+        is_finite: False for an iterable that may be endless.
         sources: path, bytes, sha256 and records of each input that was read to its end.
 
     Raises:
@@ -153,8 +153,8 @@ class InputReader:
         self.sources: list[dict[str, Any]] = []
         self.inputs: tuple[Input, ...] = ()
         self._memory: MemorySource | None = None
-        self.records: int | None = None
-        self.ends = True
+        self.num_records: int | None = None
+        self.is_finite = True
 
         source = without_format(only_split(source))
         paths = source if isinstance(source, list | tuple) else [source]
@@ -164,8 +164,8 @@ class InputReader:
         else:
             self._memory = open_in_memory(source)
             self.paths = {0: self._memory.path}
-            self.records = self._memory.num_records
-            self.ends = self._memory.is_finite
+            self.num_records = self._memory.num_records
+            self.is_finite = self._memory.is_finite
 
     def __iter__(self) -> Iterator[Block]:
         self.sources = []
@@ -188,8 +188,8 @@ class InputReader:
             StorageError: the store refuses.
         """
         file_format = FORMATS.load(item.format)
-        records = 0
-        read_bytes = 0.0  # of the file as stored, up to the current piece
+        num_records = 0
+        stored_bytes = 0.0  # of the file, up to the end of the current piece
         with contextlib.ExitStack() as stack:
             raw = stack.enter_context(item.location.open_read())
             refuse_pointer(raw.peek(64), item.path, InputError)
@@ -201,24 +201,29 @@ class InputReader:
                 stream = _open_seekable(file_format, item, raw, file, stack)
 
             for piece in file_format.read(stream, item.path, self._options):
-                records += piece.records
+                num_records += piece.num_records
                 if piece.share is None:
-                    share_of_stream = stream.tell() / stream.raw.tell()
-                    read_bytes = file.num_bytes * share_of_stream
+                    # The buffer is ahead of the piece: of the plain bytes that came
+                    # out of the file, this share was consumed.
+                    consumed_share = stream.tell() / stream.raw.tell()
+                    stored_bytes = file.num_bytes * consumed_share
                 else:
-                    read_bytes += file.num_bytes * piece.share
+                    stored_bytes += file.num_bytes * piece.share
                 yield Block(
                     source=item.ordinal,
                     path=item.path,
                     format=item.format,
                     unit=file_format.unit,
                     first=piece.first,
-                    records=piece.records,
+                    num_records=piece.num_records,
                     payload=piece.payload,
-                    bytes=round(read_bytes * piece.records / records),
+                    bytes=round(stored_bytes * piece.num_records / num_records),
                 )
-        self._record_source(
-            item.path, num_bytes=file.num_bytes, sha256=file.sha256(), records=records
+        self._add_source(
+            item.path,
+            num_bytes=file.num_bytes,
+            sha256=file.sha256(),
+            num_records=num_records,
         )
 
     def _read_memory(self, memory: MemorySource) -> Iterator[Block]:
@@ -227,16 +232,19 @@ class InputReader:
         return self._read_records(memory.path, memory.records)
 
     def _read_records(self, path: str, values: Iterable[object]) -> Iterator[Block]:
-        records = 0
+        num_records = 0
         num_bytes = 0
         digest = hashlib.sha256()
         for piece in record_pieces(values, path, self._options.block_bytes):
-            records += piece.records
+            num_records += piece.num_records
             num_bytes += len(piece.payload)
             digest.update(piece.payload)
             yield _memory_block(path, piece)
-        self._record_source(
-            path, num_bytes=num_bytes, sha256=digest.hexdigest(), records=records
+        self._add_source(
+            path,
+            num_bytes=num_bytes,
+            sha256=digest.hexdigest(),
+            num_records=num_records,
         )
 
     def _read_stream(self, path: str, stream: Any) -> Iterator[Block]:
@@ -248,20 +256,28 @@ class InputReader:
         compression = COMPRESSIONS.get(compressed_suffix(raw.peek(8)))
         file = HashedStream(raw)
         lines = decompress(file, compression, path)
-        records = 0
+        num_records = 0
         for piece in FORMATS.load("jsonl").read(lines, path, self._options):
-            records += piece.records
+            num_records += piece.num_records
             yield _memory_block(path, piece)
         raw.detach()  # otherwise it would close the stream
-        self._record_source(
-            path, num_bytes=file.num_bytes, sha256=file.sha256(), records=records
+        self._add_source(
+            path,
+            num_bytes=file.num_bytes,
+            sha256=file.sha256(),
+            num_records=num_records,
         )
 
-    def _record_source(
-        self, path: str, *, num_bytes: int, sha256: str, records: int
+    def _add_source(
+        self, path: str, *, num_bytes: int, sha256: str, num_records: int
     ) -> None:
         self.sources.append(
-            {"path": path, "bytes": num_bytes, "sha256": sha256, "records": records}
+            {
+                "path": path,
+                "bytes": num_bytes,
+                "sha256": sha256,
+                "records": num_records,
+            }
         )
 
 
@@ -287,7 +303,7 @@ def _open_seekable(
     file: HashedStream,
     stack: contextlib.ExitStack,
 ) -> BinaryIO:
-    """Return a seekable stream of a file's plain bytes, all of which are hashed.
+    """Return a seekable stream of a file's plain bytes, after hashing the file.
 
     Args:
         file_format: a format with a `check`.
@@ -322,7 +338,7 @@ def _memory_block(path: str, piece: Piece) -> Block:
         format="jsonl",
         unit=UNITS[path],
         first=piece.first,
-        records=piece.records,
+        num_records=piece.num_records,
         payload=piece.payload,
     )
 

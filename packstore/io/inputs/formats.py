@@ -24,14 +24,14 @@ class Piece(NamedTuple):
 
     Attributes:
         first: ordinal of the first record, from 0.
-        records: number of records.
+        num_records: number of records.
         payload: the input of :attr:`Format.parse`.
         share: share of the file in this piece; None if the file is read from start to
             end, so that the position in the stream shows it.
     """
 
     first: int
-    records: int
+    num_records: int
     payload: Any
     share: float | None = None
 
@@ -181,13 +181,13 @@ def cut_into_pieces(
         batch.append(record)
         batch_bytes += size_of(record)
         if batch_bytes >= block_bytes:
-            yield Piece(first=first, records=len(batch), payload=batch)
+            yield Piece(first=first, num_records=len(batch), payload=batch)
             first += len(batch)
             batch = []
             batch_bytes = 0
 
     if batch:
-        yield Piece(first=first, records=len(batch), payload=batch)
+        yield Piece(first=first, num_records=len(batch), payload=batch)
 
 
 def require_distinct_columns(names: Sequence[str], where: str) -> None:

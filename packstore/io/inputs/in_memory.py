@@ -58,15 +58,29 @@ def open_in_memory(source: Any) -> MemorySource:
         InputError: the source has no records.
     """
     num_records = len(source) if hasattr(source, "__len__") else None
+    is_sized = num_records is not None
     if is_table(source):
-        return MemorySource("<table>", _table_records(source), num_records, True)
-
-    is_finite = num_records is not None
+        return MemorySource(
+            path="<table>",
+            records=_table_records(source),
+            num_records=num_records,
+            is_finite=True,
+        )
     if hasattr(source, "readinto"):
-        return MemorySource("<standard input>", source, num_records, is_finite)
-    # A mapping is an iterable of its names.
+        return MemorySource(
+            path="<standard input>",
+            records=source,
+            num_records=num_records,
+            is_finite=is_sized,
+        )
+    # A mapping is an iterable, too: of its names.
     if isinstance(source, Iterable) and not isinstance(source, Mapping | bytes):
-        return MemorySource("<iterable>", source, num_records, is_finite)
+        return MemorySource(
+            path="<iterable>",
+            records=source,
+            num_records=num_records,
+            is_finite=is_sized,
+        )
 
     raise InputError(
         sentence(

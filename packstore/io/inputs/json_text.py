@@ -63,10 +63,10 @@ def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[P
             remainder = bytearray()
             if first == 0:
                 payload = payload.removeprefix(_BYTE_ORDER_MARK)
-            line_ends, records = _count_lines(payload)
-            if records:
-                yield Piece(first=first, records=records, payload=payload)
-            first += line_ends
+            num_line_ends, num_records = _count_lines(payload)
+            if num_records:
+                yield Piece(first=first, num_records=num_records, payload=payload)
+            first += num_line_ends
 
         remainder += chunk[end:]
         if len(remainder) > formats.MAX_RECORD_BYTES:

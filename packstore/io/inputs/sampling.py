@@ -22,8 +22,8 @@ class Sampling:
         records: number of records in the sample.
         total: records of the full input; None if only its start was read.
         places: blocks or row groups; the records of each are neighbours.
-        run: neighbouring blocks from which each place was drawn.
-        last_run: neighbouring blocks from which the last place was drawn.
+        run: neighbouring blocks behind each place, one of them drawn.
+        last_run: neighbouring blocks behind the last place.
         seed: seed of the draw.
     """
 
@@ -45,7 +45,7 @@ class _Draw(Generic[B]):
     """A block, and its random number: the lowest of a run is drawn."""
 
     number: int
-    records: int
+    num_records: int
     block: B
 
 
@@ -87,15 +87,15 @@ def sample_blocks(
         is_start_of_run = position % run == 0
         if not is_start_of_run:
             previous = draws.pop()
-            num_drawn -= previous.records
+            num_drawn -= previous.num_records
             draw = _lowest(draw, previous)
         draws.append(draw)
-        num_drawn += draw.records
+        num_drawn += draw.num_records
 
         while num_drawn > records and len(draws) > 1:
             run *= 2
             draws = _join_runs(draws)
-            num_drawn = sum(draw.records for draw in draws)
+            num_drawn = sum(draw.num_records for draw in draws)
 
     sampling = Sampling(
         records=num_drawn,

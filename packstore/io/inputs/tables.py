@@ -257,7 +257,7 @@ def _batch_pieces(
         for part in _halve(simplify_batch(batch, path), block_bytes):
             yield Piece(
                 first=first,
-                records=part.num_rows,
+                num_records=part.num_rows,
                 payload=_to_ipc(part),
                 share=share_of_row * part.num_rows,
             )

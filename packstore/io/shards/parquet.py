@@ -1,6 +1,6 @@
 """Reads row groups of Parquet shards with pyarrow; checks limits before decoding.
 
-The limits are checked on the footer, whose hash is in the manifest. Page headers are
+The limits are checked on the footer, as the manifest has its hash. Page headers are
 left to pyarrow: an attacker who writes both shard and manifest can still make it fail.
 """
 
@@ -94,7 +94,7 @@ class ParquetShard:
         return range_
 
     def batch(self, group: int, data: bytes) -> pa.RecordBatch:
-        """Decode a row group from its bytes, whose crc32 is already verified."""
+        """Decode a row group from its bytes; the caller has verified their crc32."""
         start, _ = self.range(group)
         with self._lock:
             self._slice.hold(data, start)
@@ -260,7 +260,7 @@ def read_group(
 
 
 class _FileSlice(io.RawIOBase):
-    """A file for pyarrow of which only some bytes are there, at their offsets.
+    """A file for pyarrow with some of its bytes only, at their offsets.
 
     Args:
         file_bytes: size of the full file.

@@ -155,7 +155,7 @@ def describe_shard(
 
 
 def sizes_of(packs: Packs, kind: str) -> PackSizes:
-    """Return the sizes by which loaders plan, counted from the packs."""
+    """Count the sizes of packs, the input of the loaders' plans."""
     segment_starts = packs.sequence_offsets[:-1]
     squares = packs.segment_lengths.astype(np.int64) ** 2
     return PackSizes(

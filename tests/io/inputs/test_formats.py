@@ -104,7 +104,7 @@ def pieces(name: str, data: bytes, block_bytes: int = 1 << 20) -> list[tuple[Any
     )
     read = list(form.read(io.BytesIO(data), "x", options))
     parts = [form.parse(piece.payload, "x", piece.first) for piece in read]
-    assert [piece.records for piece in read] == [len(values) for _, values in parts]
+    assert [piece.num_records for piece in read] == [len(values) for _, values in parts]
     return parts
 
 
@@ -428,7 +428,7 @@ def test_a_line_that_is_no_json_is_left_to_the_job(
     name, data, number, mentioned = BROKEN_LINES[case]
     monkeypatch.chdir(tmp_path)
     Path(name).write_bytes(data)
-    assert any(block.records for block in InputReader(name))
+    assert any(block.num_records for block in InputReader(name))
     with pytest.raises(RecordError, match=rf"^{name}, line {number}: ") as caught:
         packstore.pack(name, "out", kind="preference", num_workers=0)
     assert mentioned in str(caught.value)
