@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self
 
@@ -54,21 +54,32 @@ from packstore.io.versions.write_job import writing
 from packstore.version import VERSION
 
 SHARD_ROWS = 1 << 20
-"""Examples of a shard: what a writer holds, and what a reader decodes at once."""
+"""Examples of a shard, which a writer holds, and a reader decodes at once."""
+
+MAPPED_BYTES = 64 << 20
+"""Bytes above which an array is kept in a mapped temporary file, which can be paged
+out.
+"""
+
+_REMEDY = "Make the side dataset anew from this dataset"
+_NO_IDS = np.empty(0, np.int64)
+_NO_TEXTS = pa.nulls(0, pa.large_string())  # pa.array would import pandas
 
 Values = Mapping[str, npt.NDArray[Any]]
 
 
+# Writing
+
+
 class SideWriter:
-    """Writes a side dataset; a context manager that commits it, or aborts after an
-    error.
+    """Writes a side dataset; a context manager that commits it, or aborts on an error.
 
     After an error its stored shards stay for `clean`, as an equal job may be about to
     commit them.
 
     Args:
         url: a local folder or an fsspec URL.
-        source: the dataset whose examples the values belong to, or its manifest.
+        source: the dataset of the examples, or its manifest.
         columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one
             value for each example; or ``list<float32>``: one for each sequence, as of
             ``ref_logps``.
@@ -92,35 +103,45 @@ class SideWriter:
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        manifest = source.manifest if isinstance(source, Dataset) else source
+        source_manifest = source.manifest if isinstance(source, Dataset) else source
         self._location = Location(url, storage_options or {})
-        self._expected = manifest.totals.examples
+        self._num_expected = source_manifest.totals.examples
         self._manifest = SideManifest(
-            kind=manifest.kind,
-            lineage=manifest.lineage,
-            fingerprint=manifest.fingerprint,
+            kind=source_manifest.kind,
+            lineage=source_manifest.lineage,
+            fingerprint=source_manifest.fingerprint,
             columns=dict(columns),
             provenance=dict(provenance or {}),
             package_version=VERSION,
             shards=(),
         )
-        head = self._manifest
-        head.check(self._location.display)
-        if later := sorted(columns.keys() - head.known_columns.keys()):
-            types = ", ".join(SIDE_TYPES)
-            rule = f"columns must begin with a letter, and have a type among: {types}"
-            found = f"{quote(later[0])} of type {quote(columns[later[0]])}"
-            raise FormatError(sentence(self._location.display, rule, found))
-        self._run = fingerprint([head.fingerprint, head.columns, head.provenance])[:12]
-        opened = writing(self._location, overwrite, "side data", SIDE)
-        with contextlib.ExitStack() as stack:
-            self._version = stack.enter_context(opened).version
-            # Also if neither commit nor abort is called.
-            self._release = weakref.finalize(self, stack.pop_all().close)
+        self._manifest.check(self._location.display)
+        _require_known_columns(self._manifest, self._location.display)
+        identity = [
+            self._manifest.fingerprint,
+            self._manifest.columns,
+            self._manifest.provenance,
+        ]
+        self._run = fingerprint(identity)[:12]
+
+        self._version = self._open_job(overwrite)
         self._staging = Staging(self._location, (FOLDER, DATA))
         self._pending: list[pa.RecordBatch] = []
+        self._num_pending = 0
         self._shards: list[SideShard] = []
-        self.examples = self._pending_rows = 0
+        self.examples = 0
+
+    def _open_job(self, overwrite: bool) -> int:
+        """Mark the place as being written; return the number of the next version.
+
+        The mark is removed by `_release`, also if nobody calls commit or abort.
+        """
+        with contextlib.ExitStack() as stack:
+            job = stack.enter_context(
+                writing(self._location, overwrite, call="side data", name=SIDE)
+            )
+            self._release = weakref.finalize(self, stack.pop_all().close)
+        return job.version
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +158,7 @@ class SideWriter:
     def write(
         self, example_ids: Int64, values: Values, num_responses: Any = None
     ) -> None:
-        """Adds the values of some examples, in any order.
+        """Add the values of some examples, in any order.
 
         Args:
             example_ids: int64 `[E]`.
@@ -145,40 +166,58 @@ class SideWriter:
                 sequences of each example in order.
             num_responses: int `[E]`, K of each example; needed only for kind
                 ``scored``.
+
+        Raises:
+            ConfigError: a column is absent, unknown, or of another shape or type.
+            FormatError: a value of a sequence is not finite.
         """
-        head = self._manifest
-        if values.keys() != head.columns.keys():
-            names = ", ".join(head.columns)
+        columns = self._manifest.columns
+        if values.keys() != columns.keys():
             raise ConfigError(
-                f"a side dataset of columns {names} got {', '.join(values)}."
+                f"a side dataset of columns {', '.join(columns)} got "
+                f"{', '.join(values)}."
             )
-        k = KINDS[head.kind]
-        if num_responses is None and k is None:
-            raise ConfigError("examples of kind scored need num_responses.")
-        counts = (
-            np.full(len(example_ids), k) if num_responses is None else num_responses
-        )
         ids = np.asarray(example_ids, np.int64)
+        counts = self._sequence_counts(len(ids), num_responses)
+
+        schema = self._manifest.schema
         arrays = [pa.array(ids)]
-        for name, type_ in zip(head.columns, head.schema.types[1:], strict=True):
-            arrays.append(_column(name, np.asarray(values[name]), counts, type_))
-        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=head.schema))
+        for name in columns:
+            type_ = schema.field(name).type
+            if pa.types.is_list(type_):
+                array = _sequence_column(name, np.asarray(values[name]), counts, type_)
+            else:
+                array = _example_column(name, np.asarray(values[name]), len(ids), type_)
+            arrays.append(array)
+        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
+        self._num_pending += len(ids)
         self.examples += len(ids)
-        self._pending_rows += len(ids)
-        while self._pending_rows >= SHARD_ROWS:
+
+        while self._num_pending >= SHARD_ROWS:
             self._flush(SHARD_ROWS)
 
+    def _sequence_counts(self, num_examples: int, num_responses: Any) -> Int64:
+        """Return the number of sequences of each example, int64 `[E]`."""
+        if num_responses is not None:
+            return np.asarray(num_responses, np.int64)
+        responses_of_kind = KINDS[self._manifest.kind]
+        if responses_of_kind is None:
+            raise ConfigError("examples of kind scored need num_responses.")
+        return np.full(num_examples, responses_of_kind, np.int64)
+
     def commit(self) -> int:
-        """Finishes the last shard and commits the side dataset; returns its version."""
-        if self.examples != self._expected:
-            rule = (
-                f"a side dataset must hold each of {self._expected} examples of "
-                "its "
-                "dataset once"
+        """Finish the last shard and commit the side dataset; return its version.
+
+        Raises:
+            ConfigError: an example has no values, or more than once.
+        """
+        if self.examples != self._num_expected:
+            raise ConfigError(
+                f"a side dataset must hold each of {self._num_expected} examples of "
+                f"its dataset once; got {self.examples}."
             )
-            raise ConfigError(f"{rule}; got {self.examples}.")
-        if self._pending_rows:
-            self._flush(self._pending_rows)
+        if self._num_pending > 0:
+            self._flush(self._num_pending)
         manifest = replace(self._manifest, shards=tuple(self._shards))
         commit(self._location, manifest.to_json(), self._version, SIDE)
         self.abort()
@@ -186,49 +225,76 @@ class SideWriter:
         return self._version
 
     def abort(self) -> None:
-        """Removes unfinished files; stored shards stay for `clean`."""
+        """Remove unfinished files; stored shards stay for `clean`."""
         self._staging.remove()
         self._release()
 
-    def _flush(self, rows: int) -> None:
-        table = pa.Table.from_batches(self._pending)
-        self._pending = table.slice(rows).to_batches()
-        self._pending_rows -= rows
-        table = table.slice(0, rows).sort_by("example_ids").combine_chunks()
+    def _flush(self, num_rows: int) -> None:
+        """Store pending rows as a shard, sorted by id."""
+        pending = pa.Table.from_batches(self._pending)
+        self._pending = pending.slice(num_rows).to_batches()
+        self._num_pending -= num_rows
+
+        table = pending.slice(0, num_rows).sort_by("example_ids").combine_chunks()
         with self._staging.file() as file:
             pq.write_table(table, file, store_schema=True, **OPTIONS)
         prefix = f"{DATA}/{self._run}-{len(self._shards):05d}"
-        shard = SideShard.of(file.name, prefix, ".parquet", rows=rows)
+        shard = SideShard.of(file.name, prefix, ".parquet", rows=num_rows)
         self._staging.store(file.name, shard.path)
         self._shards.append(shard)
 
 
-def _column(
-    name: str, values: npt.NDArray[Any], counts: Any, type_: pa.DataType
+def _require_known_columns(manifest: SideManifest, where: str) -> None:
+    """Raise FormatError for columns that readers of this release would skip."""
+    for name in sorted(manifest.columns):
+        if name in manifest.known_columns:
+            continue
+        types = ", ".join(SIDE_TYPES)
+        text = sentence(
+            where=where,
+            rule=f"columns must begin with a letter, and have a type among: {types}",
+            found=f"{quote(name)} of type {quote(manifest.columns[name])}",
+        )
+        raise FormatError(text)
+
+
+def _example_column(
+    name: str, values: npt.NDArray[Any], num_examples: int, type_: pa.DataType
 ) -> pa.Array:
-    is_per_sequence = pa.types.is_list(type_)
-    expected = int(np.sum(counts)) if is_per_sequence else len(counts)
-    if values.shape != (expected,):
+    """Return a column with one value for each example."""
+    _require_length(name, values, num_examples)
+    try:
+        column = pa.array(values, type_, from_pandas=False)
+    except (pa.ArrowException, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} must have shape ({expected},); found {values.shape}."
-        )
-    if not is_per_sequence:
-        try:
-            column = pa.array(values, type_, from_pandas=False)
-        except (pa.ArrowException, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{name} must hold values of type {type_}: {error}."
-            ) from error
-        if column.null_count:
-            raise ConfigError(f"{name} must have a value for each example; found None.")
-        return column
+            f"{name} must hold values of type {type_}: {error}."
+        ) from error
+    if column.null_count:
+        raise ConfigError(f"{name} must have a value for each example; found None.")
+    return column
+
+
+def _sequence_column(
+    name: str, values: npt.NDArray[Any], counts: Int64, type_: pa.DataType
+) -> pa.Array:
+    """Return a column with one value for each sequence; `counts` of each example."""
+    _require_length(name, values, int(counts.sum()))
     if not np.isfinite(values).all():
-        raise FormatError(
-            sentence(name, "its values must be finite", "NaN or infinite ones")
+        text = sentence(
+            name, rule="its values must be finite", found="NaN or infinite ones"
         )
-    offsets = pa.array(to_offsets(np.asarray(counts, np.int64)).astype(np.int32))
+        raise FormatError(text)
+    offsets = pa.array(to_offsets(counts).astype(np.int32))
     flat = pa.array(values.astype(np.float32))
     return pa.ListArray.from_arrays(offsets, flat, type=type_)
+
+
+def _require_length(name: str, values: npt.NDArray[Any], length: int) -> None:
+    if values.shape != (length,):
+        raise ConfigError(f"{name} must have shape ({length},); found {values.shape}.")
+
+
+# Reading
 
 
 class Side:
@@ -237,7 +303,9 @@ class Side:
     def __init__(
         self, location: Location, manifest: SideManifest, version: int
     ) -> None:
-        self.location, self.manifest, self.version = location, manifest, version
+        self.location = location
+        self.manifest = manifest
+        self.version = version
 
     def __len__(self) -> int:
         return self.manifest.examples
@@ -255,32 +323,45 @@ class Side:
         return self.location.display
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """Yields all rows by shard, sorted by id in each; verifies hashes."""
+        """Yield all rows by shard, sorted by id in each, with verified hashes.
+
+        Raises:
+            IntegrityError: a shard is not the one of the manifest.
+            StorageError: the store refuses.
+        """
         for shard in self.manifest.shards:
-            where = self.location.join(shard.path).display
-            data = read_stored(self.location, shard)
-            with decoding(where):
-                source = pa.BufferReader(data)
-                file = pq.ParquetFile(
-                    source, page_checksum_verification=True, pre_buffer=False
-                )
-                rows, schema = file.metadata.num_rows, file.schema_arrow
-                other = schema_difference(schema, self.manifest.schema)
-                if other or rows != shard.rows:
-                    rule = (
-                        f"it must have {shard.rows} rows of the columns that the "
-                        "manifest tells"
-                    )
-                    raise IntegrityError(sentence(where, rule, other or f"{rows} rows"))
-                names = ["example_ids", *self.manifest.known_columns]
-                check_lists(file.metadata, names)
-                for group in map(file.metadata.row_group, range(file.num_row_groups)):
-                    check_group(group, group.num_rows, names=names)
-                (batch,) = (
-                    file.read(names, use_threads=False).combine_chunks().to_batches()
-                )
-                batch.validate(full=True)
-            yield batch
+            yield self._read_shard(shard)
+
+    def _read_shard(self, shard: SideShard) -> pa.RecordBatch:
+        where = self.location.join(shard.path).display
+        data = read_stored(self.location, shard)
+        names = ["example_ids", *self.manifest.known_columns]
+        with decoding(where):
+            file = pq.ParquetFile(
+                pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False
+            )
+            self._check_schema(file, shard, where)
+            # Limits of lists and pages are checked before they are decoded.
+            check_lists(file.metadata, names)
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                check_group(group, group.num_rows, names=names)
+
+            table = file.read(names, use_threads=False).combine_chunks()
+            (batch,) = table.to_batches()
+            batch.validate(full=True)
+        return batch
+
+    def _check_schema(self, file: pq.ParquetFile, shard: SideShard, where: str) -> None:
+        num_rows = file.metadata.num_rows
+        difference = schema_difference(file.schema_arrow, self.manifest.schema)
+        if difference or num_rows != shard.rows:
+            text = sentence(
+                where=where,
+                rule=f"it must have {shard.rows} rows, and the columns of the manifest",
+                found=difference or f"{num_rows} rows",
+            )
+            raise IntegrityError(text)
 
 
 def open_side(
@@ -288,7 +369,12 @@ def open_side(
     storage_options: Mapping[str, Any] | None = None,
     version: int | None = None,
 ) -> Side:
-    """Opens the side dataset at `url`, by default its current version.
+    """Open the side dataset at `url`, by default its current version.
+
+    Args:
+        url: a local folder or an fsspec URL.
+        storage_options: options of the fsspec filesystem.
+        version: number of a version; None: the current one.
 
     Raises:
         DatasetNotFoundError: no side dataset, or no such version, was committed there.
@@ -300,114 +386,145 @@ def open_side(
     return Side(location, SideManifest.from_json(data, where), number)
 
 
-MAPPED_BYTES = 64 << 20
-"""Bytes above which an array is kept in a mapped temporary file, which can be paged
-out.
-"""
-
-
 class SideTable:
-    """The values of a side dataset by example id, 8 bytes for each besides; read at
-    once.
+    """The values of a side dataset by example id, read at once.
+
+    Memory: the values, and 8 bytes for each example.
+
+    Raises:
+        IntegrityError: a shard is damaged, an id repeats, or a value of a sequence is
+            not finite.
     """
 
     def __init__(self, side: Side) -> None:
         self.url = side.url
         batches = list(side.iter_batches())
         with decoding(self.url):
-            ids = np.concatenate(
-                [as_numpy(b.column("example_ids")) for b in batches] or [_NO_IDS]
-            )
+            ids = _concat([batch.column("example_ids") for batch in batches])
             order = np.argsort(ids, kind="stable")
             self._ids = _memmap_if_large(ids[order])
-            repeated = self._ids[1:][self._ids[1:] == self._ids[:-1]]
-            if len(repeated):
-                found = f"{len(repeated)} that repeat, the first of them {repeated[0]}"
-                raise IntegrityError(
-                    sentence(self.url, "example ids must be distinct", found)
-                )
+            self._require_distinct_ids()
+
             self._columns: dict[str, Any] = {}
-            self._offsets: dict[
-                str, Any
-            ] = {}  # of columns with a value for each sequence
+            # Of columns with a value for each sequence: the first value of each row.
+            self._offsets: dict[str, Int64] = {}
             for name, type_name in side.manifest.known_columns.items():
-                arrays = [b.column(name) for b in batches]
+                arrays = [batch.column(name) for batch in batches]
                 if type_name == PER_SEQUENCE:
                     self._load_lists(name, arrays, order)
                 elif type_name == "string":
-                    whole = pa.concat_arrays(
-                        [a.cast(pa.large_string()) for a in arrays] or [_NONE]
-                    )
-                    self._columns[name] = whole.take(pa.array(order))
+                    self._columns[name] = _concat_texts(arrays).take(pa.array(order))
                 else:
-                    values = np.concatenate([as_numpy(a) for a in arrays] or [_NO_IDS])
+                    values = _concat(arrays)
                     self._columns[name] = _memmap_if_large(values[order])
 
+    def _require_distinct_ids(self) -> None:
+        is_repeated = self._ids[1:] == self._ids[:-1]
+        repeated = self._ids[1:][is_repeated]
+        if len(repeated):
+            text = sentence(
+                where=self.url,
+                rule="example ids must be distinct",
+                found=f"{len(repeated)} that repeat, the first of them {repeated[0]}",
+            )
+            raise IntegrityError(text)
+
+    def _load_lists(self, name: str, arrays: Sequence[pa.Array], order: Int64) -> None:
+        values = _concat([array.flatten() for array in arrays])
+        if not np.isfinite(values).all():
+            text = sentence(
+                self.url, rule=f"{name} must be finite", found="NaN or infinity"
+            )
+            raise IntegrityError(text)
+
+        counts = [np.diff(as_numpy(array.offsets).astype(np.int64)) for array in arrays]
+        counts_of_rows = np.concatenate([_NO_IDS, *counts])
+        sorted_values = values[ragged_indices(to_offsets(counts_of_rows), order)]
+        self._columns[name] = _memmap_if_large(sorted_values)
+        self._offsets[name] = _memmap_if_large(to_offsets(counts_of_rows[order]))
+
     def find(self, example_ids: Int64) -> Int64:
-        """Returns the rows of these examples, int64 `[E]`; CompatibilityError if one
-        has none.
+        """Return the rows of examples, int64 `[E]`.
+
+        Raises:
+            CompatibilityError: an example has no values.
         """
         rows = np.searchsorted(self._ids, example_ids)
         rows[rows == len(self._ids)] = 0
-        missing = (
-            example_ids[self._ids[rows] != example_ids]
-            if len(self._ids)
-            else example_ids
-        )
-        if len(missing):
-            found = (
-                f"none for {len(missing)} of {len(example_ids)}, the first of "
-                "them "
-                f"{missing[0]}"
+        if len(self._ids):
+            absent_ids = example_ids[self._ids[rows] != example_ids]
+        else:
+            absent_ids = example_ids
+        if len(absent_ids):
+            text = sentence(
+                where=self.url,
+                rule="every example must have its values",
+                found=(
+                    f"none for {len(absent_ids)} of {len(example_ids)}, the first of "
+                    f"them {absent_ids[0]}"
+                ),
+                remedy=_REMEDY,
             )
-            rule = "every example must have its values"
-            raise CompatibilityError(sentence(self.url, rule, found, _REMEDY))
+            raise CompatibilityError(text)
         return rows
 
     def column(self, name: str, rows: Int64) -> Column:
-        """Returns the value of each of these examples, `[E]`; strings as objects."""
+        """Return the value of each example, `[E]`; texts as objects.
+
+        Args:
+            name: of a column with a value for each example.
+            rows: int64 `[E]`, as of :meth:`find`.
+        """
         values = self._columns[name]
         if isinstance(values, pa.Array):
-            return np.array(values.take(pa.array(rows)).to_pylist(), np.object_)
+            texts = values.take(pa.array(rows)).to_pylist()
+            return np.array(texts, np.object_)
         return np.asarray(values[rows])
 
     def sequence_values(
         self, name: str, rows: Int64, num_responses: npt.NDArray[np.integer]
     ) -> Float32:
-        """Returns the value of each sequence of these examples, float32 `[S]`."""
-        values, offsets = self._columns[name], self._offsets[name]
-        counts = offsets[rows + 1] - offsets[rows]
-        wrong = np.flatnonzero(counts != num_responses)
-        for i in wrong[:1]:
-            where = f"{self.url}, example {self._ids[rows[i]]}"
-            rule = f"it must have {name} of {num_responses[i]} sequences"
-            raise CompatibilityError(sentence(where, rule, str(counts[i]), _REMEDY))
-        return np.asarray(values[ragged_indices(offsets, rows)])
+        """Return the value of each sequence, float32 `[S]`.
 
-    def _load_lists(self, name: str, arrays: list[Any], order: Int64) -> None:
-        flat = [as_numpy(a.flatten()) for a in arrays]
-        lengths = [np.diff(as_numpy(a.offsets).astype(np.int64)) for a in arrays]
-        values, counts = (np.concatenate(x or [_NO_IDS]) for x in (flat, lengths))
-        if not np.isfinite(values).all():
-            raise IntegrityError(
-                sentence(self.url, f"{name} must be finite", "NaN or infinity")
+        Args:
+            name: of a column with a value for each sequence.
+            rows: int64 `[E]`, as of :meth:`find`.
+            num_responses: int `[E]`, sequences of each example.
+
+        Raises:
+            CompatibilityError: an example has another number of sequences.
+        """
+        offsets = self._offsets[name]
+        counts = offsets[rows + 1] - offsets[rows]
+        wrong_rows = np.flatnonzero(counts != num_responses)
+        if len(wrong_rows):
+            first = wrong_rows[0]
+            text = sentence(
+                where=f"{self.url}, example {self._ids[rows[first]]}",
+                rule=f"it must have {name} of {num_responses[first]} sequences",
+                found=str(counts[first]),
+                remedy=_REMEDY,
             )
-        self._columns[name] = _memmap_if_large(
-            values[ragged_indices(to_offsets(counts), order)]
-        )
-        self._offsets[name] = _memmap_if_large(to_offsets(counts[order]))
+            raise CompatibilityError(text)
+        return np.asarray(self._columns[name][ragged_indices(offsets, rows)])
+
+
+def _concat(arrays: Sequence[pa.Array]) -> npt.NDArray[Any]:
+    """Return the values of all arrays; int64 `[0]` if there are none."""
+    return np.concatenate([as_numpy(array) for array in arrays] or [_NO_IDS])
+
+
+def _concat_texts(arrays: Sequence[pa.Array]) -> pa.Array:
+    # Offsets of 32 bits would not reach all texts.
+    large_arrays = [array.cast(pa.large_string()) for array in arrays]
+    return pa.concat_arrays(large_arrays or [_NO_TEXTS])
 
 
 def _memmap_if_large(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Returns `values`, moved to a mapped temporary file if they are large."""
+    """Return `values`, moved to a mapped temporary file if they are large."""
     if values.nbytes <= MAPPED_BYTES:
         return values
     with tempfile.TemporaryFile(prefix="packstore-side-") as file:
         values.tofile(file)
         file.flush()
         return np.memmap(file, values.dtype, "r", shape=values.shape)
-
-
-_NO_IDS = np.empty(0, np.int64)
-_NONE = pa.nulls(0, pa.large_string())  # pa.array would import pandas
-_REMEDY = "Make the side dataset anew from this dataset"
