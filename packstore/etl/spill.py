@@ -10,7 +10,8 @@ twice.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,7 @@ _DTYPES: dict[str, npt.DTypeLike] = {
     "reward": np.float32,
     "example_ids": np.int64,
 }
+"""Array of :class:`Examples` -> its type on disk."""
 
 SEGMENT_BYTES = 32 << 20
 """Approximate bytes of ids in a segment; more are shuffled on disk, in buckets of this
@@ -42,7 +44,7 @@ MAX_BUCKETS = 256
 write.
 """
 
-_AT_ONCE = 2048
+_EXAMPLES_AT_ONCE = 2048
 """Examples copied from a segment to a bucket at once."""
 
 
@@ -59,150 +61,174 @@ class Spill:
         self.num_examples = 0
 
     def close(self) -> None:
-        """Removes its files."""
+        """Remove its files."""
         self._folder.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:
-        """Appends examples; `lengths`: int32 `[E]`, tokens of each in a pack."""
+        """Append examples; `lengths`: int32 `[E]`, tokens of each in a pack."""
         if not examples.num_examples:
             return
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
-            self._segments.append(
-                _Store(f"{self._folder.name}/{len(self._segments)}-segment")
-            )
+            number = len(self._segments)
+            self._segments.append(_Store(f"{self._folder.name}/{number}-segment"))
         self._segments[-1].append(examples)
         _append(self._lengths, np.ascontiguousarray(lengths, np.int32).data)
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
-        """Returns the lengths passed to :meth:`append`, of at least one example: int32
-        `[E]`.
-        """
+        """Return the lengths passed to :meth:`append`, at least one: int32 `[E]`."""
         return np.fromfile(self._lengths, np.int32)
 
     def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
-        """Yields the packs in plan order, about a row group at a time. Can be called
-        only once.
-        """
-        step = max(1, config.row_group_tokens // config.pack_size)
-        for examples, order, offsets in self._buckets(packing.order, packing.offsets):
-            for first in range(0, len(offsets) - 1, step):
-                cut = offsets[first : first + step + 1]
-                yield fill(
-                    examples, cut - cut[0], config.layout, order[cut[0] : cut[-1]]
-                )
-            del examples  # before those of the next bucket are read
+        """Yield the packs in plan order, about a row group at a time.
 
-    def _buckets(
-        self, order: Int32, offsets: Int64
-    ) -> Iterator[tuple[Examples, Int32, Int64]]:
-        """Yields examples of neighbouring packs, their order in these, and the packs'
-        offsets.
+        Can be called only once.
         """
+        packs_at_once = max(1, config.row_group_tokens // config.pack_size)
+        for bucket in self._buckets(packing.order, packing.offsets):
+            for first_pack in range(0, len(bucket.offsets) - 1, packs_at_once):
+                offsets = bucket.offsets[first_pack : first_pack + packs_at_once + 1]
+                order = bucket.order[offsets[0] : offsets[-1]]
+                offsets = offsets - offsets[0]
+                yield fill(bucket.examples, offsets, config.layout, order)
+            del bucket  # before the examples of the next bucket are read
+
+    def _buckets(self, order: Int32, offsets: Int64) -> Iterator[_Bucket]:
+        """Yield the examples of neighbouring packs, in plan order."""
         if len(self._segments) == 1:
-            yield self._segments[0].examples(), order, offsets
+            yield _Bucket(self._segments[0].examples(), order, offsets)
             return
-        size = sum(segment.id_bytes for segment in self._segments)
-        number = min(-(-size // SEGMENT_BYTES), MAX_BUCKETS, len(offsets) - 1)
-        cuts = np.linspace(0, len(offsets) - 1, number + 1).astype(np.int64)
-        buckets = [_Store(f"{self._folder.name}/{b}-bucket") for b in range(number)]
-        self._scatter(order, offsets[cuts], buckets)
-        for bucket, first, last in zip(buckets, cuts[:-1], cuts[1:], strict=True):
-            chosen = order[offsets[first] : offsets[last]]
-            ranks = np.empty(
-                len(chosen), np.int32
-            )  # the examples of a bucket are in input order
-            ranks[chosen.argsort()] = np.arange(len(chosen), dtype=np.int32)
-            yield bucket.examples(), ranks, offsets[first : last + 1] - offsets[first]
-            bucket.remove()
 
-    def _scatter(self, order: Int32, cuts: Int64, buckets: list[_Store]) -> None:
-        """Moves all segments into the buckets; bucket b gets ``order[cuts[b]:cuts[b +
-        1]]``.
+        id_bytes = sum(segment.id_bytes for segment in self._segments)
+        num_packs = len(offsets) - 1
+        num_buckets = min(-(-id_bytes // SEGMENT_BYTES), MAX_BUCKETS, num_packs)
+        first_packs = np.linspace(0, num_packs, num_buckets + 1).astype(np.int64)
+        stores = [
+            _Store(f"{self._folder.name}/{number}-bucket")
+            for number in range(num_buckets)
+        ]
+        self._scatter(order, offsets[first_packs], stores)
+        for store, first, end in zip(
+            stores, first_packs[:-1], first_packs[1:], strict=True
+        ):
+            chosen = order[offsets[first] : offsets[end]]
+            # The examples of a bucket are in input order: rank them by their numbers.
+            ranks = np.empty(len(chosen), np.int32)
+            ranks[chosen.argsort()] = np.arange(len(chosen), dtype=np.int32)
+            bucket_offsets = offsets[first : end + 1] - offsets[first]
+            yield _Bucket(store.examples(), ranks, bucket_offsets)
+            store.remove()
+
+    def _scatter(self, order: Int32, ends: Int64, buckets: list[_Store]) -> None:
+        """Move all segments into the buckets.
+
+        Bucket b gets the examples ``order[ends[b]:ends[b + 1]]``.
         """
         bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
-        for b in range(len(buckets)):
-            bucket_of[order[cuts[b] : cuts[b + 1]]] = b
-        first = 0
+        for number in range(len(buckets)):
+            bucket_of[order[ends[number] : ends[number + 1]]] = number
+
+        start = 0
         for segment in self._segments:
             examples = segment.examples()
-            last = first + examples.num_examples
-            for b, bucket in enumerate(buckets):
-                chosen = np.flatnonzero(bucket_of[first:last] == b)
-                for i in range(0, len(chosen), _AT_ONCE):
-                    bucket.append(gather(examples, chosen[i : i + _AT_ONCE]))
-            first = last
-            del examples
+            end = start + examples.num_examples
+            for number, bucket in enumerate(buckets):
+                chosen = np.flatnonzero(bucket_of[start:end] == number)
+                for i in range(0, len(chosen), _EXAMPLES_AT_ONCE):
+                    bucket.append(gather(examples, chosen[i : i + _EXAMPLES_AT_ONCE]))
+            start = end
+            del examples  # before the next segment is read
             segment.remove()
         self._segments = []
+
+
+@dataclass(frozen=True, eq=False)
+class _Bucket:
+    """The examples of neighbouring packs.
+
+    Attributes:
+        examples: in input order.
+        order: int32 `[E]`, the examples pack by pack.
+        offsets: int64 `[P + 1]`, the packs in `order`.
+    """
+
+    examples: Examples
+    order: Int32
+    offsets: Int64
 
 
 class _Store:
     """Files with some examples, in the order in which they were added."""
 
     def __init__(self, prefix: str) -> None:
-        self._paths = {name: Path(f"{prefix}-{name}") for name in (*_DTYPES, "columns")}
-        self._columns: dict[str, np.dtype] = {}
-        self._tokens = self._sequences = 0
+        self._paths = {name: Path(f"{prefix}-{name}") for name in _DTYPES}
+        self._columns_path = Path(f"{prefix}-columns")
+        self._column_dtypes: dict[str, np.dtype] = {}
+        self._num_tokens = 0
+        self._num_sequences = 0
 
     @property
     def id_bytes(self) -> int:
         """Bytes of the token ids."""
-        return 4 * self._tokens
+        return 4 * self._num_tokens
 
     def append(self, examples: Examples) -> None:
-        """Adds some examples."""
-        begun = {"sequence_offsets": self._tokens, "example_offsets": self._sequences}
+        """Append some examples."""
+        previous_ends = {
+            "sequence_offsets": self._num_tokens,
+            "example_offsets": self._num_sequences,
+        }
         for name, dtype in _DTYPES.items():
             array = getattr(examples, name)
-            if name in begun:
-                array = array + begun[name]
-                if self._sequences:
+            if name in previous_ends:
+                array = array + previous_ends[name]
+                if self._num_sequences:
                     array = array[1:]  # its first offset is already there
             _append(self._paths[name], np.ascontiguousarray(array, dtype).data)
         if examples.columns:
-            self._columns = {
-                name: column.dtype for name, column in examples.columns.items()
-            }
-            columns = {
-                name: pa.array(column) for name, column in examples.columns.items()
-            }
-            batch, sink = pa.RecordBatch.from_pydict(columns), pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, batch.schema) as writer:
-                writer.write_batch(batch)
-            _append(self._paths["columns"], sink.getvalue())
-        self._tokens += examples.num_tokens
-        self._sequences += examples.num_sequences
+            self._append_columns(examples.columns)
+        self._num_tokens += examples.num_tokens
+        self._num_sequences += examples.num_sequences
+
+    def _append_columns(self, columns: Mapping[str, Column]) -> None:
+        """Append a stream of Arrow with one batch."""
+        self._column_dtypes = {name: column.dtype for name, column in columns.items()}
+        arrays = {name: pa.array(column) for name, column in columns.items()}
+        batch = pa.RecordBatch.from_pydict(arrays)
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_stream(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        _append(self._columns_path, sink.getvalue())
 
     def examples(self) -> Examples:
-        """Returns all examples."""
+        """Return all examples."""
         arrays = {
             name: np.fromfile(self._paths[name], dtype)
             for name, dtype in _DTYPES.items()
         }
-        columns: dict[str, Column] = {}
-        if self._columns:
-            batches: list[pa.RecordBatch] = []
-            with pa.OSFile(str(self._paths["columns"])) as file:
-                while file.tell() < file.size():
-                    batches += pa.ipc.open_stream(file)
-            table = pa.Table.from_batches(batches)
-            columns = {
-                n: np.array(table[n].to_pylist(), t) for n, t in self._columns.items()
-            }
-        return Examples(**arrays, columns=columns)
+        return Examples(**arrays, columns=self._columns())
+
+    def _columns(self) -> dict[str, Column]:
+        if not self._column_dtypes:
+            return {}
+        batches: list[pa.RecordBatch] = []
+        with pa.OSFile(str(self._columns_path)) as file:
+            while file.tell() < file.size():
+                batches += pa.ipc.open_stream(file)
+        table = pa.Table.from_batches(batches)
+        return {
+            name: np.array(table[name].to_pylist(), dtype)
+            for name, dtype in self._column_dtypes.items()
+        }
 
     def remove(self) -> None:
-        """Deletes the files."""
-        for path in self._paths.values():
+        """Remove the files."""
+        for path in [*self._paths.values(), self._columns_path]:
             path.unlink(missing_ok=True)
 
 
 def _append(path: Path, data: memoryview | pa.Buffer) -> None:
-    with (
-        as_storage_errors("write", tempfile.gettempdir(), {}),
-        open(path, "ab") as file,
-    ):
-        file.write(
-            data
-        )  # not numpy's tofile, whose error for a full disk lacks the errno
+    folder = tempfile.gettempdir()
+    with as_storage_errors("write", folder, {}), open(path, "ab") as file:
+        # Not by numpy's tofile: its error for a full disk lacks the errno.
+        file.write(data)
