@@ -29,34 +29,53 @@ MAX_RETRIES = 3
 def run(
     work: Callable[[T], R], items: Iterable[T], num_workers: int | None
 ) -> Iterator[R]:
-    """Yields ``work(item)`` in order; `num_workers` None: a task for each core of the
-    cluster.
+    """Yield ``work(item)`` for every item, in order.
+
+    `num_workers` None: a task for each core of the cluster.
+
+    Raises:
+        PackstoreError: Ray does not start, or loses a task too often.
     """
-    started = not ray.is_initialized()
+    starts_ray = not ray.is_initialized()
     try:
-        try:
-            if started:
-                # A worker of an earlier call would keep its tokenizer in memory.
-                ray.init(
-                    log_to_driver=False,
-                    include_dashboard=False,
-                    configure_logging=False,
-                )
-            cores = max(1, int(ray.cluster_resources().get("CPU", 1)))
-        except Exception as error:  # of Ray's own, and bare ones
-            rule = "must start, or be reached (RAY_ADDRESS)"
-            remedy = "Set engine local, or see its logs"
-            raise PackstoreError(sentence("Ray", rule, str(error), remedy)) from error
-        shared = [ray.put(work)]  # in a list, else Ray would load it for every task
+        if starts_ray:
+            _start_ray()
+        max_tasks = num_workers or _cluster_cores()
+        # In a list, else Ray would load it for every task.
+        shared_work = [ray.put(work)]
         task: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
-        submit, cancel = partial(task.remote, shared), partial(ray.cancel, force=True)
-        yield from in_order(submit, items, 2 * (num_workers or cores), _result, cancel)
+        submit = partial(task.remote, shared_work)
+        cancel = partial(ray.cancel, force=True)
+        yield from in_order(submit, items, 2 * max_tasks, _result_of, cancel)
     finally:
-        if started:
+        if starts_ray:
+            # A worker of this call would keep its tokenizer in memory.
             ray.shutdown()
 
 
-def _result(task: Any) -> Any:
+def _start_ray() -> None:
+    """Start Ray on this machine, or connect to RAY_ADDRESS."""
+    try:
+        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+    except Exception as error:  # of Ray's own, and bare ones
+        raise _start_error(error) from error
+
+
+def _cluster_cores() -> int:
+    try:
+        return max(1, int(ray.cluster_resources().get("CPU", 1)))
+    except Exception as error:  # the cluster may be lost
+        raise _start_error(error) from error
+
+
+def _start_error(error: Exception) -> PackstoreError:
+    rule = "must start, or be reached (RAY_ADDRESS)"
+    remedy = "Set engine local, or see its logs"
+    return PackstoreError(sentence("Ray", rule, str(error), remedy))
+
+
+def _result_of(task: Any) -> Any:
+    """Return the result of a task, or raise its error."""
     try:
         return ray.get(task)
     except RayTaskError as error:
@@ -64,26 +83,31 @@ def _result(task: Any) -> Any:
     except RayError as error:
         raise PackstoreError(
             f"a Ray task was lost {MAX_RETRIES + 1} times ({type(error).__name__}); "
-            "nothing was "
-            "written. Look at the chat template and the memory of workers; set "
-            "num_workers lower."
+            "nothing was written. Look at the chat template and the memory of workers; "
+            "set num_workers lower."
         ) from error
 
 
-_loaded: tuple[str, Any] = "", None
-"""Id of the work that this process has loaded, and the work: a tokenizer loads as long
-as 30 MB of text are tokenized.
-"""
+# In a worker of Ray.
 
 
-def _work_on(shared: Sequence[Any], item: Any) -> Any:
-    global _loaded
+_loaded_id = ""
+"""Id of the work that this process has loaded."""
+
+_loaded_work: Any = None
+"""The work: a tokenizer loads as long as 30 MB of text are tokenized."""
+
+
+def _work_on(shared_work: Sequence[Any], item: Any) -> Any:
+    """Return the result of an item, in a worker of Ray."""
+    global _loaded_id, _loaded_work
     # Tasks fill the cores: threads inside each would only contend.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     os.environ["RAYON_NUM_THREADS"] = "1"
     template.allow_rendering(template.RENDER_SECONDS, template.RENDER_MEMORY)
-    (reference,) = shared
-    if _loaded[0] != reference.hex():
-        _loaded = "", None  # frees the memory of an earlier call first
-        _loaded = reference.hex(), ray.get(reference)
-    return _loaded[1](item)
+    (reference,) = shared_work
+    if _loaded_id != reference.hex():
+        _loaded_work = None  # frees the memory of an earlier call first
+        _loaded_work = ray.get(reference)
+        _loaded_id = reference.hex()
+    return _loaded_work(item)
