@@ -42,7 +42,7 @@ from packstore.config import PARTITION_BYTES
 from packstore.etl import spill
 from packstore.etl.partitions import work
 from packstore.etl.partitions.slices import READERS, SHARES
-from packstore.etl.tokenize import Tokenize
+from packstore.etl.tokenize import BlockTokenizer
 from packstore.io.inputs.files import InputReader
 from packstore.io.versions.shard_writer import ShardFile, ShardWriter
 from packstore.tokenizer import encode
@@ -53,9 +53,9 @@ SAMPLE = 18_000
 
 CORES, WAYS = (1, 2, 3, 4, 8, 16, 64), ("threads", "processes", "partitions")
 STAGES: dict[str, tuple[Any, str]] = {
-    "tokenize in Python": (Tokenize, "__call__"),
+    "tokenize in Python": (BlockTokenizer, "__call__"),
     "encode texts": (encode, "_encode_mode"),
-    "spill": (work.Spilled, "add"),
+    "spill": (work.SpilledPartition, "add"),
     "plan": (work, "plan"),
     "gather": (spill.Spill, "_scatter"),
     "fill": (spill, "fill"),

@@ -11,7 +11,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from packstore.errors import (
 )
 from packstore.etl.pipeline import pack_into, require_path, with_adapter
 from packstore.etl.provenance import without_paths
-from packstore.etl.rejects import identity
+from packstore.etl.rejects import real_place
+from packstore.etl.sources import open_examples
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import put_index
@@ -44,12 +45,14 @@ from packstore.io.store.staging import Staging
 from packstore.io.versions.write_job import AppendedBefore, WriteJob, writing
 from packstore.progress import Progress
 from packstore.tokenizer.records.adapters import Adapter
-from packstore.tokenizer.records.forms import load
+from packstore.tokenizer.records.forms import load as load_forms
 
 log = logging.getLogger("packstore")
 
 _ADJUSTABLE = {*RunConfig.names(), "dedup", "fields", "on", "partitions"}
-_CHUNK = 1 << 20
+"""Settings of :func:`append`; the dataset decides all others."""
+
+_CHUNK_BYTES = 1 << 20
 
 COPIES_AT_ONCE = 4
 """Shards copied concurrently; each may take space on the local disk meanwhile."""
@@ -66,7 +69,7 @@ def append(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Dataset:
-    """Packs more records with the settings of a dataset, and commits its next version.
+    """Pack more records with the settings of a dataset, and commit its next version.
 
     Existing packs do not change, and readers of older versions continue. New examples
     get ids above all existing ones.
@@ -95,18 +98,21 @@ def append(
     """
     base = dataset
     if not isinstance(base, Dataset):
-        base = _open_first(base, more, storage_options)
+        base = _open_base(base, more, storage_options)
     base.manifest.require_writable(base.url)
     base.manifest.require_readable(base.url)
-    options = base.location.storage_options
+    source_options = base.location.storage_options
     if source_storage_options is not None:
-        options = source_storage_options
-    packed = isinstance(more, Dataset) or find_dataset(more, options) is not None
-    config = _settings_of(base, settings, packed)
-    loaded = None
-    if not packed:
-        config, loaded = with_adapter(config, adapter)
-        _check_reading(base, loaded)
+        source_options = source_storage_options
+    is_packed = (
+        isinstance(more, Dataset) or find_dataset(more, source_options) is not None
+    )
+
+    config = _settings_for_append(base, settings, is_packed)
+    loaded_adapter = None
+    if not is_packed:
+        config, loaded_adapter = with_adapter(config, adapter)
+        _check_reading(base, loaded_adapter)
     with writing(base.location, True, "append") as job:
         if job.version != base.version + 1:
             rule = f"only its newest version, {job.version - 1}, can be extended"
@@ -115,30 +121,24 @@ def append(
             )
         base.require_files()
         job.extends = base
-        recorded = base.manifest.provenance.get("tokenizer")
-        if tokenizer is None and recorded is not None and not packed:
-            tokenizer = recorded.get("path")
-            if not tokenizer or not os.path.exists(tokenizer):
-                rule = (
-                    "its tokenizer must be named: its manifest has no path that "
-                    "exists here"
-                )
-                remedy = "Give the tokenizer (--tokenizer PATH)"
-                raise TokenizerError(sentence(base.url, rule, "", remedy))
+        if tokenizer is None and not is_packed:
+            tokenizer = _recorded_tokenizer(base)
+        open_source = partial(
+            open_examples,
+            more,
+            tokenizer,
+            config,
+            dict(source_options),
+            adapter=loaded_adapter,
+        )
         try:
-            pack_into({None: job}, more, options, tokenizer, config, progress, loaded)
-        except AppendedBefore as found:
-            log.info("%s: already there, %s", base.url, found)
+            pack_into({None: job}, more, open_source, config, progress)
+        except AppendedBefore as reason:
+            log.info("%s: already there, %s", base.url, reason)
             return base
-    extended = job.committed
-    added = extended.manifest.records.packed - base.manifest.records.packed
-    log.info(
-        "appended %s records: version %d of %s",
-        f"{added:,}",
-        extended.version,
-        extended.url,
-    )
-    return extended
+
+    _log_appended(base, job.committed)
+    return job.committed
 
 
 def concat(
@@ -149,7 +149,7 @@ def concat(
     storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
 ) -> Dataset:
-    """Concatenates datasets; their shards are copied as they are, in order.
+    """Concatenate datasets; their shards are copied as they are, in order.
 
     Shards of other places are copied: by hard link on the same disk, inside the same
     object store, else through this machine, where their hashes are checked. Nothing is
@@ -172,100 +172,160 @@ def concat(
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
     opened = [
-        d if isinstance(d, Dataset) else open_dataset(d, storage_options)
-        for d in datasets
+        dataset
+        if isinstance(dataset, Dataset)
+        else open_dataset(dataset, storage_options)
+        for dataset in datasets
     ]
-    members = [Member(d.url, d.manifest) for d in opened]
+    members = [Member(dataset.url, dataset.manifest) for dataset in opened]
     check_members(members)
     location = Location(out, storage_options or {})
-    existing = (
-        None if overwrite else find_dataset(location.url, location.storage_options)
-    )
-    if existing is not None:
-        before = existing.manifest.provenance.get("combined_from")
-        now = [origin for member in members for origin in origins(member)]
-        if without_paths(before) == without_paths(now):
-            existing.require_files()
+    if not overwrite:
+        existing = _find_concatenation(location, members)
+        if existing is not None:
             log.info("%s: already there, of the same datasets", existing.url)
             return existing
+
     for dataset in opened:
         dataset.require_files()
-    run = fingerprint([d.manifest.fingerprint for d in opened])[:12]
     with writing(location, overwrite, "concat") as job:
         for argument, dataset in zip(datasets, opened, strict=True):
-            newest = isinstance(argument, Dataset) or dataset.version == job.version - 1
-            if not newest and _is_same_place(dataset.location, location):
-                # Its newest version is meant, and another was committed.
+            is_newest = dataset.version == job.version - 1
+            is_at_out = _is_same_place(dataset.location, location)
+            if is_at_out and not is_newest and not isinstance(argument, Dataset):
+                # A path means the newest version, and another was committed.
                 raise lost_commit_race(location)
-        manifest = _copy_shards(job, opened, run, progress)
+        manifest = _copy_shards(job, opened, progress)
         job.require_shards(manifest.shards)
         job.commit(manifest)
     return job.committed
 
 
-def _open_first(
+# Append.
+
+
+def _open_base(
     dataset: str, more: Any, storage_options: Mapping[str, Any] | None
 ) -> Dataset:
-    """Opens the dataset of :func:`append`; says so if it is `more` that is, or ends
-    with, one.
+    """Open the dataset of :func:`append`.
+
+    Raises:
+        ConfigError: the arguments are swapped: `more` is a dataset, or ends with one.
     """
     rule = "must be the dataset, which comes before the records"
     require_path(dataset, "dataset", rule)
     try:
         return open_dataset(dataset, storage_options)
     except DatasetNotFoundError:
-        last = more[-1] if isinstance(more, list | tuple) and more else more
-        found = last if isinstance(last, Dataset) else None
-        with contextlib.suppress(PackstoreError):
-            found = found or find_dataset(last, storage_options)
-        if found is None:
+        last_source = more[-1] if isinstance(more, list | tuple) and more else more
+        swapped = last_source if isinstance(last_source, Dataset) else None
+        if swapped is None:
+            with contextlib.suppress(PackstoreError):
+                swapped = find_dataset(last_source, storage_options)
+        if swapped is None:
             raise
         place = display(os.fspath(dataset))
         raise ConfigError(
-            sentence(place, rule, f"one in {found.url}", "Swap them")
+            sentence(place, rule, f"one in {swapped.url}", "Swap them")
         ) from None
 
 
-def _settings_of(
-    base: Dataset, settings: Mapping[str, Any], packed: bool
-) -> PackConfig:
-    """Returns the settings of a dataset, with `settings` for this run; fewer if it is
-    `packed`.
+def _recorded_tokenizer(base: Dataset) -> str | None:
+    """Return the path of the tokenizer that a dataset records, if it had one.
+
+    Raises:
+        TokenizerError: the path does not exist.
     """
+    recorded = base.manifest.provenance.get("tokenizer")
+    if recorded is None:
+        return None
+    path = recorded.get("path")
+    if not path or not os.path.exists(path):
+        rule = "its tokenizer must be named: its manifest has no path that exists here"
+        remedy = "Give the tokenizer (--tokenizer PATH)"
+        raise TokenizerError(sentence(base.url, rule, remedy=remedy))
+    return str(path)
+
+
+def _settings_for_append(
+    base: Dataset, settings: Mapping[str, Any], is_packed: bool
+) -> PackConfig:
+    """Return the settings of a dataset, with `settings` for this run.
+
+    Args:
+        base: the dataset.
+        settings: arguments of :func:`append`.
+        is_packed: True if a packed dataset is appended, which needs fewer settings.
+
+    Raises:
+        ConfigError: a setting that the dataset decides, or of another release.
+    """
+    _check_adjustable(base, settings)
+    values = _recorded_settings(base)
+    answers = dict(base.manifest.provenance["settings"].get("on", {}))
+    if is_packed:
+        # Its records were answered for, and its examples cannot be truncated.
+        stops_at_overlong = answers.get("overlong") == "error"
+        answers = {"overlong": "error"} if stops_at_overlong else {}
+        for name in PackConfig.of(**values, on=answers).needing_records:
+            del values[name]
+    answers |= settings.get("on", {})
+
+    config = PackConfig.of(**{**values, **settings, "on": answers})
+    if config.dedup == "prompt":
+        rule = (
+            "dedup must be pair or none on append: the words of prompts are not stored"
+        )
+        remedy = "Set it, or pack all records again"
+        raise ConfigError(sentence(base.url, rule, "prompt", remedy))
+    if config.validation_fraction:
+        raise ConfigError(
+            "validation_fraction makes two datasets of its own: set it for pack()."
+        )
+    return config
+
+
+def _check_adjustable(base: Dataset, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a setting that the dataset decides."""
     for name in settings:
-        if name not in _ADJUSTABLE and name in PackConfig.names():
-            rule = (
-                f"append packs with the settings of the dataset, so {name} must be "
-                "left out"
-            )
+        if name in PackConfig.names() and name not in _ADJUSTABLE:
+            rule = "append packs with the settings of the dataset, "
+            rule += f"so {name} must be left out"
             raise ConfigError(sentence(base.url, rule))
     for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
-            rule = (
-                f"append packs as the dataset does: on, {reason}, may be drop or error"
-            )
+            rule = "append packs as the dataset does: "
+            rule += f"on, {reason}, may be drop or error"
             raise ConfigError(sentence(base.url, rule, quote(answer)))
+
+
+def _recorded_settings(base: Dataset) -> dict[str, Any]:
+    """Return the settings that a dataset records and decides, except `on`.
+
+    Raises:
+        ConfigError: another release recorded a setting that this one does not have.
+    """
     manifest = base.manifest
     recorded = manifest.provenance["settings"]
-    if unknown := sorted(recorded.keys() - {*PackConfig.names()}):
+    unknown_names = sorted(recorded.keys() - set(PackConfig.names()))
+    if unknown_names:
         rule = "append packs with the settings of the dataset, so all must be known"
+        names = ", ".join(repr(name) for name in unknown_names)
         remedy = "Append with the version of packstore that made it"
-        raise ConfigError(
-            sentence(base.url, rule, ", ".join(map(repr, unknown)), remedy)
-        )
+        raise ConfigError(sentence(base.url, rule, names, remedy))
+
     # The number of partitions follows from the bytes of the new records. The name of an
     # adapter is not taken from a manifest, because a forged one would make append run
     # code.
-    decided = {*PackConfig.names()} - {*RunConfig.names(), "partitions", "adapter"}
-    values = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in recorded.items()
-        if name in decided
-    }
+    undecided = {*RunConfig.names(), "partitions", "adapter", "on"}
+    values: dict[str, Any] = {}
+    for name, value in recorded.items():
+        if name not in undecided:
+            values[name] = tuple(value) if isinstance(value, list) else value
     if values.get("chat_template") not in (None, "chatml", "plain"):
-        values["chat_template"] = (manifest.provenance.get("tokenizer") or {}).get(
-            "chat_template"
-        )
+        # The path of a template may have changed: the manifest has its text.
+        tokenizer = manifest.provenance.get("tokenizer") or {}
+        values["chat_template"] = tokenizer.get("chat_template")
     values |= {
         "kind": manifest.kind,
         "layout": manifest.layout,
@@ -276,27 +336,7 @@ def _settings_of(
         "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
-    on = {**recorded.get("on", {})}
-    if (
-        packed
-    ):  # its records were answered for; examples that do not fit cannot be truncated
-        on = {"overlong": "error"} if on.get("overlong") == "error" else {}
-        for name in PackConfig.of(**{**values, "on": on}).needing_records:
-            del values[name]
-    values["on"] = {**on, **settings.get("on", {})}
-    config = PackConfig.of(**{**values, **settings, "on": values["on"]})
-    if config.dedup == "prompt":
-        rule = (
-            "dedup must be pair or none on append: the words of prompts are not stored"
-        )
-        raise ConfigError(
-            sentence(base.url, rule, "prompt", "Set it, or pack all records again")
-        )
-    if config.validation_fraction:
-        raise ConfigError(
-            "validation_fraction makes two datasets of its own: set it for pack()."
-        )
-    return config
+    return values
 
 
 def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
@@ -304,113 +344,177 @@ def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
     changed.
     """
     recorded = base.manifest.provenance.get("reading", {})
-    rule = "append reads records as the dataset was read"
     if "form" in recorded:
-        form = load().get(recorded["form"])
-        version = form.version if form is not None else None
-        if version != recorded.get("form_version"):
-            before = f"{recorded['form']} of version {recorded.get('form_version')}"
-            change = f"the form {before}, now {version}"
-            remedy = "Append with the version of packstore that made it, or pack anew"
-            raise ConfigError(sentence(base.url, rule, change, remedy))
+        _check_form(base, recorded["form"], recorded.get("form_version"))
     if "adapter" in recorded:
-        if adapter is None:
-            name = recorded["adapter"]
-            is_loadable = ":" in name
-            how = (
-                spell(current_door(), {"adapter": name})
-                if is_loadable
-                else "adapter=FUNCTION"
+        sha256 = recorded.get("adapter_sha256")
+        _check_adapter(base, recorded["adapter"], sha256, adapter)
+
+
+_READING_RULE = "append reads records as the dataset was read"
+
+
+def _check_form(base: Dataset, name: str, recorded_version: int | None) -> None:
+    """Raise ConfigError if this release has another version of a form."""
+    form = load_forms().get(name)
+    version = form.version if form is not None else None
+    if version != recorded_version:
+        raise ConfigError(
+            sentence(
+                where=base.url,
+                rule=_READING_RULE,
+                found=f"the form {name} of version {recorded_version}, now {version}",
+                remedy="Append with the version of packstore that made it, or pack "
+                "anew",
             )
-            remedy = f"Give the function that reads them, if you trust it ({how})"
-            raise ConfigError(
-                sentence(base.url, rule, f"no adapter {quote(name)}", remedy)
-            )
-        if adapter.sha256 != recorded.get("adapter_sha256"):
-            change = f"{adapter.name}, whose file has changed"
-            raise ConfigError(
-                sentence(base.url, rule, change, "Restore it, or pack anew")
-            )
+        )
+
+
+def _check_adapter(
+    base: Dataset, name: str, sha256: str | None, adapter: Adapter | None
+) -> None:
+    """Raise ConfigError if the adapter that read a dataset is not passed, or has
+    changed.
+    """
+    if adapter is None:
+        argument = "adapter=FUNCTION"
+        if ":" in name:  # it can be loaded by its name
+            argument = spell(current_door(), {"adapter": name})
+        remedy = f"Give the function that reads them, if you trust it ({argument})"
+        raise ConfigError(
+            sentence(base.url, _READING_RULE, f"no adapter {quote(name)}", remedy)
+        )
+    if adapter.sha256 != sha256:
+        change = f"{adapter.name}, whose file has changed"
+        raise ConfigError(
+            sentence(base.url, _READING_RULE, change, "Restore it, or pack anew")
+        )
+
+
+def _log_appended(base: Dataset, extended: Dataset) -> None:
+    added = extended.manifest.records.packed - base.manifest.records.packed
+    log.info(
+        "appended %s records: version %d of %s",
+        f"{added:,}",
+        extended.version,
+        extended.url,
+    )
+
+
+# Concatenate.
+
+
+def _find_concatenation(
+    location: Location, members: Sequence[Member]
+) -> Dataset | None:
+    """Return the dataset at a location if it was made of the same datasets."""
+    existing = find_dataset(location.url, location.storage_options)
+    if existing is None:
+        return None
+    recorded = existing.manifest.provenance.get("combined_from")
+    requested = [origin for member in members for origin in origins(member)]
+    if without_paths(recorded) != without_paths(requested):
+        return None
+    existing.require_files()
+    return existing
 
 
 def _copy_shards(
-    job: WriteJob, datasets: Sequence[Dataset], run: str, progress: Progress | None
+    job: WriteJob, datasets: Sequence[Dataset], progress: Progress | None
 ) -> Manifest:
-    """Copies the shards of all datasets, puts the pack index, and returns the
-    manifest.
-    """
-    number, members = 0, list[Member]()
-    files = dict[
-        str, tuple[Location, ShardInfo | StoredFile]
-    ]()  # new path -> what is copied there
+    """Copy the shards of all datasets, put the pack index, and return the manifest."""
+    run = fingerprint([dataset.manifest.fingerprint for dataset in datasets])[:12]
+    members: list[Member] = []
+    files: list[_FileToCopy] = []
+    num_shards = 0
     for dataset in datasets:
-        source, manifest = dataset.location, dataset.manifest
-        if not _is_same_place(source, job.location):
-            files |= {file.path: (source, file) for file in manifest.further_files}
+        manifest = dataset.manifest
+        if not _is_same_place(dataset.location, job.location):
+            for file in manifest.further_files:
+                files.append(_FileToCopy(dataset.location, file, file.path))
             shards = []
-            for n, shard in enumerate(manifest.shards, number):
-                path = (
-                    f"{DATA}/{run}-{n:05d}-{shard.sha256[:16]}.{manifest.file_format}"
-                )
-                files[path] = source, shard
-                shards.append(replace(shard, path=path))
+            for number, shard in enumerate(manifest.shards, start=num_shards):
+                name = f"{run}-{number:05d}-{shard.sha256[:16]}.{manifest.file_format}"
+                new_path = f"{DATA}/{name}"
+                files.append(_FileToCopy(dataset.location, shard, new_path))
+                shards.append(replace(shard, path=new_path))
             manifest = replace(manifest, shards=tuple(shards))
-        number += len(manifest.shards)
+        num_shards += len(manifest.shards)
         members.append(Member(dataset.url, manifest))
+
     _copy_files(files, job.location, progress)
     merged = merge(members)
     if not merged.shards:
         return merged
-    sizes = (d.shard_sizes(i) for d in datasets for i in range(len(d.manifest.shards)))
+    sizes = (
+        dataset.shard_sizes(number)
+        for dataset in datasets
+        for number in range(len(dataset.manifest.shards))
+    )
     return replace(merged, pack_index=put_index(job.location, sizes, job.version))
 
 
+@dataclass(frozen=True)
+class _FileToCopy:
+    """A file of a dataset, and its path in the new one."""
+
+    source: Location
+    file: ShardInfo | StoredFile
+    new_path: str
+
+
 def _copy_files(
-    files: Mapping[str, tuple[Location, ShardInfo | StoredFile]],
-    target: Location,
-    progress: Progress | None,
+    files: Sequence[_FileToCopy], target: Location, progress: Progress | None
 ) -> None:
-    """Copies files from their places to these paths."""
-    done = itertools.count(1)
+    """Copy files into `target`."""
+    # Datasets may share further files, of one content and path.
+    distinct_files = list({file.new_path: file for file in files}.values())
+    num_copied = itertools.count(1)
     with Staging(target, (FOLDER, DATA)) as staging:
 
-        def copy(path: str) -> None:
-            source, file = files[path]
-            _copy(source, file, target, path, staging)
+        def copy(file: _FileToCopy) -> None:
+            _copy(file, target, staging)
             if progress is not None:
-                progress("copy", next(done), len(files), "files")
+                progress("copy", next(num_copied), len(distinct_files), "files")
 
-        run_parallel((partial(copy, path) for path in files), COPIES_AT_ONCE)
+        run_parallel((partial(copy, file) for file in distinct_files), COPIES_AT_ONCE)
+
+
+def _copy(item: _FileToCopy, target: Location, staging: Staging) -> None:
+    """Copy a file, inside the store if possible.
+
+    Raises:
+        IntegrityError: its bytes are not the recorded ones.
+    """
+    if copy_file(item.source, item.file.path, target, item.new_path):
+        if target.size(item.new_path) != item.file.bytes:
+            raise _damaged_file_error(item)
+        return
+
+    digest = hashlib.sha256()
+    with item.source.open_read(item.file.path) as reader, staging.file() as file:
+        chunk = reader.read(_CHUNK_BYTES)
+        while chunk:
+            digest.update(chunk)
+            file.write(chunk)
+            chunk = reader.read(_CHUNK_BYTES)
+    if digest.hexdigest() != item.file.sha256:
+        raise _damaged_file_error(item)
+    staging.store(file.name, item.new_path)
+
+
+def _damaged_file_error(item: _FileToCopy) -> IntegrityError:
+    return IntegrityError(
+        sentence(
+            where=item.source.join(item.file.path).display,
+            rule="its bytes must be those that were written",
+            found="others",
+            remedy="Copy it again from a good one",
+        )
+    )
 
 
 def _is_same_place(a: Location, b: Location) -> bool:
-    return a == b or (a.local_path is not None and identity(a) == identity(b))
-
-
-def _copy(
-    source: Location,
-    shard: ShardInfo | StoredFile,
-    target: Location,
-    path: str,
-    staging: Staging,
-) -> None:
-    """Copies a file to `path`, inside the store if possible."""
-    if copy_file(source, shard.path, target, path):
-        same, file = target.size(path) == shard.bytes, None
-    else:
-        digest = hashlib.sha256()
-        with source.open_read(shard.path) as reader, staging.file() as file:
-            while chunk := reader.read(_CHUNK):
-                digest.update(chunk)
-                file.write(chunk)
-        same = digest.hexdigest() == shard.sha256
-    if not same:
-        where, rule = (
-            source.join(shard.path).display,
-            "its bytes must be those that were written",
-        )
-        raise IntegrityError(
-            sentence(where, rule, "others", "Copy it again from a good one")
-        )
-    if file is not None:
-        staging.store(file.name, path)
+    if a == b:
+        return True
+    return a.local_path is not None and real_place(a) == real_place(b)

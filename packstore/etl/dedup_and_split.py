@@ -2,8 +2,8 @@
 
 Both compare 8-byte hashes, so the result does not depend on the number of workers, and
 memory is 8 bytes for each record. Prompts are compared by their words, as the last
-token of a prompt may depend on what follows; pairs by their tokens, which a dataset
-stores, so that appended records are compared with those that are there.
+token of a prompt may depend on the text behind it. Pairs are compared by their tokens,
+which a dataset stores, so that appended records are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -25,140 +25,173 @@ from packstore.tokenizer.tally import Tally
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
 """Setting `dedup` -> reason under which dropped records are counted."""
 
-OTHER_PART = {"train": "for_validation", "validation": "for_training"}
-"""Reason under which a part counts the examples of the other part."""
+OTHER_SPLIT = {"train": "for_validation", "validation": "for_training"}
+"""Split -> reason under which it counts the examples of the other split."""
 
 
 def split_names(config: SelectConfig) -> tuple[str | None, ...]:
-    """Returns the names of the datasets that a job makes; None: a single one."""
-    return tuple(OTHER_PART) if config.validation_fraction else (None,)
+    """Return the names of the datasets that a job makes; None: a single one."""
+    return tuple(OTHER_SPLIT) if config.validation_fraction else (None,)
 
 
 class Selection:
-    """Assigns examples to parts, in input order, by their prompts and the seed.
+    """Drops duplicates, and assigns examples to splits by their prompts and the seed.
 
-    `repeated` has the ids of the duplicates, int64, sorted; None: an example is a
-    duplicate if an earlier call had one with the same key, or `known` has it. `paths`,
-    ordinal -> path, name their places.
+    Args:
+        config: settings.
+        duplicate_ids: int64, sorted; None: an example is a duplicate if an earlier one
+            has the same key, or `stored_keys` has it.
+        paths: ordinal of an input -> its path, for the places of duplicates.
+        stored_keys: keys of the examples of a dataset that grows.
     """
 
     def __init__(
         self,
         config: PackConfig,
-        repeated: Int64 | None,
+        duplicate_ids: Int64 | None,
         paths: Mapping[int, str],
-        known: U64 | None = None,
+        stored_keys: U64 | None = None,
     ) -> None:
-        self._config, self._repeated, self._paths = config, repeated, paths
+        self._config = config
+        self._duplicate_ids = duplicate_ids
+        self._paths = paths
         self._seen = Seen()
-        if known is not None:
-            self._seen.add(known)
+        if stored_keys is not None:
+            self._seen.add(stored_keys)
         self._salt = np.uint64(derive(config.seed, "validation"))
 
     def __call__(self, examples: Examples, tally: Tally) -> list[Examples]:
-        """Returns the examples of each part; counts dropped ones in `tally`."""
+        """Return the examples of each split, in input order; count drops in `tally`."""
         if self._config.dedup != "none" and examples.num_examples:
-            if self._repeated is None:
-                new = self._seen.add(dedup_keys(examples, self._config))
-            else:
-                new = ~np.isin(examples.example_ids, self._repeated)
-            for i in np.flatnonzero(~new).tolist():
-                source, ordinal = divmod(
-                    int(examples.example_ids[i]), 1 << SOURCE_SHIFT
-                )
-                where = place_of(self._paths[source], ordinal)
-                tally.drop(
-                    DUPLICATES[self._config.dedup],
-                    where,
-                    "an earlier record has it too",
-                )
-            if not new.all():
-                examples = examples.take(np.flatnonzero(new))
-        if not self._config.validation_fraction:
+            examples = self._drop_duplicates(examples, tally)
+        fraction = self._config.validation_fraction
+        if not fraction:
             return [examples]
-        # By the prompt: equal ones always share a part.
-        drawn = mixed(_prompt_keys(examples) ^ self._salt)
-        held = drawn < np.uint64(int(self._config.validation_fraction * 2.0**63) * 2)
+
+        # By the prompt, so that examples of equal prompts share a split.
+        draws = mixed(_prompt_keys(examples) ^ self._salt)
+        limit = np.uint64(int(fraction * 2.0**63) * 2)
+        is_validation = draws < limit
         return [
-            examples.take(np.flatnonzero(~held)),
-            examples.take(np.flatnonzero(held)),
+            examples.take(np.flatnonzero(~is_validation)),
+            examples.take(np.flatnonzero(is_validation)),
         ]
+
+    def _drop_duplicates(self, examples: Examples, tally: Tally) -> Examples:
+        if self._duplicate_ids is None:
+            is_new = self._seen.add(dedup_keys(examples, self._config))
+        else:
+            is_new = ~np.isin(examples.example_ids, self._duplicate_ids)
+        if is_new.all():
+            return examples
+
+        reason = DUPLICATES[self._config.dedup]
+        for example_id in examples.example_ids[~is_new].tolist():
+            source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
+            place = place_of(self._paths[source], ordinal)
+            tally.drop(reason, place, "an earlier record has it too")
+        return examples.take(np.flatnonzero(is_new))
 
 
 class Seen:
-    """A set of hashes: sorted arrays, each at least twice as long as the next."""
+    """A set of hashes.
+
+    They lie in sorted arrays, each at least twice as long as the next, as in a
+    log-structured merge tree: a lookup searches few arrays, and a hash is sorted again
+    only as often.
+    """
 
     def __init__(self) -> None:
         self._runs: list[U64] = []
 
     def add(self, keys: U64) -> Bool:
-        """Adds keys; returns bool `[n]`: True for keys that are new."""
-        distinct, first = np.unique(keys, return_index=True)
-        known = np.zeros(len(distinct), np.bool_)
+        """Add keys; return bool `[n]`, True for keys that are new."""
+        distinct, first_positions = np.unique(keys, return_index=True)
+        is_known = np.zeros(len(distinct), np.bool_)
         for run in self._runs:
-            at = np.minimum(np.searchsorted(run, distinct), len(run) - 1)
-            known |= run[at] == distinct
-        new = np.zeros(len(keys), np.bool_)
-        new[first[~known]] = True
-        self._runs.append(distinct[~known])
+            positions = np.searchsorted(run, distinct)
+            positions = np.minimum(positions, len(run) - 1)
+            is_known |= run[positions] == distinct
+        is_new = np.zeros(len(keys), np.bool_)
+        is_new[first_positions[~is_known]] = True
+
+        new_keys = distinct[~is_known]
+        if len(new_keys):
+            self._runs.append(new_keys)
         while len(self._runs) > 1 and len(self._runs[-2]) < 2 * len(self._runs[-1]):
-            last = self._runs.pop()
-            self._runs[-1] = np.concatenate([self._runs[-1], last])
+            last_run = self._runs.pop()
+            self._runs[-1] = np.concatenate([self._runs[-1], last_run])
             self._runs[-1].sort()
-        self._runs = [run for run in self._runs if len(run)]
-        return new
+        return is_new
 
 
 def dedup_keys(examples: Examples, config: SelectConfig) -> U64:
-    """Returns uint64 `[E]`, keys that are equal for examples that `dedup` treats as
-    duplicates.
-    """
+    """Return uint64 `[E]`, equal for examples that `dedup` treats as duplicates."""
     return pair_keys(examples) if config.dedup == "pair" else _prompt_keys(examples)
 
 
 def pair_keys(examples: Examples) -> U64:
-    """Returns uint64 `[E]`, hashes of all tokens of each example and of which are
-    supervised.
-    """
-    keys, lengths = np.empty(examples.num_examples, np.uint64), examples.lengths
+    """Return uint64 `[E]`, hashes of tokens and supervision of each example."""
+    keys = np.empty(examples.num_examples, np.uint64)
+    lengths = examples.lengths
     sequences = examples.example_offsets.tolist()
     tokens = examples.sequence_offsets[examples.example_offsets].tolist()
-    for i, (first, end) in enumerate(itertools.pairwise(sequences)):
-        of = slice(*tokens[i : i + 2])
-        digest = hashlib.blake2b(lengths[first:end].data, digest_size=8)
-        digest.update(examples.input_ids[of].data)
-        digest.update(examples.supervised[of].data)
+    for i in range(examples.num_examples):
+        sequence_range = slice(sequences[i], sequences[i + 1])
+        token_range = slice(tokens[i], tokens[i + 1])
+        digest = hashlib.blake2b(lengths[sequence_range].data, digest_size=8)
+        digest.update(examples.input_ids[token_range].data)
+        digest.update(examples.supervised[token_range].data)
         keys[i] = int.from_bytes(digest.digest(), "little")
     return keys
 
 
 def stored_keys(dataset: Dataset) -> U64:
-    """Returns uint64 `[E]`, the keys of the pairs of a dataset, in its order."""
-    groups = range(len(dataset.row_groups))
-    keys = [pair_keys(unpack(dataset.read_packs(group))) for group in groups]
-    return np.concatenate([np.empty(0, np.uint64), *keys])
+    """Return uint64 `[E]`, the keys of the pairs of a dataset, in its order."""
+    keys = [np.empty(0, np.uint64)]
+    for group in range(len(dataset.row_groups)):
+        keys.append(pair_keys(unpack(dataset.read_packs(group))))
+    return np.concatenate(keys)
 
 
-def duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
-    """Returns the sorted ids, of each part of the input, whose key also belongs to a
-    smaller id.
+def find_duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
+    """Return the duplicates of each partition, as sorted ids.
+
+    A duplicate is an example with the key of an example of a smaller id, in any
+    partition.
+
+    Args:
+        keys: uint64 `[n]` of each partition.
+        ids: int64 `[n]` of each partition.
     """
-    every = np.concatenate([np.empty(0, np.uint64), *keys])
-    every.sort()
-    shared = np.unique(every[1:][every[1:] == every[:-1]])
-    del every
-    # Duplicates are few, mostly: only these are sorted with their ids.
-    chosen = [np.isin(k, shared) for k in keys]
-    some_keys = [k[c] for k, c in zip(keys, chosen, strict=True)]
-    some_ids = [i[c] for i, c in zip(ids, chosen, strict=True)]
-    key, id_ = np.concatenate(some_keys), np.concatenate(some_ids)
-    order = np.lexsort((id_, key))
-    later = np.zeros(len(key), np.bool_)
-    later[order[1:]] = key[order[1:]] == key[order[:-1]]
-    parts = np.split(later, np.cumsum([len(i) for i in some_ids])[:-1])
-    return [np.sort(i[again]) for i, again in zip(some_ids, parts, strict=True)]
+    all_keys = np.concatenate([np.empty(0, np.uint64), *keys])
+    all_keys.sort()
+    shared_keys = np.unique(all_keys[1:][all_keys[1:] == all_keys[:-1]])
+    del all_keys  # 8 bytes for each record
+
+    # Duplicates are few, mostly: only examples with shared keys are sorted with ids.
+    candidate_keys = []
+    candidate_ids = []
+    for partition_keys, partition_ids in zip(keys, ids, strict=True):
+        is_shared = np.isin(partition_keys, shared_keys)
+        candidate_keys.append(partition_keys[is_shared])
+        candidate_ids.append(partition_ids[is_shared])
+    joined_keys = np.concatenate(candidate_keys)
+    joined_ids = np.concatenate(candidate_ids)
+    order = np.lexsort((joined_ids, joined_keys))
+    has_earlier = np.zeros(len(joined_keys), np.bool_)
+    has_earlier[order[1:]] = joined_keys[order[1:]] == joined_keys[order[:-1]]
+
+    ends = list(itertools.accumulate(len(ids_) for ids_ in candidate_ids))
+    flags_of_partitions = np.split(has_earlier, ends[:-1])
+    return [
+        np.sort(partition_ids[is_duplicate])
+        for partition_ids, is_duplicate in zip(
+            candidate_ids, flags_of_partitions, strict=True
+        )
+    ]
 
 
 def _prompt_keys(examples: Examples) -> U64:
-    """Returns uint64 `[E]`: hashes of the prompts."""
+    """Return uint64 `[E]`: hashes of the prompts."""
     return np.empty(0, np.uint64) if examples.keys is None else examples.keys

@@ -17,7 +17,14 @@ import contextlib
 import itertools
 import logging
 import os
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -26,16 +33,24 @@ import numpy as np
 
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, DatasetExistsError, WrongEngineError, sentence
-from packstore.etl.dedup_and_split import duplicates, split_names, stored_keys
-from packstore.etl.engines import ENGINES, engine_with, local
-from packstore.etl.partitions.resume import Partition, Written, check_growth
-from packstore.etl.partitions.slices import MANY_READS, READERS, read_keys, split
-from packstore.etl.partitions.work import PackPartitions, run_as_task
+from packstore.etl.dedup_and_split import find_duplicates, split_names, stored_keys
+from packstore.etl.engines import ENGINES, Run, engine_with, local
+from packstore.etl.partitions.resume import Partition, WrittenPacks, check_growth
+from packstore.etl.partitions.slices import (
+    MANY_READS,
+    READERS,
+    Assignment,
+    Slice,
+    assign_slices,
+    read_keys,
+)
+from packstore.etl.partitions.work import PartitionPacker, run_as_task
 from packstore.etl.provenance import find_committed, run_name
-from packstore.etl.rejects import RejectsFile, identity
+from packstore.etl.rejects import RejectsFile, real_place
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
 from packstore.etl.totals import RecordTotals, count_records
 from packstore.format.arrays import Int64
+from packstore.format.seeds import U64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
 from packstore.io.manifest.manifest import build_manifest
@@ -51,12 +66,14 @@ from packstore.tokenizer.records.adapters import Adapter, adapter_of, load_adapt
 
 log = logging.getLogger("packstore")
 
-TASKS, TASK_BYTES = 4, 1 << 28
+MIN_TASKS = 4
 """Partitions, and workers of this machine, from which on each worker process makes
-partitions on its own, like a task of a cluster, and their least mean size. One process
-that reads and writes for all workers is never faster than about three cores
-(``benchmarks/scale.py``).
+partitions on its own, like a task of a cluster. One process that reads and writes for
+all workers is never faster than about three cores (``benchmarks/scale.py``).
 """
+
+MIN_TASK_BYTES = 1 << 28
+"""Mean size of a partition from which on worker processes of this machine make them."""
 
 
 def pack(
@@ -71,7 +88,7 @@ def pack(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Dataset:
-    """Tokenizes records, packs them, and commits them as a dataset.
+    """Tokenize records, pack them, and commit them as a dataset.
 
         >>> dataset = packstore.pack(
         ...     "prefs.jsonl", "prefs-8k", tokenizer="tokenizer.json", pack_size=8192
@@ -86,16 +103,15 @@ def pack(
         out: folder or any fsspec URL that will hold the dataset.
         tokenizer: ``tokenizer.json``, a Hugging Face folder or name on the hub, a
             SentencePiece ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of
-            transformers. Not for a
-            packstore dataset.
+            transformers. Not for a packstore dataset.
         config: all settings as one object.
         adapter: a function from a record to a :class:`packstore.Pair`,
             :class:`packstore.Answers`, :class:`packstore.Chat` or
             :class:`packstore.Drop`, or its name, ``module:function`` or
             ``file.py:function``.
         storage_options: passed to the fsspec filesystems of `out` and `source`.
-        source_storage_options: passed to those of `source` instead, if it lies
-            elsewhere.
+        source_storage_options: passed to the filesystems of `source` instead, if it
+            lies elsewhere.
         progress: called with stage, done, total and unit, often.
         settings: fields of :class:`packstore.PackConfig`; they override `config`.
 
@@ -104,7 +120,7 @@ def pack(
         With `validation_fraction` it is the dataset in ``OUT/train``; the other one is
         in ``OUT/validation``.
     """
-    config, loaded = with_adapter(PackConfig.of(config, **settings), adapter)
+    config, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     require_path(
         out,
         "out",
@@ -113,57 +129,68 @@ def pack(
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
     options = dict(storage_options or {})
-    source_options = (
-        options if source_storage_options is None else dict(source_storage_options)
+    source_options = options
+    if source_storage_options is not None:
+        source_options = dict(source_storage_options)
+    open_source = partial(
+        open_examples,
+        source,
+        tokenizer,
+        config,
+        source_options,
+        adapter=loaded_adapter,
     )
-    place = Location(out, options)
-    places = {
-        part: place if part is None else place.join(part)
-        for part in split_names(config)
+
+    location = Location(out, options)
+    locations = {
+        split: location if split is None else location.join(split)
+        for split in split_names(config)
     }
     existing: dict[str | None, Dataset] = {}
     if not config.overwrite:
-        reopen = partial(
-            open_examples, source, tokenizer, config, source_options, adapter=loaded
-        )
-        existing = find_committed(places, reopen, config)
-    if existing and len(existing) == len(places):
-        log.info("%s: already there, same input and settings", place.display)
+        existing = find_committed(locations, open_source, config)
+    if existing and len(existing) == len(locations):
+        log.info("%s: already there, same input and settings", location.display)
         return next(iter(existing.values()))
+
     with contextlib.ExitStack() as stack:
-        jobs = {
-            part: stack.enter_context(
-                writing(place, config.overwrite or part in existing)
-            )
-            for part, place in places.items()
-        }
-        pack_into(jobs, source, source_options, tokenizer, config, progress, loaded)
-    committed = [job.committed for job in jobs.values()]
-    for dataset in committed:
+        jobs: dict[str | None, WriteJob] = {}
+        for split, split_location in locations.items():
+            overwrite = config.overwrite or split in existing
+            jobs[split] = stack.enter_context(writing(split_location, overwrite))
+        pack_into(jobs, source, open_source, config, progress)
+    datasets = [job.committed for job in jobs.values()]
+    for dataset in datasets:
         _log_result(dataset)
-    return committed[0]
+    return datasets[0]
 
 
 def with_adapter(
     config: PackConfig, adapter: Callable[[dict[str, Any]], Any] | str | None
 ) -> tuple[PackConfig, Adapter | None]:
-    """Return the settings with the name of an adapter, and the adapter itself, if there
-    is one.
+    """Return the settings with the name of an adapter, and the adapter itself.
+
+    Args:
+        config: settings, which may name an adapter.
+        adapter: a function or its name; it takes precedence over the settings.
     """
-    if adapter is None and config.adapter is None:
+    if adapter is None:
+        adapter = config.adapter
+    if adapter is None:
         return config, None
     if callable(adapter):
-        loaded = adapter_of(adapter)
+        loaded_adapter = adapter_of(adapter)
     else:
-        loaded = load_adapter(str(adapter if adapter is not None else config.adapter))
-    if not loaded.is_importable:
-        log.info("the adapter %s runs in this process alone", loaded.name)
-    return replace(config, adapter=loaded.name), loaded
+        loaded_adapter = load_adapter(str(adapter))
+    if not loaded_adapter.is_importable:
+        log.info("the adapter %s runs in this process alone", loaded_adapter.name)
+    return replace(config, adapter=loaded_adapter.name), loaded_adapter
 
 
 def require_path(value: object, where: str, rule: str) -> None:
-    """Raises ConfigError for what is no path or URL: arguments may be in the wrong
-    order.
+    """Raise ConfigError for a value that is no path or URL.
+
+    The arguments of a call may be in the wrong order.
     """
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(sentence(where, rule, type(value).__name__, "Swap them"))
@@ -172,26 +199,30 @@ def require_path(value: object, where: str, rule: str) -> None:
 def pack_into(
     jobs: Mapping[str | None, WriteJob],
     source: Any,
-    source_options: Mapping[str, Any],
-    tokenizer: Any,
+    open_source: Callable[[], ExampleReader],
     config: PackConfig,
     progress: Progress | None,
-    adapter: Adapter | None = None,
 ) -> None:
-    """Packs into open jobs; again with the reference if a faster way to encode gives
-    wrong ids.
+    """Pack a source, and commit the dataset of each job.
+
+    If the faster engine of the tokenizer gives wrong ids, all records are tokenized
+    again with the reference.
+
+    Args:
+        jobs: name of a dataset, see :func:`split_names`, -> the job that writes it.
+        source: the records or the dataset.
+        open_source: opens `source`.
+        config: settings.
+        progress: see :func:`pack`.
     """
-    reopen = partial(
-        open_examples, source, tokenizer, config, dict(source_options), adapter=adapter
-    )
     try:
-        _pack(jobs, reopen(), config, progress)
+        _pack(jobs, open_source(), config, progress)
     except WrongEngineError as error:
         if isinstance(source, Iterator):  # read only once
             raise
         log.warning("%s All records are tokenized again, with the reference.", error)
         force_reference_engine(error.tokenizer)
-        _pack(jobs, reopen(), config, progress)
+        _pack(jobs, open_source(), config, progress)
 
 
 def _pack(
@@ -200,25 +231,16 @@ def _pack(
     config: PackConfig,
     progress: Progress | None,
 ) -> None:
-    """Packs and commits the dataset of each part, see :func:`split_names`."""
+    """Pack the examples of a reader, and commit the dataset of each job."""
     if isinstance(reader, RecordExampleReader):
         reader.announce()
     config = replace(config, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
-    # No job that extends a dataset has parts.
+
+    # A dataset that grows is not split: there is one job.
     base = next(iter(jobs.values())).extends if config.dedup != "none" else None
-    after = None if base is None else base.manifest.fingerprint
-    notes = [
-        PartitionNotes(_absolute(job.location), run_name(reader, part, after))
-        for part, job in jobs.items()
-    ]
-    for others in filter(None, (note.count_other_runs() for note in notes)):
-        log.info(
-            "%d finished partitions of other jobs are there: see `packstore clean`",
-            others,
-        )
-    locations = [job.location for job in jobs.values()]
+    notes = _open_notes(jobs, reader, base)
     shape = PackShape(
         kind=reader.kind,
         layout=config.layout,
@@ -227,121 +249,244 @@ def _pack(
         vocab_size=reader.vocab_size,
     )
     inputs = [item.location for item in reader.inputs]
+    locations = [job.location for job in jobs.values()]
     for job in jobs.values():
         _refuse_among_inputs(job, inputs)
+
     with RejectsFile(config.rejects, locations[0].storage_options, inputs) as rejects:
         totals = RecordTotals(jobs, reader, config, rejects, progress)
-        known = None if base is None else stored_keys(base)
-        packing = PackPartitions(notes, shape, config, reader.paths, known)
-        written: list[list[Written]] = []
-        with contextlib.closing(_partitions(packing, reader, totals)) as partitions:
-            for partition in partitions:
-                if not written:  # the job would fail at its end
-                    check_growth(partition, config.partitions or 1, locations)
-                written.append(partition.written)
-    for (part, job), packs in zip(
-        jobs.items(), zip(*written, strict=True), strict=True
-    ):
-        planning = merged_statistics([w.planning for w in packs if w.planning])
-        planning["partitions"] = config.partitions
-        shards = [shard for w in packs for shard in w.shards]
-        records = count_records(totals.tally_for_split(part))
-        provenance = totals.provenance(part)
-        manifest = build_manifest(shape, config, shards, records, planning, provenance)
-        sizes = itertools.chain(job.base_sizes(), (shard.sizes for shard in shards))
-        index = put_index(job.location, sizes, job.version)
-        job.require_shards(manifest.shards)
-        job.commit(job.extended_manifest(replace(manifest, pack_index=index)))
+        packing = PartitionPacker(
+            notes=notes,
+            shape=shape,
+            config=config,
+            paths=reader.paths,
+            stored_keys=None if base is None else stored_keys(base),
+        )
+        packs_of_jobs = _write_partitions(packing, reader, totals, locations)
+    for (split, job), packs in zip(jobs.items(), packs_of_jobs, strict=True):
+        _commit(job, split, packs, packing, totals)
     for note in notes:
         note.remove()
 
 
+def _open_notes(
+    jobs: Mapping[str | None, WriteJob], reader: ExampleReader, base: Dataset | None
+) -> list[PartitionNotes]:
+    """Open the notes of each job; log if there are notes of other runs."""
+    base_fingerprint = None if base is None else base.manifest.fingerprint
+    notes = []
+    for split, job in jobs.items():
+        run = run_name(reader, split, base_fingerprint)
+        notes.append(PartitionNotes(_absolute(job.location), run))
+    for note in notes:
+        num_others = note.count_other_runs()
+        if num_others:
+            log.info(
+                "%d finished partitions of other jobs are there: see `packstore clean`",
+                num_others,
+            )
+    return notes
+
+
 def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
-    """Refuses a new dataset in the very folder of an input: that could not be read as
-    one again.
+    """Raise DatasetExistsError if a new dataset would lie in the folder of an input.
+
+    The folder could then not be read as an input again.
     """
-    place = identity(job.location).rstrip("/")
-    beside = [i.display for i in inputs if os.path.dirname(identity(i)) == place]
-    if beside and job.version == 1:
+    folder = real_place(job.location).rstrip("/")
+    neighbours = [
+        item.display for item in inputs if os.path.dirname(real_place(item)) == folder
+    ]
+    if neighbours and job.version == 1:
         rule = "a dataset needs a folder without its inputs"
         remedy = "Name another folder for it, e.g. one below this one"
         raise DatasetExistsError(
-            sentence(job.location.display, rule, beside[0], remedy)
+            sentence(job.location.display, rule, neighbours[0], remedy)
         )
+
+
+def _write_partitions(
+    packing: PartitionPacker,
+    reader: ExampleReader,
+    totals: RecordTotals,
+    locations: Sequence[Location],
+) -> list[list[WrittenPacks]]:
+    """Pack and write all partitions; return the packs of each, for each dataset."""
+    packs_of_jobs: list[list[WrittenPacks]] = [[] for _ in locations]
+    with contextlib.closing(_partitions(packing, reader, totals)) as partitions:
+        for number, partition in enumerate(partitions):
+            if number == 0:  # stop now, as the job would fail at its end
+                check_growth(partition, packing.config.partitions or 1, locations)
+            for packs, written in zip(packs_of_jobs, partition.packs, strict=True):
+                packs.append(written)
+    return packs_of_jobs
 
 
 def _partitions(
-    packing: PackPartitions, reader: ExampleReader, totals: RecordTotals
+    packing: PartitionPacker, reader: ExampleReader, totals: RecordTotals
 ) -> Generator[Partition, None, None]:
-    """Yields all partitions in order, each packed and written, or taken over from a
-    note.
-    """
+    """Yield all partitions in order: packed and written, or reused from a note."""
     totals.add_records(0)
-    config, known = packing.config, packing.known
     if not isinstance(reader, RecordExampleReader) or not reader.inputs:
         yield from packing.pack_examples(reader, totals)
         return
-    number = config.partitions or 1
-    workers = config.num_workers
-    inputs = [replace(i, location=_absolute(i.location)) for i in reader.inputs]
-    slices = split(list(zip(inputs, reader.sizes, strict=True)), number)
-    reads = sum(map(len, slices)) / len(inputs)
-    in_tasks = number > 1 and config.engine != "local" and reader.can_run_in_tasks
-    large = sum(reader.sizes) >= number * TASK_BYTES and reads <= MANY_READS
-    large = large and reader.can_run_in_tasks
-    if not in_tasks and large and min(number, workers or local.cores()) >= TASKS:
-        in_tasks, workers = True, workers or local.cores()
-    run = engine_with(config.engine, workers)
-    if in_tasks and reads > MANY_READS:
-        log.warning(
-            "%d partitions take blocks of %d files, so each file is read %.0f times: "
-            "reading may "
-            "take longer than packing. With %d files it would be read %d times",
-            *(number, len(inputs), reads, 4 * number, READERS),
-        )
-    repeated: list[Int64 | None] = [None] * number
-    if config.dedup != "none" and number > 1:
-        read = partial(read_keys, reader.tokenize(), config)
-        reading = partial(run_as_task, read)
-        keyed = run(reading, slices) if in_tasks else read(slices, run, totals.add_keys)
-        keys, ids = zip(*keyed, strict=True)
-        totals.add_keys(sum(map(len, keys)) if in_tasks else 0, 0, last=True)
-        stored = np.empty(0, np.uint64) if known is None else known
-        before = np.full(len(stored), -1)
-        repeated = list(duplicates([stored, *keys], [before, *ids])[1:])
-        packing = replace(packing, known=None)
-    items = list(zip(range(number), slices, repeated, strict=True))
-    work, reused = partial(packing.pack_files, reader.tokenize()), 0
-    done = (
-        run(partial(run_as_task, work), items) if in_tasks else work(items, run, totals)
-    )
-    for partition in done:
-        if in_tasks:
-            totals.add_finished(partition.contents, partition.packs)
-        reused += partition.resumed
-        yield partition
+
+    config = packing.config
+    num_partitions = config.partitions or 1
+    slices = _slices_of(reader, num_partitions)
+    in_tasks = _should_run_in_tasks(reader, config, slices)
+    num_workers = config.num_workers
+    if in_tasks and config.engine == "local":
+        num_workers = num_workers or local.cores()
+    run = engine_with(config.engine, num_workers)
+
+    duplicate_ids: list[Int64 | None] = [None] * num_partitions
+    if config.dedup != "none" and num_partitions > 1:
+        duplicate_ids = [
+            *_find_duplicates(packing, reader, slices, run, in_tasks, totals)
+        ]
+        packing = replace(packing, stored_keys=None)
+    assignments = [
+        Assignment(number, slices[number], duplicate_ids[number])
+        for number in range(num_partitions)
+    ]
+
+    pack_files = partial(packing.pack_files, reader.block_tokenizer())
+    num_resumed = 0
+    if in_tasks:
+        for partition in run(partial(run_as_task, pack_files), assignments):
+            totals.add_finished(partition.contents, partition.num_packs)
+            num_resumed += partition.is_resumed
+            yield partition
+    else:
+        for partition in pack_files(assignments, run, totals):
+            num_resumed += partition.is_resumed
+            yield partition
     totals.add_packs(0, 0)
-    if reused:
-        log.info("took over %d of %d partitions of an interrupted run", reused, number)
+    if num_resumed:
+        log.info(
+            "took over %d of %d partitions of an interrupted run",
+            num_resumed,
+            num_partitions,
+        )
+
+
+def _slices_of(reader: RecordExampleReader, num_partitions: int) -> list[list[Slice]]:
+    """Return the slices of each partition."""
+    inputs = [
+        replace(item, location=_absolute(item.location)) for item in reader.inputs
+    ]
+    return assign_slices(
+        list(zip(inputs, reader.file_sizes, strict=True)), num_partitions
+    )
+
+
+def _should_run_in_tasks(
+    reader: RecordExampleReader, config: PackConfig, slices: Sequence[Sequence[Slice]]
+) -> bool:
+    """Return True if each worker makes partitions on its own, from reading to writing.
+
+    Else this process reads and writes, and workers tokenize.
+    """
+    num_partitions = len(slices)
+    if num_partitions == 1 or not reader.can_run_in_tasks:
+        return False
+
+    num_files = len(reader.inputs)
+    num_slices = sum(len(partition_slices) for partition_slices in slices)
+    reads_per_file = num_slices / num_files
+    if config.engine != "local":
+        if reads_per_file > MANY_READS:
+            log.warning(
+                "%d partitions take blocks of %d files, so each file is read %.0f "
+                "times: reading may take longer than packing. With %d files it would "
+                "be read %d times",
+                num_partitions,
+                num_files,
+                reads_per_file,
+                4 * num_partitions,
+                READERS,
+            )
+        return True
+
+    has_workers = (config.num_workers or local.cores()) >= MIN_TASKS
+    is_large = sum(reader.file_sizes) >= num_partitions * MIN_TASK_BYTES
+    is_divided = num_partitions >= MIN_TASKS
+    return has_workers and is_divided and is_large and reads_per_file <= MANY_READS
+
+
+def _find_duplicates(
+    packing: PartitionPacker,
+    reader: RecordExampleReader,
+    slices: Sequence[Sequence[Slice]],
+    run: Run,
+    in_tasks: bool,
+    totals: RecordTotals,
+) -> list[Int64]:
+    """Read all files for their keys; return the duplicate ids in each partition."""
+    read = partial(read_keys, reader.block_tokenizer(), packing.config)
+    if in_tasks:
+        results = run(partial(run_as_task, read), slices)
+    else:
+        results = read(slices, run, totals.add_keys)
+    keys: list[U64] = []
+    ids: list[Int64] = []
+    for partition_keys, partition_ids in results:
+        keys.append(partition_keys)
+        ids.append(partition_ids)
+    num_uncounted = sum(len(ids_) for ids_ in ids) if in_tasks else 0
+    totals.add_keys(num_uncounted, 0, last=True)
+
+    if packing.stored_keys is None:
+        return find_duplicates(keys, ids)
+    # The examples of the dataset that grows come before all others.
+    stored_ids = np.full(len(packing.stored_keys), -1)
+    return find_duplicates([packing.stored_keys, *keys], [stored_ids, *ids])[1:]
+
+
+def _commit(
+    job: WriteJob,
+    split: str | None,
+    packs: Sequence[WrittenPacks],
+    packing: PartitionPacker,
+    totals: RecordTotals,
+) -> None:
+    """Commit the packs of all partitions in one dataset."""
+    config = packing.config
+    shards = [shard for written in packs for shard in written.shards]
+    plans = [written.planning for written in packs if written.planning]
+    planning = merged_statistics(plans)
+    planning["partitions"] = config.partitions
+    records = count_records(totals.tally_for_split(split))
+    provenance = totals.provenance(split)
+    manifest = build_manifest(
+        packing.shape, config, shards, records, planning, provenance
+    )
+
+    new_sizes = (shard.sizes for shard in shards)
+    pack_sizes = itertools.chain(job.base_sizes(), new_sizes)
+    pack_index = put_index(job.location, pack_sizes, job.version)
+    job.require_shards(manifest.shards)
+    job.commit(job.extended_manifest(replace(manifest, pack_index=pack_index)))
 
 
 def _absolute(location: Location) -> Location:
-    """Returns the location with an absolute path, for processes in other folders."""
+    """Return the location with an absolute path, for processes in other folders."""
     path = location.local_path
     return location if path is None else Location(path)
 
 
 def _log_result(dataset: Dataset) -> None:
-    m = dataset.manifest
+    manifest = dataset.manifest
     log.info(
         "packed %s of %s records into %s packs: %s tokens, fill rate %.2f %%",
-        *(
-            f"{n:,}"
-            for n in (m.records.packed, m.records.read, m.num_packs, m.totals.tokens)
-        ),
-        100 * m.fill_rate,
+        f"{manifest.records.packed:,}",
+        f"{manifest.records.read:,}",
+        f"{manifest.num_packs:,}",
+        f"{manifest.totals.tokens:,}",
+        100 * manifest.fill_rate,
     )
-    if not m.statistics.planning.get("shuffle", True):
+    if not manifest.statistics.planning.get("shuffle", True):
         log.info(
             "kept the order of the input (shuffle=False): packs hold neighbours of the "
             "input"

@@ -1,6 +1,4 @@
-"""Names a run and the lineage of a dataset, and finds a job that has committed
-already.
-"""
+"""Names runs and the lineage of datasets, and finds jobs that have committed."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.store.location import Location
 
-_DECIDING_TOKENIZER = (
+_DECIDING_TOKENIZER_FACTS = (
     "vocab_sha256",
     "probe_sha256",
     "bos_id",
@@ -24,6 +22,8 @@ _DECIDING_TOKENIZER = (
     "tool_use_template_sha256",
     "chat_template_date",
 )
+"""Facts about the tokenizer that change the tokens of an example."""
+
 _DECIDING_SETTINGS = (
     "fields",
     "append_eos",
@@ -31,154 +31,218 @@ _DECIDING_SETTINGS = (
     "template_variables",
     "thinking",
 )
+"""Settings that change the tokens of an example."""
+
 _DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
-"""Settings, and answers of the setting `on`, that change the tokens of an example."""
+"""Reasons of the setting `on`, the answers to which change the tokens of an example."""
 
 
-def run_name(reader: ExampleReader, part: str | None, after: str | None) -> str:
-    """Names a run, from facts known before its input is read: a rerun has the same
-    name.
+def run_name(
+    reader: ExampleReader, split: str | None, base_fingerprint: str | None
+) -> str:
+    """Return the name of a run, from facts known before its input is read.
 
-    `after` is the fingerprint of the dataset whose duplicates it drops.
+    A rerun has the same name.
+
+    Args:
+        reader: the source of examples.
+        split: name of the dataset, if the job makes several.
+        base_fingerprint: of the dataset that grows, if its duplicates are dropped.
     """
-    sizes = reader.sizes if isinstance(reader, RecordExampleReader) else []
-    facts = {**reader.provenance([]), "bytes": sizes, "part": part}
-    facts |= {"after": after} if after else {}
+    facts = reader.provenance([])
+    facts["bytes"] = []
+    if isinstance(reader, RecordExampleReader):
+        facts["bytes"] = reader.file_sizes
+    facts["part"] = split
+    if base_fingerprint:
+        facts["after"] = base_fingerprint
     return fingerprint(without_paths(facts))[:12]
 
 
 def provenance_of(
     reader: ExampleReader,
-    part: str | None,
+    split: str | None,
     config: PackConfig,
     sources: Sequence[Mapping[str, Any]] | None,
 ) -> dict[str, Any]:
-    """Returns the provenance of the dataset of a part, with its lineage, for the
-    manifest.
+    """Return the provenance of a dataset, with its lineage, for the manifest.
 
     `lineage` is a hash of all that decides the ids of the examples and their tokens. It
-    does not cover which examples are in, nor which tokens are supervised. A repacked
-    dataset keeps the lineage of its source. Without `sources`, the entries of the
-    inputs are those that were read.
+    covers neither the choice of examples nor of supervised tokens. A repacked dataset
+    keeps the lineage of its source.
+
+    Args:
+        reader: the source of examples.
+        split: name of the dataset, if the job makes several.
+        config: settings.
+        sources: path, bytes, sha256 and records of each input; None: of the inputs that
+            `reader` has read.
     """
-    about, named = reader.provenance(sources), {"part": part} if part else {}
-    if "repacked_from" in about:
-        return {"lineage": about["repacked_from"]["fingerprint"], **about, **named}
-    tokenizer = about["tokenizer"] or {}
-    deciding: dict[str, Any] = {
+    provenance = reader.provenance(sources)
+    split_entry = {"part": split} if split else {}
+    if "repacked_from" in provenance:
+        lineage = provenance["repacked_from"]["fingerprint"]
+        return {"lineage": lineage, **provenance, **split_entry}
+
+    lineage = fingerprint(_lineage_facts(reader, config, provenance))
+    return {**provenance, "lineage": lineage, **split_entry}
+
+
+def _lineage_facts(
+    reader: ExampleReader, config: PackConfig, provenance: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return all that decides the ids of the examples and their tokens.
+
+    Settings that came later are left out where they have their defaults, so that the
+    lineage of earlier datasets does not change.
+    """
+    tokenizer = provenance["tokenizer"] or {}
+    recorded = config.recorded()
+    facts: dict[str, Any] = {
         "kind": reader.kind,
-        "sources": [[s["sha256"], s["records"]] for s in about["sources"]],
-        "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER],
-        "settings": {name: config.recorded()[name] for name in _DECIDING_SETTINGS},
+        "sources": [
+            [source["sha256"], source["records"]] for source in provenance["sources"]
+        ],
+        "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER_FACTS],
+        "settings": {name: recorded[name] for name in _DECIDING_SETTINGS},
         "on": [config.on[reason] for reason in _DECIDING_ANSWERS],
     }
     if config.as_chat:
-        deciding["as_chat"] = True
+        facts["as_chat"] = True
     for name in ("form", "verdict", "roles", "ignore"):
         if getattr(config, name):
-            deciding[name] = config.recorded()[name]
+            facts[name] = recorded[name]
     if config.adapter:
-        deciding["adapter"] = about["reading"].get("adapter_sha256")
-    if (overlong := config.on["overlong"]).startswith("truncate"):
-        deciding["truncated"] = [overlong, config.sequence_limit]
-    return {**about, "lineage": fingerprint(deciding), **named}
+        facts["adapter"] = provenance["reading"].get("adapter_sha256")
+    overlong = config.on["overlong"]
+    if overlong.startswith("truncate"):
+        facts["truncated"] = [overlong, config.sequence_limit]
+    return facts
 
 
 def without_paths(value: Any) -> Any:
-    """Removes paths from `value`: the same input elsewhere is still the same input."""
+    """Return `value` without paths: a copy elsewhere is still the same input."""
     if isinstance(value, Mapping):
-        return {name: without_paths(v) for name, v in value.items() if name != "path"}
-    return [without_paths(v) for v in value] if isinstance(value, list) else value
+        return {
+            name: without_paths(item) for name, item in value.items() if name != "path"
+        }
+    if isinstance(value, list):
+        return [without_paths(item) for item in value]
+    return value
 
 
 def find_committed(
-    places: Mapping[str | None, Location],
-    open_examples: Callable[[], ExampleReader],
+    locations: Mapping[str | None, Location],
+    open_source: Callable[[], ExampleReader],
     config: PackConfig,
 ) -> dict[str | None, Dataset]:
-    """Returns the datasets that this job has committed before, by part: schedulers
-    repeat jobs.
+    """Return the datasets that this job has committed before: schedulers repeat jobs.
 
     The input is read only if all else agrees, and then hashed, not tokenized.
+
+    Args:
+        locations: name of a dataset -> its location.
+        open_source: opens the source of examples.
+        config: settings.
+
+    Raises:
+        DatasetExistsError: a location has another dataset.
     """
-    newest = {
-        p: find_dataset(place.url, place.storage_options) for p, place in places.items()
-    }
-    existing = {
-        part: dataset for part, dataset in newest.items() if dataset is not None
-    }
+    existing: dict[str | None, Dataset] = {}
+    for split, location in locations.items():
+        dataset = find_dataset(location.url, location.storage_options)
+        if dataset is not None:
+            existing[split] = dataset
     if not existing:
         return {}
-    reader = open_examples()
-    for part, dataset in existing.items():
-        about = provenance_of(reader, part, config, [])
-        _refuse_other(dataset, about, ("sources", "lineage"))
+
+    reader = open_source()
+    for split, dataset in existing.items():
+        provenance = provenance_of(reader, split, config, [])
+        _refuse_another(dataset, provenance, ignore=("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
-        if (
-            len(existing) < len(places) and not reader.inputs
-        ):  # such an input can be read only once
-            raise _exists(next(iter(existing.values())), " (only one part of two)")
+        if len(existing) < len(locations) and not reader.inputs:
+            # Records in memory can be read only once, and one split is to be made.
+            first = next(iter(existing.values()))
+            raise _exists_error(first, " (only one part of two)")
         reader.read_through()
-    for part, dataset in existing.items():
-        _refuse_other(dataset, provenance_of(reader, part, config, None))
+    for split, dataset in existing.items():
+        _refuse_another(dataset, provenance_of(reader, split, config, None))
         dataset.require_files()
     return existing
 
 
-def _refuse_other(
-    dataset: Dataset, about: Mapping[str, Any], without: Sequence[str] = ()
+def _refuse_another(
+    dataset: Dataset, provenance: Mapping[str, Any], ignore: Sequence[str] = ()
 ) -> None:
-    """Refuses a dataset of another provenance than `about`; the tokenizer engine may
-    differ.
+    """Raise DatasetExistsError if a dataset has another provenance.
+
+    The engine of the tokenizer may differ.
     """
-
-    def compared(provenance: Mapping[str, Any]) -> dict[str, Any]:
-        facts = without_paths(json.loads(json.dumps(provenance)))
-        for name in ("engine", "engine_version"):
-            (facts.get("tokenizer") or {}).pop(name, None)
-        return {name: value for name, value in facts.items() if name not in without}
-
-    before, now = compared(dataset.manifest.provenance), compared(about)
-    if before == now:
+    existing = _comparable(dataset.manifest.provenance, ignore)
+    requested = _comparable(provenance, ignore)
+    if existing == requested:
         return
-    parts = dataset.manifest.provenance.get("combined_from", ())
-    if parts and "combined_from" not in now:
-        if parts[0]["path"] != parts[1]["path"]:
-            raise _exists(dataset, f" that was joined from {len(parts)}")
+
+    origins = dataset.manifest.provenance.get("combined_from", ())
+    if origins and "combined_from" not in requested:
+        if origins[0]["path"] != origins[1]["path"]:
+            raise _exists_error(dataset, f" that was joined from {len(origins)}")
         remedy = "Append what is new (packstore append), or name another place"
         remedy += ": overwriting it would drop them"
-        raise _exists(dataset, ", to which records were appended since", remedy)
-    before, now = dict(_flat(before)), dict(_flat(now))
-    names = [n for n in {**now, **before} if before.get(n) != now.get(n)]
-    differences = [
-        f"{name} {quote(before.get(name), 24)} then, {quote(now.get(name), 24)} now"
-        for name in [n for n in names if n != "lineage"]
-        or names  # the lineage follows from others
+        raise _exists_error(dataset, ", to which records were appended since", remedy)
+
+    existing = dict(_flatten(existing))
+    requested = dict(_flatten(requested))
+    names = [
+        name
+        for name in {**requested, **existing}
+        if existing.get(name) != requested.get(name)
     ]
-    raise _exists(dataset, f" ({'; '.join(differences[:2])})")
+    # The lineage follows from others, which say more.
+    names = [name for name in names if name != "lineage"] or names
+    differences = []
+    for name in names[:2]:
+        before = quote(existing.get(name), 24)
+        now = quote(requested.get(name), 24)
+        differences.append(f"{name} {before} then, {now} now")
+    raise _exists_error(dataset, f" ({'; '.join(differences)})")
 
 
-def _exists(
+def _comparable(provenance: Mapping[str, Any], ignore: Sequence[str]) -> dict[str, Any]:
+    """Return, as JSON values, the facts that a repeated job has again."""
+    facts = without_paths(json.loads(json.dumps(provenance)))
+    tokenizer = facts.get("tokenizer") or {}
+    for name in ("engine", "engine_version"):
+        tokenizer.pop(name, None)
+    for name in ignore:
+        facts.pop(name, None)
+    return dict(facts)
+
+
+def _exists_error(
     dataset: Dataset,
     difference: str,
     remedy: str = "Name another place, or overwrite it (overwrite=True, --overwrite)",
 ) -> DatasetExistsError:
-    found = f"version {dataset.version} of one{difference}"
+    version = f"version {dataset.version} of one{difference}"
     return DatasetExistsError(
-        sentence(dataset.url, "must not hold another dataset yet", found, remedy)
+        sentence(dataset.url, "must not hold another dataset yet", version, remedy)
     )
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yields the values of nested mappings under their dotted names."""
-    for name, inner in value.items():
-        if (
-            isinstance(inner, list)
-            and inner
-            and all(isinstance(i, Mapping) for i in inner)
-        ):
-            inner = {str(i): part for i, part in enumerate(inner)}
-        if isinstance(inner, Mapping) and inner:
-            yield from _flat(inner, f"{prefix}{name}.")
+def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Yield the values of nested mappings under their dotted names."""
+    for name, item in value.items():
+        if _is_list_of_mappings(item):
+            item = {str(number): entry for number, entry in enumerate(item)}
+        if isinstance(item, Mapping) and item:
+            yield from _flatten(item, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", inner
+            yield f"{prefix}{name}", item
+
+
+def _is_list_of_mappings(value: object) -> bool:
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(entry, Mapping) for entry in value)

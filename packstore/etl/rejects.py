@@ -20,8 +20,17 @@ from packstore.tokenizer.tally import Sample
 
 
 class RejectsFile:
-    """Collects lines in a temporary file, which replaces that at `url`, if any, once
-    all records are read. A context manager.
+    """Collects lines in a temporary file, and publishes them once all records are read.
+
+    A context manager.
+
+    Args:
+        url: file to replace; None: nothing is published.
+        storage_options: passed to its fsspec filesystem.
+        inputs: files of the job, none of which may be replaced.
+
+    Raises:
+        ConfigError: `url` is an input or a folder.
     """
 
     def __init__(
@@ -30,17 +39,20 @@ class RejectsFile:
         storage_options: Mapping[str, Any],
         inputs: Sequence[Location] = (),
     ) -> None:
-        self._place = None if url is None else Location(url, storage_options)
-        if self._place is not None:
-            taken = {identity(location) for location in inputs}
-            if identity(self._place) in taken or self._place.is_dir():
+        self._target = None
+        if url is not None:
+            self._target = Location(url, storage_options)
+            input_places = {real_place(location) for location in inputs}
+            if real_place(self._target) in input_places or self._target.is_dir():
                 rule = "rejects must name a file that is no input and no folder"
-                raise ConfigError(sentence(self._place.display, rule))
+                raise ConfigError(sentence(self._target.display, rule))
         with as_storage_errors("write", tempfile.gettempdir(), {}):
             self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by __exit__
 
     def add_compressed(self, data: bytes) -> None:
-        """Adds the lines of some blocks, as :func:`compressed` returns them, joined."""
+        """Add the lines of some blocks, as :func:`compress_rejects` returns them,
+        joined.
+        """
         folder = tempfile.gettempdir()
         with (
             as_storage_errors("write", folder, {}),
@@ -49,10 +61,10 @@ class RejectsFile:
             shutil.copyfileobj(lines, self._file)
 
     def publish(self) -> None:
-        """Moves or uploads the finished file to its URL, in one step."""
-        if self._place is None:
+        """Move or upload the finished file to its URL, in one step."""
+        if self._target is None:
             return
-        with Staging(self._place, BESIDE) as staging:
+        with Staging(self._target, BESIDE) as staging:
             with staging.file() as file:
                 self._file.seek(0)
                 shutil.copyfileobj(self._file, file)
@@ -65,29 +77,31 @@ class RejectsFile:
         self._file.close()
 
 
-def compressed(samples: Iterable[Sample]) -> bytes:
-    """Returns a JSON line for each (`place`, `reason`, `detail`), in the order of
-    places.
+def compress_rejects(samples: Iterable[Sample]) -> bytes:
+    """Return a JSON line for each dropped record, in the order of places.
+
+    Its fields are `place`, `reason` and `detail`.
     """
-    lines = (
-        json.dumps(
-            {"place": s.where, "reason": s.reason, "detail": s.detail},
-            ensure_ascii=False,
-        )
-        for s in sorted(samples, key=_ordinal)
-    )
+    lines = []
+    for sample in sorted(samples, key=_ordinal):
+        reject = {
+            "place": sample.where,
+            "reason": sample.reason,
+            "detail": sample.detail,
+        }
+        lines.append(json.dumps(reject, ensure_ascii=False) + "\n")
     # A lone surrogate, invalid in UTF-8, becomes its JSON escape.
-    text = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")
+    text = "".join(lines).encode(errors="backslashreplace")
     return gzip.compress(text, 1)
 
 
 def _ordinal(sample: Sample) -> int:
-    """Returns the line, row or item of a record; 0 if its place has none."""
+    """Return the line, row or item of a record; 0 if its place has none."""
     match = re.search(r"([0-9]+)$", sample.where)
     return int(match[1]) if match else 0
 
 
-def identity(location: Location) -> str:
-    """Returns what two names of one place have in common."""
+def real_place(location: Location) -> str:
+    """Return the same text for all names of one place."""
     path = location.local_path
     return location.url if path is None else os.path.realpath(path)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any
@@ -19,7 +18,7 @@ from packstore.config import PARTITION_BYTES, REASONS, PackConfig
 from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, RecordError, sentence, spelled
 from packstore.etl.engines import engine_with, local
-from packstore.etl.tokenize import Part, Tokenize
+from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.format.arrays import Examples, Rows, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
@@ -67,263 +66,411 @@ def open_examples(
     block_bytes: int = BLOCK_BYTES,
     adapter: Adapter | None = None,
 ) -> ExampleReader:
-    """Opens `source` for packing, its records in blocks of about `block_bytes`."""
-    dataset = (
-        source if isinstance(source, Dataset) else find_dataset(source, storage_options)
-    )
+    """Open `source` for packing, its records in blocks of about `block_bytes`.
+
+    Raises:
+        ConfigError: a setting does not suit the source.
+        RecordError: one of the first records would stop the job.
+        PackstoreError: the source cannot be read, or the tokenizer does not load.
+    """
+    dataset = source
+    if not isinstance(source, Dataset):
+        dataset = find_dataset(source, storage_options)
     if dataset is None:
-        options = dict(storage_options)
-        return RecordExampleReader(
-            source, tokenizer, config, options, block_bytes, adapter
+        return open_records(
+            source, tokenizer, config, dict(storage_options), block_bytes, adapter
         )
     if tokenizer is not None:
-        text = (
-            "is a packed dataset, which is repacked without tokenizing: leave "
-            "tokenizer out."
+        raise ConfigError(
+            f"{dataset.url} is a packed dataset, which is repacked without "
+            "tokenizing: leave tokenizer out."
         )
-        raise ConfigError(f"{dataset.url} {text}")
     return DatasetExampleReader(dataset, config)
 
 
+# Records.
+
+
+@dataclass(frozen=True)
+class FirstRecord:
+    """The first record that can be read: it shows how the others are read."""
+
+    place: str
+    value: Any
+    read: ReadRecord
+    parsed: Parsed
+
+
+def open_records(
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    storage_options: dict[str, Any],
+    block_bytes: int = BLOCK_BYTES,
+    adapter: Adapter | None = None,
+) -> RecordExampleReader:
+    """Open a source of records, and read its first blocks.
+
+    A job that cannot succeed shall stop here, before it begins.
+    """
+    parse_carry(config)  # refuses a wrong setting before anything is read
+    input_reader = InputReader(source, storage_options, config, block_bytes)
+    blocks = PeekableBlocks(input_reader)
+    first_blocks = blocks.peek(2)  # no block is without records
+    reference = _load_reference(tokenizer, config, blocks)
+
+    first_rows = first_blocks[0].parse()
+    if config.carry:
+        config = replace(config, carry=typed_carry(config, first_rows.values))
+    if adapter is None and config.adapter is not None:
+        adapter = load_adapter(config.adapter)
+    kind: str = config.kind
+    if config.kind == "auto":
+        kind = _detect_kind(first_rows, config, adapter, prefers_ids=reference is None)
+    build_tokenizer = partial(RecordTokenizer, reference, config, kind, adapter=adapter)
+    rows_of_blocks = [first_rows, *(block.parse() for block in first_blocks[1:])]
+    first_record = _read_first_blocks(rows_of_blocks, config, build_tokenizer)
+    _prepare_rendering(reference, config, first_record)
+    return RecordExampleReader(
+        input_reader=input_reader,
+        blocks=blocks,
+        reference=reference,
+        tokenizer_path=_path_of(tokenizer),
+        config=config,
+        adapter=adapter,
+        kind=kind,
+        first_record=first_record,
+    )
+
+
+class PeekableBlocks:
+    """Iterates over blocks, once; the first ones can be read ahead."""
+
+    def __init__(self, blocks: Iterable[Block]) -> None:
+        self._blocks = iter(blocks)
+        self._ahead: deque[Block] = deque()
+
+    def __iter__(self) -> Iterator[Block]:
+        return self
+
+    def __next__(self) -> Block:
+        if self._ahead:
+            return self._ahead.popleft()
+        return next(self._blocks)
+
+    def peek(self, number: int) -> list[Block]:
+        """Return the next blocks, fewer than `number` if there are no more."""
+        while len(self._ahead) < number:
+            block = next(self._blocks, None)
+            if block is None:
+                break
+            self._ahead.append(block)
+        return list(self._ahead)[:number]
+
+    def are_worth_loading(self, file_bytes: int) -> bool:
+        """Return True if a faster engine, of a file of so many bytes, saves time."""
+        text_bytes = 0
+        number = 0
+        while not is_worthwhile(file_bytes, text_bytes):
+            blocks = self.peek(number + 1)
+            if len(blocks) == number:
+                return False
+            payload = blocks[number].payload
+            if not isinstance(payload, bytes):
+                payload = str(payload)
+            text_bytes += len(payload)
+            number += 1
+        return True
+
+
+def _path_of(tokenizer: Any) -> str | None:
+    """Return the path of a tokenizer, for the manifest; None: it is an object."""
+    if isinstance(tokenizer, str | PathLike):
+        return spelled(str(tokenizer))
+    return None
+
+
+def _load_reference(
+    tokenizer: Any, config: PackConfig, blocks: PeekableBlocks
+) -> Tokenizer | None:
+    """Load a tokenizer with the reference engine; None: the records hold token ids."""
+    if tokenizer is None:
+        return None
+    return load_tokenizer(
+        tokenizer,
+        chat_template=config.chat_template,
+        is_worthwhile=blocks.are_worth_loading,
+    )
+
+
+def _detect_kind(
+    rows: Rows, config: PackConfig, adapter: Adapter | None, prefers_ids: bool
+) -> str:
+    """Return the kind of the first record that has one.
+
+    Raises:
+        RecordError: no record of the block has a form, or fields that packstore knows.
+    """
+    refusals: list[tuple[str, Refused]] = []
+    for index, value in enumerate(rows.values):
+        place = rows.where(index)
+        try:
+            record = require_object(value)
+            kind = kind_of_record(record, config, adapter, prefers_ids)
+        except Refused as refused:
+            if _stops_at(refused, config):
+                raise refused.as_error(place, current_door(), config) from None
+            refusals.append((place, refused))
+            continue
+        if kind is None:
+            raise without_a_kind(record, place)
+        return kind
+
+    place, refusal = refusals[0]
+    door = current_door()
+    kind_flag = spell(door, {"kind": "KIND"})
+    remedy = refusal.spell_remedy(door, config)
+    remedy += f", or say the kind of the others ({kind_flag})"
+    rule = REASONS[refusal.reason].rule
+    raise RecordError(sentence(place, rule, refusal.detail, remedy))
+
+
+def _read_first_blocks(
+    rows_of_blocks: Iterable[Rows],
+    config: PackConfig,
+    build_tokenizer: Callable[..., RecordTokenizer],
+) -> FirstRecord | None:
+    """Read all records of some blocks, and return the first that can be read.
+
+    Raises:
+        RecordError: one of them would stop the job.
+    """
+    record_tokenizer = build_tokenizer()
+    first_record: FirstRecord | None = None
+    for rows in rows_of_blocks:
+        for index, value in enumerate(rows.values):
+            try:
+                read, parsed = record_tokenizer.read(value)
+            except Refused as refused:
+                if _stops_at(refused, config):
+                    # A record before it may stop the job at a later step: tokenize
+                    # them all, so that the error names the first.
+                    first_place = first_record.place if first_record else ""
+                    stopping_tokenizer = build_tokenizer(first_place=first_place)
+                    stopping_tokenizer(rows.first(index + 1))
+                continue
+            if first_record is None:
+                first_record = FirstRecord(rows.where(index), value, read, parsed)
+    return first_record
+
+
+def _prepare_rendering(
+    reference: Tokenizer | None, config: PackConfig, first_record: FirstRecord | None
+) -> None:
+    """Start a process that renders chats, and compile their templates.
+
+    Raises:
+        TokenizerError: a template does not compile.
+    """
+    renders = first_record is not None and first_record.parsed.is_chat
+    if renders and config.engine == "local":
+        local.prepare()
+    if reference and (renders or config.chat_template is not None):
+        _ = reference.template
+        _ = reference.tool_use_template
+
+
+def _stops_at(refused: Refused, config: PackConfig) -> bool:
+    """Return True for a refusal at which the job stops."""
+    return isinstance(refused, Stop) or config.on[refused.reason] == "error"
+
+
 class RecordExampleReader:
-    """Reads records and tokenizes them in workers; `kind`, `carry`, `vocab_size` as in
-    Manifest.
+    """Reads records, and tokenizes them in workers. Made by :func:`open_records`.
+
+    Attributes:
+        inputs: the files; none if the records are in memory.
+        paths: ordinal of an input -> its path.
+        kind, carry, vocab_size: as in :class:`Manifest`.
     """
 
     def __init__(
         self,
-        source: Any,
-        tokenizer: Any,
+        *,
+        input_reader: InputReader,
+        blocks: Iterable[Block],
+        reference: Tokenizer | None,
+        tokenizer_path: str | None,
         config: PackConfig,
-        storage_options: dict[str, Any],
-        block_bytes: int = BLOCK_BYTES,
-        adapter: Adapter | None = None,
+        adapter: Adapter | None,
+        kind: str,
+        first_record: FirstRecord | None,
     ) -> None:
-        named = isinstance(tokenizer, str | PathLike)
-        self._tokenizer_path = {"path": spelled(str(tokenizer))} if named else {}
-        parse_carry(config)
-        self._reader = InputReader(source, storage_options, config, block_bytes)
-        # The files to read, none if the records are in memory, and the path of each
-        # ordinal.
-        self.inputs, self.paths = self._reader.inputs, self._reader.paths
-        blocks = iter(self._reader)
-        first = [*itertools.islice(blocks, 2)]  # a block is never without records
-        self._reference: Tokenizer | None = None
-        if tokenizer is not None:  # records of token ids need none
-            is_worthwhile = partial(_is_worthwhile, first, blocks)
-            self._reference = load_tokenizer(
-                tokenizer,
-                chat_template=config.chat_template,
-                is_worthwhile=is_worthwhile,
-            )
-        rows = first[0].parse()
-        if config.carry:
-            config = replace(config, carry=typed_carry(config, rows.values))
-        self._config, self.carry = config, parse_carry(config)
-        if adapter is None and config.adapter is not None:
-            adapter = load_adapter(config.adapter)
+        self.inputs = input_reader.inputs
+        self.paths = input_reader.paths
+        self.kind = kind
+        self.carry = parse_carry(config)
+        self.vocab_size = reference.vocab_size if reference else None
+        self._input_reader = input_reader
+        self._blocks = blocks
+        self._reference = reference
+        self._tokenizer_path = tokenizer_path
+        self._config = config
         self._adapter = adapter
-        self.kind: str = config.kind
-        if config.kind == "auto":
-            self.kind = self._kind_of(rows)
-        self._first: tuple[str, Any, ReadRecord, Parsed] | None = None
-        for block_rows in (rows, *(block.parse() for block in first[1:2])):
-            self._read_first(block_rows)
-        self._renders = self._is_first_chat()
-        if self._renders and config.engine == "local":
-            local.prepare()
-        if self._reference and (self._renders or config.chat_template is not None):
-            # A template that does not compile is refused here.
-            _ = self._reference.template, self._reference.tool_use_template
-        self._blocks: Iterable[Block] = itertools.chain(first, blocks)
-        self.vocab_size = self._reference.vocab_size if self._reference else None
+        self._first_record = first_record
 
-    def _is_first_chat(self) -> bool:
-        """Return True if the first record that can be read is rendered by a chat
-        template.
-        """
-        return self._first is not None and self._first[3].is_chat
+    def announce(self) -> None:
+        """Log how records are read, before the work begins."""
+        first = self._first_record
+        if first is None:
+            return
+        ignore = self._config.ignore
+        lines = describe(first.read, first.value, self.kind, self._adapter, ignore)
+        log.info("%s", "\n".join(lines), extra={"lines": lines})
 
-    def _kind_of(self, rows: Rows) -> str:
-        """Return the kind of the first record that has one.
+    @property
+    def announced_columns(self) -> frozenset[str]:
+        """Columns of the first record, which :meth:`announce` names."""
+        if self._first_record is None:
+            return frozenset()
+        return frozenset(self._first_record.value)
 
-        Raises:
-            RecordError: no record of the first block has a form, or fields that
-                packstore knows.
-        """
-        refusals: list[tuple[str, Refused]] = []
-        for index, value in enumerate(rows.values):
-            where = rows.where(index)
-            try:
-                record = require_object(value)
-                prefers_ids = self._reference is None
-                kind = kind_of_record(record, self._config, self._adapter, prefers_ids)
-            except Refused as refused:
-                if self._stops_at(refused):
-                    raise refused.as_error(
-                        where, current_door(), self._config
-                    ) from None
-                refusals.append((where, refused))
-                continue
-            if kind is None:
-                raise without_a_kind(record, where)
-            return kind
-        where, first_refusal = refusals[0]
-        rule = REASONS[first_refusal.reason].rule
-        door = current_door()
-        remedy = first_refusal.spell_remedy(door, self._config)
-        remedy += f", or say the kind of the others ({spell(door, {'kind': 'KIND'})})"
-        raise RecordError(sentence(where, rule, first_refusal.detail, remedy))
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer, with the engine that suits the size of the input."""
+        if self._reference is None:
+            return None
+        return with_fastest_engine(self._reference)
 
-    def _stops_at(self, refused: Refused) -> bool:
-        """Return True for a refusal at which the job stops."""
-        return isinstance(refused, Stop) or self._config.on[refused.reason] == "error"
+    def __iter__(self) -> Iterator[TokenizedBlock]:
+        return self.tokenize_with(self.block_tokenizer())
 
-    def _read_first(self, rows: Rows) -> None:
-        """Read all records of a block, so that a job that cannot succeed stops before
-        it begins.
+    def tokenize_with(
+        self, block_tokenizer: BlockTokenizer
+    ) -> Iterator[TokenizedBlock]:
+        """Yield the examples and tally of every block, computed in workers."""
+        run = engine_with(self._config.engine, self._config.num_workers)
+        return block_tokenizer.tokenize(run, self._blocks)
 
-        Raises:
-            RecordError: one of them would stop the job.
-        """
-        stage = self._stage(self._reference)
-        for index, value in enumerate(rows.values):
-            try:
-                read, parsed = stage.read(value)
-            except Refused as refused:
-                if self._stops_at(refused):
-                    # One before it may stop the job later on its way, and is named
-                    # first.
-                    self._stage(self._reference)(rows.first(index + 1))
-                continue
-            if self._first is None:
-                self._first = rows.where(index), value, read, parsed
+    def block_tokenizer(self, lint: Lint | None = None) -> BlockTokenizer:
+        """Return the picklable function that tokenizes a block."""
+        name = self.tokenizer.engine_name if self.tokenizer else None
+        # A template is rendered by Python code, which holds the GIL.
+        in_threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
+        seconds_alone = local.SECONDS_ALONE
+        if not self._renders and name in (None, FAST):
+            seconds_alone = local.SECONDS_ALONE_IF_QUICK
 
-    def _stage(
-        self, tokenizer: Tokenizer | None, lint: Lint | None = None
-    ) -> RecordTokenizer:
-        """Return the step that converts records to examples."""
-        first_place = "" if self._first is None else self._first[0]
-        return RecordTokenizer(
-            tokenizer,
+        first_place = self._first_record.place if self._first_record else ""
+        record_tokenizer = RecordTokenizer(
+            self.tokenizer,
             self._config,
             self.kind,
             lint,
             self._adapter,
             first_place=first_place,
         )
-
-    def announce(self) -> None:
-        """Log how records are read, before the work begins."""
-        if self._first is None:
-            return
-        _, value, read, _ = self._first
-        lines = describe(read, value, self.kind, self._adapter, self._config.ignore)
-        log.info("%s", "\n".join(lines), extra={"lines": lines})
+        watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
+        return BlockTokenizer(
+            record_tokenizer, watch, in_threads=in_threads, seconds_alone=seconds_alone
+        )
 
     @property
-    def announced_columns(self) -> frozenset[str]:
-        """Columns of the first record, which :meth:`announce` names."""
-        return frozenset() if self._first is None else frozenset(self._first[1])
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, with the engine that suits the size of the input."""
-        return self._reference and with_fastest_engine(self._reference)
-
-    def __iter__(self) -> Iterator[Part]:
-        return self.parts(self.tokenize())
-
-    def parts(self, tokenize: Tokenize) -> Iterator[Part]:
-        """Yields what `tokenize` makes of every block, computed in workers, in input
-        order.
-        """
-        run = engine_with(self._config.engine, self._config.num_workers)
-        return tokenize.parts(run, self._blocks)
+    def _renders(self) -> bool:
+        """True if the first record that can be read is rendered by a chat template."""
+        return self._first_record is not None and self._first_record.parsed.is_chat
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample of all of it, which every iteration then
-        yields; of an iterable of unknown length to its first records. `report` gets the
-        number of those read.
+        """Reduce the source to a sample, which every iteration then yields.
+
+        The sample is from all of the source; of an iterable of unknown length, it is
+        the first records.
+
+        Args:
+            records: maximum number of records.
+            seed: seed of the draw.
+            report: called with the number of records read.
         """
         blocks = ((block.num_records, block) for block in self._blocks)
-        if self._reader.is_finite:
-            self._blocks, sample = sample_blocks(blocks, records, seed, report)
+        if self._input_reader.is_finite:
+            self._blocks, sampling = sample_blocks(blocks, records, seed, report)
         else:
-            self._blocks, sample = head_blocks(blocks, records, seed)
-        return sample
+            self._blocks, sampling = head_blocks(blocks, records, seed)
+        return sampling
 
-    def sized(self, pack_size: int, layout: Any) -> RecordExampleReader:
-        """Returns the sample, for packs of another size and layout."""
-        other = copy.copy(self)
-        other._config = replace(self._config, pack_size=pack_size, layout=layout)
-        return other
+    def resized(self, pack_size: int, layout: Any) -> RecordExampleReader:
+        """Return a reader of the same sample, for packs of another size and layout."""
+        reader = copy.copy(self)
+        reader._config = replace(self._config, pack_size=pack_size, layout=layout)
+        return reader
 
     @property
     def can_run_in_tasks(self) -> bool:
-        """True if other processes can read records: not by an adapter that only this
-        one has.
-        """
+        """False if only this process has the adapter that reads the records."""
         return self._adapter is None or self._adapter.is_importable
 
     def read_through(self) -> None:
-        """Reads the rest of the input, to hash it; nothing is tokenized."""
+        """Read the rest of the input, to hash it; nothing is tokenized."""
         deque(self._blocks, maxlen=0)
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def file_sizes(self) -> list[int]:
         """Bytes of each file."""
         with ThreadPoolExecutor(SIZES_AT_ONCE) as pool:
-            return list(pool.map(lambda item: item.location.size(), self.inputs))
+            requests = [pool.submit(item.location.size) for item in self.inputs]
+            return [request.result() for request in requests]
 
     @property
     def size(self) -> int | None:
-        """Bytes of the files; the number of records in memory, if known."""
-        return sum(self.sizes) if self.inputs else self._reader.num_records
+        """Bytes of the files; of records in memory their number, if it is known."""
+        return sum(self.file_sizes) if self.inputs else self._input_reader.num_records
 
     @cached_property
     def partitions(self) -> int:
         """Number of partitions: as set, else one per :data:`PARTITION_BYTES` of the
         files.
         """
-        if self.inputs:
-            return self._config.partitions or max(
-                1, -(-sum(self.sizes) // PARTITION_BYTES)
-            )
-        return _only_one(self._config)
-
-    def tokenize(self, lint: Lint | None = None) -> Tokenize:
-        """Returns the picklable function that turns a block into a part."""
-        name = self.tokenizer.engine_name if self.tokenizer else None
-        # A template is rendered by Python code, which holds the GIL.
-        threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
-        quick = not self._renders and name in (None, FAST)
-        alone = local.QUICK_SECONDS if quick else local.WORTH_SECONDS
-        stage = self._stage(self.tokenizer, lint)
-        watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
-        return Tokenize(stage, watch, in_threads=threads, alone=alone)
+        if not self.inputs:
+            return _single_partition(self._config)
+        if self._config.partitions:
+            return self._config.partitions
+        return max(1, -(-sum(self.file_sizes) // PARTITION_BYTES))
 
     def provenance(
         self, sources: Sequence[Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Returns sources (as passed, else those read here), tokenizer, settings and
-        version.
+        """Return sources, tokenizer, settings and version, for the manifest.
+
+        Args:
+            sources: path, bytes, sha256 and records of each input; None: of the inputs
+                that this reader has read.
         """
-        read = None if self._first is None else self._first[2]
+        if sources is None:
+            sources = self._input_reader.sources
+        tokenizer: dict[str, Any] | None = None
+        if self.tokenizer is not None:
+            tokenizer = {}
+            if self._tokenizer_path is not None:
+                tokenizer["path"] = self._tokenizer_path
+            tokenizer |= self.tokenizer.provenance()
+        first_read = self._first_record.read if self._first_record else None
         return {
-            "reading": reading_provenance(read, self._adapter),
-            "sources": list(self._reader.sources if sources is None else sources),
-            "tokenizer": self.tokenizer
-            and {**self._tokenizer_path, **self.tokenizer.provenance()},
+            "reading": reading_provenance(first_read, self._adapter),
+            "sources": list(sources),
+            "tokenizer": tokenizer,
             "settings": replace(self._config, partitions=self.partitions).recorded(),
             "package_version": VERSION,
         }
 
 
-def _only_one(config: PackConfig) -> int:
-    """Refuses `partitions` for input that is not files of records."""
+def _single_partition(config: PackConfig) -> int:
+    """Return 1, the number of partitions of an input that is not files of records.
+
+    Raises:
+        ConfigError: the settings request more.
+    """
     if (config.partitions or 1) > 1:
         rule = "the input must be files of records"
         raise ConfigError(
@@ -332,112 +479,127 @@ def _only_one(config: PackConfig) -> int:
     return 1
 
 
-def _is_worthwhile(first: list[Block], blocks: Iterator[Block], file: int) -> bool:
-    """Returns True if the input is large enough for a faster engine to pay; adds to
-    `first`.
-    """
-    number = size = 0
-    while not is_worthwhile(file, size):
-        if number == len(first):
-            if (block := next(blocks, None)) is None:
-                return False
-            first.append(block)
-        payload = first[number].payload
-        size += len(payload) if isinstance(payload, bytes) else len(str(payload))
-        number += 1
-    return True
+# Packed datasets.
 
 
 class DatasetExampleReader:
-    """Yields the examples of a packed dataset, in its order."""
+    """Yields the examples of a packed dataset, in its order.
+
+    Attributes: as of :class:`RecordExampleReader`.
+
+    Raises:
+        ConfigError: a setting needs records, or another kind.
+        UnsupportedFormatError: only a later release can read the dataset.
+    """
 
     def __init__(self, dataset: Dataset, config: PackConfig) -> None:
         manifest = dataset.manifest
-        refused = [*config.needing_records]
-        if (overlong := config.on["overlong"]).startswith("truncate"):
-            refused.append(f"on overlong={overlong}")
-        if config.selects:
-            refused.append("dedup and validation_fraction")
-        if refused:
-            text = "it is repacked without tokenizing, as it does not store its texts"
-            rule = f"{', '.join(refused)} must be left out: {text}"
-            raise ConfigError(sentence(dataset.url, rule, "", "Pack the records again"))
-        if config.kind not in ("auto", manifest.kind):
-            rule = f"kind must be auto or that of the dataset, {manifest.kind}"
-            raise ConfigError(sentence(dataset.url, rule, config.kind))
-        self.kind = manifest.kind
+        _require_repackable(dataset, config)
         manifest.require_readable(dataset.url)
+        self.kind = manifest.kind
         self.carry = dict(manifest.carry)
         self.vocab_size = manifest.vocab_size
-        self._dataset, self._config = dataset, config
-        self._groups: Sequence[int] = range(len(dataset.row_groups))
         self.size = int(dataset.row_groups.examples.sum())
         self.inputs: tuple[Input, ...] = ()
         self.paths: dict[int, str] = {}
-        self.partitions = _only_one(config)
+        self.partitions = _single_partition(config)
+        self._dataset = dataset
+        self._config = config
+        self._groups: Sequence[int] = range(len(dataset.row_groups))
 
-    def __iter__(self) -> Iterator[tuple[Examples, Tally]]:
-        rows = to_offsets(self._dataset.row_groups.rows)
+    def __iter__(self) -> Iterator[TokenizedBlock]:
+        first_packs = to_offsets(self._dataset.row_groups.rows)
         for group in self._groups:
             examples = unpack(self._dataset.read_packs(group))
             rejected = None if self._config.rejects is None else list[Sample]()
             tally = Tally(read=examples.num_examples, rejected=rejected)
-            where = f"{self._dataset.url}, packs {rows[group]}–{rows[group + 1] - 1}"
-            yield self._fitting(examples, tally, where), tally
+            packs = f"{first_packs[group]}–{first_packs[group + 1] - 1}"
+            place = f"{self._dataset.url}, packs {packs}"
+            yield self._drop_overlong(examples, tally, place), tally
 
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduces the source to a sample of row groups; every iteration then
-        yields it.
+        """Reduce the source to a sample of row groups, which every iteration then
+        yields.
         """
-        groups = zip(
-            self._dataset.row_groups.examples.tolist(), self._groups, strict=True
-        )
-        self._groups, sample = sample_blocks(groups, records, seed)
-        return sample
+        examples = self._dataset.row_groups.examples.tolist()
+        groups = zip(examples, self._groups, strict=True)
+        self._groups, sampling = sample_blocks(groups, records, seed)
+        return sampling
 
-    def _fitting(self, examples: Examples, tally: Tally, where: str) -> Examples:
-        """Returns the examples that are not too long; counts the others."""
+    def _drop_overlong(self, examples: Examples, tally: Tally, place: str) -> Examples:
+        """Return the examples that fit into a pack; count the others in `tally`.
+
+        Raises:
+            RecordError: one does not fit, and the settings say to stop.
+        """
         config = self._config
-        longest = np.maximum.reduceat(examples.lengths, examples.example_offsets[:-1])
+        first_sequences = examples.example_offsets[:-1]
+        longest = np.maximum.reduceat(examples.lengths, first_sequences)
         tokens = sizes(examples, config.layout, config.pad_to_multiple)
         fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
+        if fits.all():
+            return examples
+
         for i in np.flatnonzero(~fits):
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
             if config.on["overlong"] == "error":
                 rule = f"an example must fit pack_size {config.pack_size}"
-                raise RecordError(
-                    sentence(where, rule, detail, "Raise pack_size or max_length")
-                )
-            tally.drop("overlong", where, detail)
-        return examples if fits.all() else examples.take(np.flatnonzero(fits))
+                remedy = "Raise pack_size or max_length"
+                raise RecordError(sentence(place, rule, detail, remedy))
+            tally.drop("overlong", place, detail)
+        return examples.take(np.flatnonzero(fits))
 
     def provenance(
         self, sources: Sequence[Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """Returns the dataset's provenance, with this repacking and its
-        settings added.
-        """
+        """Return the dataset's provenance, with this repacking and its settings."""
         manifest = self._dataset.manifest
-        names = PackConfig.names_without_records()
         recorded = replace(self._config, partitions=self.partitions).recorded()
-        settings = {name: value for name, value in recorded.items() if name in names}
-        kept = {k: v for k, v in manifest.provenance.items() if k != "repacked_from"}
-        before = manifest.provenance.get("settings", {})
-        settings["on"] = {
-            **before.get("on", {}),
+        settings = dict(manifest.provenance.get("settings", {}))
+        answers = {
+            **settings.get("on", {}),
             "overlong": recorded["on"]["overlong"],
         }
+        effective_names = PackConfig.names_without_records()
+        for name, value in recorded.items():
+            if name in effective_names:
+                settings[name] = value
+        settings["on"] = answers
+
+        provenance = dict(manifest.provenance)
+        provenance.pop("repacked_from", None)
         return {
-            **kept,
+            **provenance,
             "repacked_from": {
                 "path": self._dataset.url,
                 "fingerprint": manifest.fingerprint,
             },
-            "settings": {**before, **settings},
+            "settings": settings,
             "package_version": VERSION,
         }
+
+
+def _require_repackable(dataset: Dataset, config: PackConfig) -> None:
+    """Raise ConfigError for settings that need records, or another kind."""
+    refused = [*config.needing_records]
+    overlong = config.on["overlong"]
+    if overlong.startswith("truncate"):
+        refused.append(f"on overlong={overlong}")
+    if config.selects:
+        refused.append("dedup and validation_fraction")
+    if refused:
+        rule = (
+            f"{', '.join(refused)} must be left out: it is repacked without "
+            "tokenizing, as it does not store its texts"
+        )
+        raise ConfigError(sentence(dataset.url, rule, remedy="Pack the records again"))
+
+    kind = dataset.manifest.kind
+    if config.kind not in ("auto", kind):
+        rule = f"kind must be auto or that of the dataset, {kind}"
+        raise ConfigError(sentence(dataset.url, rule, config.kind))
 
 
 ExampleReader = RecordExampleReader | DatasetExampleReader

@@ -1,5 +1,6 @@
-"""The work of a worker process, in a file that imports little: each process loads it
-anew.
+"""The work of a worker process: blocks of records become examples.
+
+A file of its own that imports little, as each process loads it anew.
 """
 
 from __future__ import annotations
@@ -13,45 +14,58 @@ from packstore.tokenizer.fastest import EngineWatch
 from packstore.tokenizer.record_tokenizer import Encoded, RecordTokenizer
 from packstore.tokenizer.tally import Tally
 
-Part = tuple[Examples, Tally]
+TokenizedBlock = tuple[Examples, Tally]
+"""The examples of a block, and the tally of all its records."""
 
 
-class Tokenize:
-    """Parses and tokenizes a block, and samples it for a comparison. Picklable."""
+class BlockTokenizer:
+    """Parses and tokenizes a block, and samples it for a comparison. Picklable.
+
+    Attributes:
+        tokenizer: None: the records hold token ids.
+        in_threads: True if threads suffice, where the user sets no number of workers.
+        seconds_alone: time for which one worker works, before others are started.
+    """
 
     def __init__(
         self,
-        stage: RecordTokenizer,
+        record_tokenizer: RecordTokenizer,
         watch: EngineWatch,
         *,
         in_threads: bool,
-        alone: float,
+        seconds_alone: float,
     ) -> None:
-        self._stage, self._watch = stage, watch
-        self.tokenizer = stage.tokenizer
-        self.in_threads, self.alone = in_threads, alone  # how engines run it
+        self._record_tokenizer = record_tokenizer
+        self._watch = watch
+        self.tokenizer = record_tokenizer.tokenizer
+        self.in_threads = in_threads
+        self.seconds_alone = seconds_alone
 
     def load(self) -> None:
-        """Loads the tokenizer, which a pickle holds as text."""
+        """Load the tokenizer, which a pickle holds as text."""
         if self.tokenizer is not None:
             self.tokenizer.engine.encode_batch([""], control=False)
 
-    def parts(self, run: Run, blocks: Iterable[Block]) -> Iterator[Part]:
-        """Yields the examples of each block and the tally of its records, made by
-        `run`.
+    def tokenize(self, run: Run, blocks: Iterable[Block]) -> Iterator[TokenizedBlock]:
+        """Yield the examples and the tally of each block, computed by `run`.
 
         This process compares the samples with the reference, which no worker has to
         load.
         """
         items: Iterable[Block | Rows] = blocks
-        if self._stage.applies_adapter_here:
-            items = (self._stage.adapted(block.parse()) for block in blocks)
-        for part, sample in run(self, items):
+        if self._record_tokenizer.applies_adapter_here:
+            items = self._apply_adapter(blocks)
+        for tokenized, sample in run(self, items):
             self._watch.compare(sample)
-            yield part
+            yield tokenized
 
-    def __call__(self, block: Block | Rows) -> tuple[Part, list[Encoded]]:
-        """Returns the part that a block becomes, and the sample of it to compare."""
+    def _apply_adapter(self, blocks: Iterable[Block]) -> Iterator[Rows]:
+        for block in blocks:
+            yield self._record_tokenizer.adapted(block.parse())
+
+    def __call__(self, block: Block | Rows) -> tuple[TokenizedBlock, list[Encoded]]:
+        """Return the examples and the tally of a block, and its sample to compare."""
         rows = block if isinstance(block, Rows) else block.parse()
-        examples, tally, encoded = self._stage(rows, self._watch.sample(rows))
+        sampled = self._watch.sample(rows)
+        examples, tally, encoded = self._record_tokenizer(rows, sampled)
         return (examples, tally), encoded

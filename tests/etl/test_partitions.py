@@ -99,8 +99,8 @@ def test_partitions_hold_what_one_would(
 @pytest.fixture
 def in_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Partitions are made as large ones are where there are many cores."""
-    monkeypatch.setattr("packstore.etl.pipeline.TASKS", 2)
-    monkeypatch.setattr("packstore.etl.pipeline.TASK_BYTES", 0)
+    monkeypatch.setattr("packstore.etl.pipeline.MIN_TASKS", 2)
+    monkeypatch.setattr("packstore.etl.pipeline.MIN_TASK_BYTES", 0)
 
 
 @pytest.mark.usefixtures("in_tasks")

@@ -18,9 +18,7 @@ from packstore.registry import Registry
 Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[Any]]
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""An engine and its number of workers, or ``map``: yields the results on items, in
-order.
-"""
+"""An engine with its number of workers, or ``map``."""
 
 ENGINES: Registry[Engine] = Registry(
     "engine",
@@ -33,35 +31,47 @@ ENGINES: Registry[Engine] = Registry(
 
 
 def engine_with(name: str, num_workers: int | None) -> Run:
-    """Returns the engine of that name with its number of workers; None: it decides."""
+    """Return the engine of that name with its number of workers; None: it decides."""
     engine = ENGINES.load(name)
-    return lambda work, items: engine(work, items, num_workers)
+
+    def run(work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+        return engine(work, items, num_workers)
+
+    return run
 
 
 def in_order(
     submit: Callable[[Any], Any],
     items: Iterable[Any],
-    most: int,
+    max_pending: int,
     result: Callable[[Any], Any] = Future.result,
     cancel: Callable[[Any], Any] = Future.cancel,
 ) -> Iterator[Any]:
-    """Yields the results of the items' tasks, in order; `most` may wait. An error
-    cancels them.
+    """Yield the results of the items' tasks, in order; an error cancels the others.
+
+    Args:
+        submit: starts the task of an item.
+        items: the items.
+        max_pending: maximum number of tasks that wait for the first.
+        result: waits for a task, and returns its result.
+        cancel: cancels a task.
     """
     pending: deque[Any] = deque()
 
-    def first() -> Any:
-        found = result(pending[0])
+    def first_result() -> Any:
+        # The task stays among the pending ones until it is done: else an error while
+        # waiting would not cancel it.
+        value = result(pending[0])
         pending.popleft()
-        return found
+        return value
 
     try:
         for item in items:
             pending.append(submit(item))
-            if len(pending) > most:
-                yield first()
+            if len(pending) > max_pending:
+                yield first_result()
         while pending:
-            yield first()
+            yield first_result()
     finally:
         for task in pending:
             cancel(task)

@@ -2,7 +2,7 @@
 the GIL.
 
 Each worker process loads the work once, and has one thread here that serves it.
-Questions and answers are pickles, in pipes of its own. It is not one of
+Requests and answers are pickles, in pipes of its own. It is not one of
 multiprocessing, whose forks break numba's OpenMP layer, s3fs and obstore, and whose
 other children run a user's script again; nor of loky, which no daemon of
 multiprocessing may use, whose workers outlive a job that is killed by a minute and
@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import IO, Any, TypeVar
+from typing import IO, Any, NamedTuple, NoReturn, TypeVar
 
 from packstore.errors import PackstoreError
 from packstore.etl.engines import in_order
@@ -40,10 +40,14 @@ R = TypeVar("R")
 MAX_PROCESSES = 16
 """One process reads and writes for all workers."""
 
-WORTH_SECONDS, QUICK_SECONDS = 1.0, 4.0
-"""Time of the first worker alone, before others are started: each takes one to three
-seconds of a core to load packages and a tokenizer. The quick one is done with 100 MB by
-then, which is mostly all there is.
+SECONDS_ALONE = 1.0
+"""Time for which the first worker works alone, before others are started: each takes
+one to three seconds of a core to load packages and a tokenizer.
+"""
+
+SECONDS_ALONE_IF_QUICK = 4.0
+"""The same for a quick worker: it is done with 100 MB by then, which is mostly all
+there is.
 """
 
 WAIT_SECONDS = 60
@@ -65,161 +69,217 @@ ONE_THREAD = {
 contend.
 """
 
-_ENDED = (EOFError, OSError, pickle.UnpicklingError)
-"""What a pipe raises whose other process has ended, perhaps amid an answer."""
-
-_waiting: list[WorkerProcess] = []
-"""Processes, at most one or two, that wait for a job; they end after a while, or with
-this one.
-"""
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_waiting.clear)  # they serve the parent
+_PIPE_ERRORS = (EOFError, OSError, pickle.UnpicklingError)
+"""Errors of a pipe whose other process has ended, perhaps amid an answer."""
 
 
 def run(
     work: Callable[[T], R], items: Iterable[T], num_workers: int | None
 ) -> Iterator[R]:
-    """Yields ``work(item)`` for every item, in order; holds at most two for each
-    worker.
+    """Yield ``work(item)`` for every item, in order; hold at most two for each worker.
 
-    First this process works, for ``work.alone`` seconds (default 0), or one in its
-    place if `work` raises :class:`NeedsWorkerProcess`. Then `num_workers` processes
-    work, by default one per core, each of which calls ``work.load()`` once, if there is
-    that. Where no number is set and ``work.in_threads`` is true, threads of this
-    process work instead.
+    Without a number of workers, threads of this process work if ``work.in_threads`` is
+    true. Else this process works first, for ``work.seconds_alone`` seconds (default 0),
+    or a worker process in its place if `work` raises :class:`NeedsWorkerProcess`. Then
+    processes work, by default one per core, each of which calls ``work.load()`` once,
+    if there is that.
     """
-    most = (
-        max(num_workers, 1) if num_workers is not None else min(cores(), MAX_PROCESSES)
-    )
-    alone = getattr(work, "alone", 0.0)
+    if num_workers is None:
+        max_workers = min(cores(), MAX_PROCESSES)
+    else:
+        max_workers = max(num_workers, 1)
     with (
-        ThreadPoolExecutor(most, "packstore-work") as pool,
-        contextlib.closing(_Processes(work, pool, most)) as processes,
+        ThreadPoolExecutor(max_workers, "packstore-work") as threads,
+        contextlib.closing(_ProcessPool(work, threads, max_workers)) as processes,
     ):
         if num_workers is None and getattr(work, "in_threads", False):
-            yield from in_order(
-                lambda item: pool.submit(processes.here, item), items, 2 * most
-            )
+
+            def submit(item: T) -> Future[R]:
+                return threads.submit(processes.work_here, item)
+
+            yield from in_order(submit, items, 2 * max_workers)
         else:
-            if most == 1:
-                alone = math.inf
-            elif num_workers is not None and alone:
-                alone = WORTH_SECONDS
-                processes.start(most)  # they load packages meanwhile
-            end, items = time.monotonic() + alone, iter(items)
-            for item in items:
-                if time.monotonic() >= end:
-                    items = itertools.chain([item], items)
+            seconds_alone = getattr(work, "seconds_alone", 0.0)
+            if max_workers == 1:
+                seconds_alone = math.inf
+            elif num_workers is not None and seconds_alone:
+                seconds_alone = SECONDS_ALONE
+                processes.start(max_workers)  # they load packages meanwhile
+
+            remaining = iter(items)
+            alone_until = time.monotonic() + seconds_alone
+            for item in remaining:
+                if time.monotonic() >= alone_until:
+                    remaining = itertools.chain([item], remaining)
                     break
-                yield processes.here(item)
-            yield from in_order(processes.submit, items, 2 * most)
+                yield processes.work_here(item)
+            yield from in_order(processes.submit, remaining, 2 * max_workers)
         processes.keep_one()
 
 
 def prepare() -> None:
-    """Starts a worker process, for a job that will need one: it loads packages
-    meanwhile.
-    """
-    if not _waiting:
-        _waiting.append(WorkerProcess())
+    """Start a worker process for a job that will need one, to load its packages."""
+    if not _reserve:
+        _reserve.append(WorkerProcess())
 
 
 def cores() -> int:
-    """Returns the number of cores that this process may use."""
-    affinity = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if affinity else os.cpu_count() or 1
+    """Return the number of cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-class _Processes:
-    """Worker processes: a function of an item, which one that is idle works on."""
+# The pool of a job.
+
+
+class _ProcessPool:
+    """The worker processes of a job, each of which works on one item at a time.
+
+    Args:
+        work: the function of an item.
+        threads: wait for the results of the processes.
+        max_processes: maximum number of processes.
+    """
 
     def __init__(
-        self, work: Callable[[Any], Any], pool: ThreadPoolExecutor, most: int
+        self,
+        work: Callable[[Any], Any],
+        threads: ThreadPoolExecutor,
+        max_processes: int,
     ) -> None:
-        self._work, self._pool, self._most = work, pool, most
-        self._all: list[WorkerProcess] = []
-        self._starting, self._needed = threading.Lock(), False
+        self._work = work
+        self._threads = threads
+        self._max_processes = max_processes
+        self._processes: list[WorkerProcess] = []
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._needs_process = False
 
     def start(self, number: int) -> None:
-        """Starts processes until there are so many, or as many as the system allows."""
-        while len(self._all) < number:
+        """Start processes until there are so many, or as many as the system allows."""
+        while len(self._processes) < number:
             try:
-                self._all.append(_take_waiting() or WorkerProcess())
+                process = _take_from_reserve() or WorkerProcess()
             except PackstoreError as error:
-                if not self._all:
+                if not self._processes:
                     raise
                 log.warning("%s", error)
-                self._most = number = len(self._all)
-            else:
-                self._idle.put(self._all[-1])
+                self._max_processes = len(self._processes)
+                return
+            self._processes.append(process)
+            self._idle.put(process)
 
     def submit(self, item: Any) -> Future[Any]:
-        """Lets a thread wait for the result of an item; one more process may work on
-        it.
-        """
-        self.start(min(len(self._all) + 1, self._most))
-        return self._pool.submit(self, item)
+        """Let one more process work, and a thread wait for the result of the item."""
+        self._start_one_more()
+        return self._threads.submit(self._work_in_process, item)
 
-    def here(self, item: Any) -> Any:
-        """Works on an item in this thread; from the first that needs a process on, in
-        one.
+    def work_here(self, item: Any) -> Any:
+        """Work on an item in this thread.
+
+        From the first item on that needs a worker process, one of them works.
         """
-        if not self._needed:
+        if not self._needs_process:
             try:
                 return self._work(item)
             except template.NeedsWorkerProcess:
-                self._needed = True
+                self._needs_process = True
         with self._starting:
             if self._idle.empty():
-                self.start(min(len(self._all) + 1, self._most))
-        return self(item)
+                self._start_one_more()
+        return self._work_in_process(item)
 
-    def __call__(self, item: Any) -> Any:
+    def _start_one_more(self) -> None:
+        self.start(min(len(self._processes) + 1, self._max_processes))
+
+    def _work_in_process(self, item: Any) -> Any:
         process = self._idle.get()
         try:
             if not process.has_work:
                 process.load(self._work)
-            return process(item)
+            return process.work_on(item)
         finally:
             self._idle.put(process)
 
     def keep_one(self) -> None:
-        """Lets a process wait for the next job, without the memory of this work; all
-        are idle.
+        """Let a process wait for the next job, without the memory of this work.
+
+        All processes are idle.
         """
-        kept = next((process for process in self._all if process.has_work), None)
-        if kept is not None and not _waiting:
-            with contextlib.suppress(PackstoreError):  # it died meanwhile
-                kept.load(None)
-                self._all.remove(kept)
-                _waiting.append(kept)
+        if _reserve:
+            return
+        for process in self._processes:
+            if process.has_work:
+                with contextlib.suppress(PackstoreError):  # it died meanwhile
+                    process.load(None)
+                    self._processes.remove(process)
+                    _reserve.append(process)
+                return
 
     def close(self) -> None:
-        """Ends the processes, whatever they do."""
-        WorkerProcess.end(self._all)
+        """End the processes, whatever they do."""
+        _end_processes(self._processes)
 
 
-def _take_waiting() -> WorkerProcess | None:
-    while _waiting:
-        with contextlib.suppress(IndexError):  # another thread took it
-            if (process := _waiting.pop()).waits:
-                return process
-            WorkerProcess.end([process])
+# Processes that wait for a job.
+
+
+_reserve: list[WorkerProcess] = []
+"""Processes, at most one or two, that wait for the next job of this process: it need
+not wait until packages are loaded. They end after a while, or with this process.
+"""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_reserve.clear)  # they serve the parent
+
+
+def _take_from_reserve() -> WorkerProcess | None:
+    while _reserve:
+        try:
+            process = _reserve.pop()
+        except IndexError:  # another thread took it
+            return None
+        if process.is_waiting:
+            return process
+        _end_processes([process])
     return None
 
 
+# A worker process, as this process sees it.
+
+
+class _Request(NamedTuple):
+    """A message to a worker process: the work to load, or an item to work on."""
+
+    is_work: bool
+    value: Any
+
+
+class _Answer(NamedTuple):
+    """The answer: a result, or an error to raise."""
+
+    has_succeeded: bool
+    value: Any
+
+
 class WorkerProcess:
-    """A function of an item, in a process of its own, once it has loaded the work."""
+    """A process that works on items, once it has loaded the work.
+
+    Attributes:
+        has_work: True if it has loaded the work of a job.
+
+    Raises:
+        PackstoreError: the system starts no more processes.
+    """
 
     def __init__(self) -> None:
         code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from packstore.etl.engines "
-            "import local; "
+            f"import sys; sys.path[:] = {sys.path!r}; "
+            "from packstore.etl.engines import local; "
             f"local.serve({template.RENDER_SECONDS}, {template.RENDER_MEMORY})"
         )
-        self._waits_from = time.monotonic()
+        self._waits_since = time.monotonic()
         self.has_work = False
         try:
             self._process = subprocess.Popen(
@@ -235,44 +295,49 @@ class WorkerProcess:
             ) from error
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """True if it still waits for a job."""
-        waited = time.monotonic() - self._waits_from
-        return waited < WAIT_SECONDS and self._process.poll() is None
+        seconds = time.monotonic() - self._waits_since
+        return seconds < WAIT_SECONDS and self._process.poll() is None
 
     def load(self, work: Callable[[Any], Any] | None) -> None:
-        """Sends the work, and waits until it is loaded; None: waits for that of another
-        job.
-        """
-        self._waits_from = time.monotonic()
-        self._ask(True, work)
+        """Send the work, and wait until it is loaded; None: free it."""
+        self._waits_since = time.monotonic()
+        self._ask(_Request(is_work=True, value=work))
         self.has_work = work is not None
 
-    def __call__(self, item: Any) -> Any:
-        """Returns the result of an item."""
-        return self._ask(False, item)
+    def work_on(self, item: Any) -> Any:
+        """Return the result of an item.
 
-    def _ask(self, is_work: bool, value: Any) -> Any:
-        questions, answers = self._process.stdin, self._process.stdout
-        assert questions is not None
-        assert answers is not None
+        Raises:
+            PackstoreError: the process died.
+            Exception: the error of the work.
+        """
+        return self._ask(_Request(is_work=False, value=item))
+
+    def _ask(self, request: _Request) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
-            _send(questions, (is_work, value))
-            succeeded, result = _receive(answers)
-        except _ENDED as error:
+            _send(self._process.stdin, request)
+            answer: _Answer = _decode(_receive(self._process.stdout))
+        except _PIPE_ERRORS as error:
             raise self._death_error() from error
-        if not succeeded:
-            raise result
-        return result
+        if not answer.has_succeeded:
+            raise answer.value
+        return answer.value
 
     def _death_error(self) -> PackstoreError:
+        """Return an error with the cause of the end of the process."""
         code = self._process.wait()
-        cause, remedy = f"exit code {code}; its own error is above", "Run again"
-        with contextlib.suppress(ValueError):
-            cause = f"killed by {signal.Signals(-code).name}"
-            remedy = "Run again with a smaller --num-workers, in case memory ran out"
         if template.TIMEOUT_SIGNAL is not None and code == -template.TIMEOUT_SIGNAL:
             return template.timeout_error()
+
+        cause = f"exit code {code}; its own error is above"
+        remedy = "Run again"
+        with contextlib.suppress(ValueError):  # it was not ended by a signal
+            cause = f"killed by {signal.Signals(-code).name}"
+            remedy = "Run again with a smaller --num-workers, in case memory ran out"
         if hasattr(signal, "SIGPROF") and code == -signal.SIGPROF:
             cause = f"more than {ITEM_SECONDS} s of processor time for one block"
             remedy = "Look for a slow regular expression in the tokenizer"
@@ -280,66 +345,101 @@ class WorkerProcess:
             f"a worker process died ({cause}); nothing was committed. {remedy}."
         )
 
-    @staticmethod
-    def end(processes: Sequence[WorkerProcess]) -> None:
-        """Ends processes, whatever they do; they have two seconds to remove their
-        files.
-        """
-        for process in processes:
-            process._process.terminate()
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process._process.wait(2)
-            process._process.kill()
-            with contextlib.suppress(OSError), process._process:
-                pass
+    def terminate(self) -> None:
+        """Ask the process to end; it may remove its files."""
+        self._process.terminate()
+
+    def kill(self, timeout: float) -> None:
+        """Wait so many seconds for the end of the process, then kill it."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout)
+        self._process.kill()
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            # A request that was not sent whole cannot be sent any more.
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
+
+def _end_processes(processes: Sequence[WorkerProcess]) -> None:
+    """End processes, whatever they do; they have two seconds to remove their files."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        process.kill(timeout=2)
+
+
+# In a worker process.
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Runs in a worker process: receives the work, then items, until the other process
-    ends.
+    """Answer requests in a worker process, until the process that started it ends.
 
-    A record may take so many seconds of processor time and bytes of memory to render.
+    Args:
+        seconds: processor time in which a record must be rendered.
+        memory: bytes in which a record must be rendered.
     """
-    questions, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    requests = sys.stdin.buffer
+    answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # anything printed must not end up among the answers
     template.allow_rendering(seconds, memory)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes its temporary files
-    work: Any = None
-    with contextlib.suppress(*_ENDED):
+    signal.signal(signal.SIGTERM, _exit)
+    worker = _Worker()
+    with contextlib.suppress(*_PIPE_ERRORS):
         while True:
-            item = result = answer = None  # frees the previous ones
-            _end_after(WAIT_SECONDS + 30 if work is None else 0, ITEM_SECONDS)
-            try:
-                is_work, item = _receive(questions)
-                _end_after(0, ITEM_SECONDS)
-                if is_work:
-                    work, result = item, None
-                    gc.unfreeze()
-                    getattr(work, "load", lambda: None)()
-                    # what is loaded is not searched for garbage again and again
-                    gc.freeze()
-                else:
-                    result = work(item)
-                answer = True, result
-            except Exception as error:
-                answer = False, _picklable(error)
-            _send(
-                answers, answer
-            )  # fails if there was no item: the other process has ended
+            wait_seconds = 0 if worker.has_work else WAIT_SECONDS + 30
+            _end_after(wait_seconds, ITEM_SECONDS)
+            # No names for messages and results: each is freed before the next wait.
+            _send(answers, worker.answer(_receive(requests)))
+
+
+def _exit(*_: object) -> NoReturn:
+    """End the process by an exception, which removes its temporary files."""
+    sys.exit(1)
+
+
+class _Worker:
+    """Loads the work, and works on items."""
+
+    def __init__(self) -> None:
+        self._work: Any = None
+
+    @property
+    def has_work(self) -> bool:
+        """True if it has loaded the work of a job."""
+        return self._work is not None
+
+    def answer(self, message: _Message) -> _Answer:
+        """Return the result of a request, or its error."""
+        _end_after(0, ITEM_SECONDS)
+        try:
+            request: _Request = _decode(message)
+            if request.is_work:
+                self._load(request.value)
+                return _Answer(has_succeeded=True, value=None)
+            return _Answer(has_succeeded=True, value=self._work(request.value))
+        except Exception as error:
+            return _Answer(has_succeeded=False, value=_picklable(error))
+
+    def _load(self, work: Any) -> None:
+        self._work = work
+        gc.unfreeze()
+        if hasattr(work, "load"):
+            work.load()
+        # A tokenizer shall not be searched for garbage again and again.
+        gc.freeze()
 
 
 def _end_after(seconds: float, processor_seconds: float) -> None:
-    """Lets the kernel end this process after so much time, or processor time;
-    0: not.
-    """
+    """Let the kernel end this process after so much time, or processor time; 0: not."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)
 
 
 def _picklable(error: Exception) -> Exception:
-    """Returns the error, or one with its text if it does not survive a pickle."""
+    """Return the error, or one with its text if it does not survive a pickle."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -347,17 +447,34 @@ def _picklable(error: Exception) -> Exception:
     return error
 
 
+# Messages.
+
+
+class _Message(NamedTuple):
+    """A pickled value, and its arrays beside the pickle, which are not copied."""
+
+    data: bytes
+    buffers: list[pickle.PickleBuffer]
+
+
 def _send(pipe: IO[bytes], value: object) -> None:
-    """Sends a value, its arrays beside its pickle: what cannot be read is received
-    whole, too.
+    """Send a value.
+
+    It is a pickle inside a pickle: a message that cannot be decoded is received whole,
+    too, and the next one begins behind it.
     """
     buffers: list[pickle.PickleBuffer] = []
     data = pickle.dumps(value, 5, buffer_callback=buffers.append)
-    pickle.dump((data, buffers), pipe, 5)
+    pickle.dump(_Message(data, buffers), pipe, 5)
     pipe.flush()
 
 
-def _receive(pipe: IO[bytes]) -> Any:
-    """Receives what :func:`_send` sent."""
-    data, buffers = pickle.load(pipe)
-    return pickle.loads(data, buffers=buffers)
+def _receive(pipe: IO[bytes]) -> _Message:
+    """Receive a message."""
+    message: _Message = pickle.load(pipe)
+    return message
+
+
+def _decode(message: _Message) -> Any:
+    """Return the value of a message."""
+    return pickle.loads(message.data, buffers=message.buffers)

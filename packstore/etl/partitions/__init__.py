@@ -1,1 +1,1 @@
-"""Partitions of an input, each made on its own; see ``README.md``."""
+"""Partitions of an input, each packed on its own; see ``README.md``."""

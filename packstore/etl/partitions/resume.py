@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from packstore.etl.partitions.slices import Item
+from packstore.etl.partitions.slices import Assignment
 from packstore.etl.totals import Contents
 from packstore.io.inputs.files import Input
 from packstore.io.manifest import commit
@@ -24,9 +24,12 @@ from packstore.io.manifest.partition_notes import FinishedShard, PartitionNotes
 from packstore.io.store.location import Location
 from packstore.version import VERSION
 
+_DECIDING_LIBRARIES = ("pyarrow", "numpy", "polars")
+"""Libraries whose release may change the bytes of a shard."""
+
 
 @dataclass(frozen=True, eq=False)
-class Written:
+class WrittenPacks:
     """The packs of a partition in one dataset."""
 
     shards: list[FinishedShard]
@@ -35,95 +38,128 @@ class Written:
 
 @dataclass(frozen=True, eq=False)
 class Partition:
-    """A finished partition: `written` has its packs in each dataset, `resumed` if
-    reused.
+    """A finished partition.
+
+    Attributes:
+        contents: its records.
+        packs: its packs in each dataset.
+        is_resumed: True if an earlier run made it.
     """
 
     contents: Contents
-    written: list[Written]
-    resumed: bool = False
+    packs: list[WrittenPacks]
+    is_resumed: bool = False
 
     @property
-    def packs(self) -> int:
+    def num_packs(self) -> int:
         """Number of packs, over all datasets."""
-        return sum(
-            shard.shard.rows for written in self.written for shard in written.shards
-        )
+        shards = [shard for written in self.packs for shard in written.shards]
+        return sum(shard.shard.rows for shard in shards)
 
-    def note(
-        self, notes: Sequence[PartitionNotes], item: Item, versions: dict[int, str]
+    def put_notes(
+        self,
+        notes: Sequence[PartitionNotes],
+        assignment: Assignment,
+        versions: dict[int, str],
     ) -> None:
-        """Puts its note into each dataset, with the versions of its inputs before the
-        read.
+        """Put a note into each dataset.
+
+        Args:
+            notes: the notes of each dataset.
+            assignment: the input of the partition.
+            versions: ordinal of an input -> its version in the store before it was
+                read.
         """
-        for place, written in zip(notes, self.written, strict=True):
-            place.put(item[0], Note(identity(item), versions, self.contents, written))
+        identity = _identity_of(assignment)
+        for place, written in zip(notes, self.packs, strict=True):
+            note = Note(
+                identity=identity,
+                versions=versions,
+                contents=self.contents,
+                packs=written,
+            )
+            place.put(assignment.number, note)
 
 
 class Note(msgspec.Struct):
-    """The note of a partition in one dataset."""
+    """The note of a partition in one dataset.
+
+    Attributes:
+        identity: hash of everything that decides the shards, except settings.
+        versions: ordinal of an input -> its version in the store, or empty.
+        contents: the records of the partition.
+        packs: its packs in the dataset.
+    """
 
     identity: str
-    versions: dict[
-        int, str
-    ]  # ordinal of an input -> its version in the store, or empty
+    versions: dict[int, str]
     contents: Contents
-    written: Written
+    packs: WrittenPacks = msgspec.field(name="written")
 
 
-def identity(item: Item) -> str:
-    """Hashes all that decides the shards, except the settings and the contents of
-    files.
-    """
-    _, slices, repeated = item
-    cut = [
-        [s.input.ordinal, s.input.path, s.first, s.step, s.block_bytes] for s in slices
+def _identity_of(assignment: Assignment) -> str:
+    """Hash all that decides the shards, except settings and the contents of files."""
+    slices = [
+        [part.input.ordinal, part.input.path, part.first, part.step, part.block_bytes]
+        for part in assignment.slices
     ]
-    made_by = [VERSION, version("pyarrow"), version("numpy"), version("polars")]
-    digest = hashlib.sha256(repr([cut, made_by]).encode(errors="surrogatepass"))
-    digest.update(b"" if repeated is None else repeated.tobytes())
+    releases = [VERSION, *(version(library) for library in _DECIDING_LIBRARIES)]
+    text = repr([slices, releases])
+    digest = hashlib.sha256(text.encode(errors="surrogatepass"))
+    if assignment.duplicate_ids is not None:
+        digest.update(assignment.duplicate_ids.tobytes())
     return digest.hexdigest()
 
 
 def reuse_finished_partition(
-    notes: Sequence[PartitionNotes], item: Item, hashes: dict[int, str], rejects: bool
+    notes: Sequence[PartitionNotes],
+    assignment: Assignment,
+    hashes: dict[int, str],
+    needs_rejects: bool,
 ) -> Partition | None:
-    """Returns the partition of an earlier run; None if it has no note, or anything has
-    changed.
+    """Return the partition of an earlier run.
 
-    `hashes`, ordinal of an input -> its sha256, grows.
+    Args:
+        notes: the notes of each dataset.
+        assignment: the input of the partition.
+        hashes: ordinal of an input -> its sha256; hashes that are computed are added.
+        needs_rejects: True if the note must have the dropped records.
+
+    Returns:
+        None if a dataset has no note, or anything has changed.
     """
-    number, slices, _ = item
-    noted = [note for place in notes if (note := place.read(number, Note)) is not None]
-    same = identity(item)
-    if len(noted) < len(notes) or any(note.identity != same for note in noted):
-        return None
-    contents, versions = noted[0].contents, noted[0].versions
-    if rejects and not contents.rejects:
-        return None
-    for part in slices:
-        ordinal = part.input.ordinal
-        if not _is_same(
-            part.input, contents.sources[ordinal], versions[ordinal], hashes
-        ):
+    identity = _identity_of(assignment)
+    notes_read: list[Note] = []
+    for place in notes:
+        note = place.read(assignment.number, Note)
+        if note is None or note.identity != identity:
             return None
-    partition = Partition(contents, [note.written for note in noted], resumed=True)
-    if not all(
-        n.are_intact(w.shards) for n, w in zip(notes, partition.written, strict=True)
-    ):
+        notes_read.append(note)
+
+    contents = notes_read[0].contents
+    versions = notes_read[0].versions
+    if needs_rejects and not contents.rejects:
         return None
-    partition.note(
-        notes, item, versions
-    )  # again: `clean` takes all files of the run for recent
+    for part in assignment.slices:
+        ordinal = part.input.ordinal
+        source = contents.sources[ordinal]
+        if not _is_unchanged(part.input, source, versions[ordinal], hashes):
+            return None
+    for place, note in zip(notes, notes_read, strict=True):
+        if not place.are_intact(note.packs.shards):
+            return None
+
+    packs = [note.packs for note in notes_read]
+    partition = Partition(contents, packs, is_resumed=True)
+    # Put them again: `packstore clean` goes by the newest file of a run.
+    partition.put_notes(notes, assignment, versions)
     return partition
 
 
-def _is_same(
+def _is_unchanged(
     item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]
 ) -> bool:
-    """Returns True if a file is unchanged, by its version in the store, else by its
-    hash.
-    """
+    """Return True if a file has its version in the store, or else its hash."""
     if version and item.location.object_version() == version:
         return True
     if item.location.size() != source["bytes"]:
@@ -134,12 +170,16 @@ def _is_same(
     return bool(hashes[item.ordinal] == source["sha256"])
 
 
-def check_growth(first: Partition, partitions: int, places: Sequence[Location]) -> None:
-    """Refuses a job whose manifests would be larger than readers accept, by its first
-    partition.
+def check_growth(
+    first: Partition, num_partitions: int, locations: Sequence[Location]
+) -> None:
+    """Raise if the manifests would be larger than readers accept.
+
+    The size is estimated from the first partition.
     """
-    for place, written in zip(places, first.written, strict=True):
-        size = partitions * manifest_bytes([shard.shard for shard in written.shards])
+    for location, written in zip(locations, first.packs, strict=True):
+        shards = [shard.shard for shard in written.shards]
+        size = num_partitions * manifest_bytes(shards)
         if size > 1.5 * commit.MAX_MANIFEST_BYTES:
-            found = f"about {size} from {partitions} partitions"
-            raise commit.manifest_too_large(place.display, found)
+            estimate = f"about {size} from {num_partitions} partitions"
+            raise commit.manifest_too_large(location.display, estimate)

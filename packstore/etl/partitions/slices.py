@@ -1,4 +1,4 @@
-"""Cuts an input into partitions, and reads the blocks and keys of each.
+"""Assigns blocks of an input to partitions, and reads them and their keys.
 
 A partition takes blocks from all over the input, as real data is often sorted. The
 choice follows from the sizes of the inputs and the number of partitions, so every
@@ -17,7 +17,7 @@ import numpy as np
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import dedup_keys
 from packstore.etl.engines import Run
-from packstore.etl.tokenize import Part, Tokenize
+from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
@@ -25,15 +25,18 @@ from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 Owner = TypeVar("Owner")
 
 SHARES = 16
-"""Approximate shares of the input for a partition. More would mix sources of one file
-each better, but more partitions would read each file.
+"""Approximate shares of the input for a partition. More would mix the sources of one
+file each better, but more partitions would read each file.
 """
 
-FILES, READERS = 64, 4
-"""A partition takes blocks of `FILES` files, as long as no file is read by more than
-`READERS` partitions, each to its end: a tenth of the time of tokenizing the file. It
-takes fewer shares where more would read it: ten partitions of ten files took 20 % more
-on a cluster with 8 reads.
+FILES = 64
+"""Files of which a partition takes blocks, as long as :data:`READERS` allows it."""
+
+READERS = 4
+"""Maximum partitions that read a file to mix :data:`FILES` files. Each reads it to its
+end, in a tenth of the time of tokenizing it. A partition takes fewer shares where more
+partitions would read a file: ten partitions of ten files took 20 % more on a cluster
+with 8 reads.
 """
 
 BLOCKS = 128
@@ -52,105 +55,161 @@ reading (``benchmarks/scale.py``).
 
 @dataclass(frozen=True)
 class Slice:
-    """Blocks of a file at equal distances."""
+    """Blocks of a file at equal distances.
+
+    Attributes:
+        input: the file.
+        first: number of the first block, from 0.
+        step: blocks from one to the next; 1: all blocks of the file.
+        block_bytes: approximate bytes of a block.
+    """
 
     input: Input
-    first: int  # number of the first block, from 0
-    step: int  # from one block to the next; 1: the whole file
-    block_bytes: int  # approximate
+    first: int
+    step: int
+    block_bytes: int
 
 
-Item = tuple[int, Sequence[Slice], Int64 | None]
-"""Number of a partition, its slices, and the ids of its duplicates (int64, sorted); ids
-None: an example is a duplicate if an earlier one of the partition has its key.
-"""
+@dataclass(frozen=True, eq=False)
+class Assignment:
+    """The input of a partition.
 
-
-def split(inputs: Sequence[tuple[Input, int]], partitions: int) -> list[list[Slice]]:
-    """Assigns to each partition slices from all over the input, of about the same size
-    in bytes.
-
-    The input is cut into shares, and partition p takes the shares p, p + partitions, ….
-    Share i of a file of m shares is its blocks i, i + m, i + 2 m, …. As many partitions
-    read a file as it has shares, and each skips the other blocks, so compressed files
-    work too.
+    Attributes:
+        number: number of the partition, from 0.
+        slices: its blocks; none for examples that come from no files.
+        duplicate_ids: int64, sorted; None: an example is a duplicate if an earlier one
+            of the partition has its key.
     """
-    slices: list[list[Slice]] = [[] for _ in range(partitions)]
-    total = max(sum(size for _, size in inputs), 1)
-    mixed = total // (partitions * BLOCKS) if partitions > 1 else BLOCK_BYTES
-    block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, mixed))
-    readers = min(READERS, -(-FILES * partitions // max(len(inputs), 1)))
-    each = max(1, min(SHARES, READERS * len(inputs) // partitions))
-    share = seen = 0
+
+    number: int
+    slices: Sequence[Slice]
+    duplicate_ids: Int64 | None
+
+
+def assign_slices(
+    inputs: Sequence[tuple[Input, int]], num_partitions: int
+) -> list[list[Slice]]:
+    """Return the slices of each partition, of about the same size in bytes.
+
+    The input is cut into shares, and partition p takes the shares p,
+    p + num_partitions, …. Share i of a file of m shares is its blocks i, i + m,
+    i + 2 m, …. As many partitions read a file as it has shares, and each skips the
+    other blocks, so compressed files work too.
+
+    Args:
+        inputs: files, each with its bytes.
+        num_partitions: number of partitions.
+    """
+    total_bytes = max(sum(size for _, size in inputs), 1)
+    num_inputs = max(len(inputs), 1)
+    block_bytes = BLOCK_BYTES
+    if num_partitions > 1:
+        block_bytes = total_bytes // (num_partitions * BLOCKS)
+        block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, block_bytes))
+    min_shares = min(READERS, _ceil_divide(FILES * num_partitions, num_inputs))
+    shares_of_partition = READERS * len(inputs) // num_partitions
+    shares_of_partition = max(1, min(SHARES, shares_of_partition))
+    total_shares = num_partitions * shares_of_partition
+
+    slices: list[list[Slice]] = [[] for _ in range(num_partitions)]
+    next_partition = 0
+    end_bytes = 0
     for item, size in inputs:
-        # Rounded up so far, so that all partitions get as many shares where sizes are
-        # alike.
-        before, seen = seen, seen + size
-        wanted = -(-seen * partitions * each // total) - -(
-            -before * partitions * each // total
-        )
-        shares = max(1, min(max(readers, wanted), partitions, -(-size // block_bytes)))
-        for first in range(shares):
-            slices[(share + first) % partitions].append(
-                Slice(item, first, shares, block_bytes)
-            )
-        share += shares
+        start_bytes = end_bytes
+        end_bytes += size
+        # The sum of the shares is rounded up, not each file's: so all partitions get
+        # as many shares where sizes are alike.
+        num_shares = _ceil_divide(end_bytes * total_shares, total_bytes)
+        num_shares -= _ceil_divide(start_bytes * total_shares, total_bytes)
+        num_blocks = _ceil_divide(size, block_bytes)
+        num_shares = max(num_shares, min_shares)
+        num_shares = max(1, min(num_shares, num_partitions, num_blocks))
+        for share in range(num_shares):
+            partition = (next_partition + share) % num_partitions
+            slices[partition].append(Slice(item, share, num_shares, block_bytes))
+        next_partition += num_shares
     return slices
+
+
+def _ceil_divide(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _ignore_file(*_: object) -> None:
+    """Do nothing when a file was read to its end."""
 
 
 def read_blocks(
     partitions: Iterable[tuple[Owner, Sequence[Slice]]],
     config: PackConfig,
-    on_file: Callable[[Owner, int, dict[str, Any], str], None] = lambda *_: None,
+    on_file: Callable[[Owner, int, dict[str, Any], str], None] = _ignore_file,
 ) -> Iterator[tuple[Owner, Block]]:
-    """Yields blocks with their owners; each file is read once for all.
+    """Yield the blocks of several partitions, reading each file once for all.
 
-    Then `on_file` gets each owner, the ordinal of the file, its entry of `sources`, and
-    its version in the store before it was read; empty if the store has none.
+    Args:
+        partitions: the owner and the slices of each partition.
+        config: settings.
+        on_file: called for each owner of a file that was read to its end, with the
+            ordinal of the file, its entry of `sources`, and its version in the store
+            before it was read; empty if the store has none.
+
+    Yields:
+        The owner of a block, and the block.
     """
-    takers: dict[int, list[tuple[Owner, Slice]]] = {}
+    slices_of_files: dict[int, list[tuple[Owner, Slice]]] = {}
     for owner, slices in partitions:
         for part in slices:
-            takers.setdefault(part.input.ordinal, []).append((owner, part))
-    for ordinal in sorted(takers):
-        _, first = takers[ordinal][0]
-        version = first.input.location.object_version()
-        reader = InputReader([], config=config, block_bytes=first.block_bytes)
-        for number, block in enumerate(reader.read_file(first.input)):
-            for owner, part in takers[ordinal]:
+            owners = slices_of_files.setdefault(part.input.ordinal, [])
+            owners.append((owner, part))
+
+    for ordinal in sorted(slices_of_files):
+        owners = slices_of_files[ordinal]
+        _, first_slice = owners[0]
+        version = first_slice.input.location.object_version()
+        reader = InputReader([], config=config, block_bytes=first_slice.block_bytes)
+        for number, block in enumerate(reader.read_file(first_slice.input)):
+            for owner, part in owners:
                 if number % part.step == part.first:
                     yield owner, block
-        for owner, _ in takers[ordinal]:
+        for owner, _ in owners:
             on_file(owner, ordinal, reader.sources[-1], version)
 
 
-def parts_with_owners(
-    tokenize: Tokenize, pairs: Iterable[tuple[Owner, Block]], run: Run
-) -> Iterator[tuple[Owner, Part, int]]:
-    """Yields each owner with the part that its block becomes, and the bytes of the
-    block.
-    """
-    pairs, ahead = itertools.tee(pairs)
-    parts = tokenize.parts(run, (block for _, block in ahead))
-    for (owner, block), part in zip(pairs, parts, strict=True):
-        yield owner, part, block.bytes
+def tokenize_blocks(
+    block_tokenizer: BlockTokenizer, blocks: Iterable[tuple[Owner, Block]], run: Run
+) -> Iterator[tuple[Owner, TokenizedBlock, int]]:
+    """Yield each owner with its tokenized block, and the bytes of the block."""
+    # Workers read ahead: the owners wait in a queue until results return.
+    owned_blocks, ahead = itertools.tee(blocks)
+    tokenized = block_tokenizer.tokenize(run, (block for _, block in ahead))
+    for (owner, block), result in zip(owned_blocks, tokenized, strict=True):
+        yield owner, result, block.bytes
 
 
 def read_keys(
-    tokenize: Tokenize,
+    block_tokenizer: BlockTokenizer,
     config: PackConfig,
     partitions: Sequence[Sequence[Slice]],
     run: Run,
-    on_keys: Callable[[int, int], None] = lambda *_: None,
+    on_keys: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[U64, Int64]]:
-    """Yields the keys that `dedup` compares, uint64 `[n]`, and example ids of each
-    partition.
+    """Yield the keys that `dedup` compares, uint64 `[n]`, and ids of each partition.
+
+    Args:
+        block_tokenizer: tokenizes the blocks.
+        config: settings.
+        partitions: the slices of each partition.
+        run: runs the workers.
+        on_keys: called with the number of new keys, and the bytes of their block.
     """
     keys = [[np.empty(0, np.uint64)] for _ in partitions]
     ids = [[np.empty(0, np.int64)] for _ in partitions]
-    pairs = read_blocks(enumerate(partitions), config)
-    for number, (examples, _), size in parts_with_owners(tokenize, pairs, run):
+    blocks = read_blocks(enumerate(partitions), config)
+    for number, result, size in tokenize_blocks(block_tokenizer, blocks, run):
+        examples, _ = result
         keys[number].append(dedup_keys(examples, config))
         ids[number].append(examples.example_ids)
-        on_keys(examples.num_examples, size)
-    yield from zip(map(np.concatenate, keys), map(np.concatenate, ids), strict=True)
+        if on_keys is not None:
+            on_keys(examples.num_examples, size)
+    for partition_keys, partition_ids in zip(keys, ids, strict=True):
+        yield np.concatenate(partition_keys), np.concatenate(partition_ids)

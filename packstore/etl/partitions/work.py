@@ -22,11 +22,15 @@ from typing import Any, TypeVar
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import Selection, split_names
 from packstore.etl.engines import Run
-from packstore.etl.partitions.resume import Partition, Written, reuse_finished_partition
-from packstore.etl.partitions.slices import Item, parts_with_owners, read_blocks
-from packstore.etl.rejects import compressed
+from packstore.etl.partitions.resume import (
+    Partition,
+    WrittenPacks,
+    reuse_finished_partition,
+)
+from packstore.etl.partitions.slices import Assignment, read_blocks, tokenize_blocks
+from packstore.etl.rejects import compress_rejects
 from packstore.etl.spill import Spill
-from packstore.etl.tokenize import Part, Tokenize
+from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
 from packstore.format.seeds import U64
@@ -47,197 +51,261 @@ more passes, a killed job loses less, but each takes 3 % of the time of tokenizi
 """
 
 
-class Spilled:
-    """A partition while it is read; its examples are on the local disk."""
+class SpilledPartition:
+    """A partition while it is read; its examples are on the local disk.
+
+    Attributes:
+        assignment: its input.
+        spills: its examples, for each dataset.
+        versions: ordinal of an input -> its version in the store.
+    """
 
     def __init__(
         self,
-        item: Item,
+        assignment: Assignment,
         config: PackConfig,
         paths: Mapping[int, str],
-        known: U64 | None,
+        stored_keys: U64 | None,
     ) -> None:
-        self.number, self.slices, repeated = self.item = item
-        self._config = config
-        self._select = Selection(config, repeated, paths, known)
+        self.assignment = assignment
         self.spills = [Spill() for _ in split_names(config)]
+        self.versions: dict[int, str] = {}
+        self._config = config
+        self._select = Selection(config, assignment.duplicate_ids, paths, stored_keys)
         self._tally = Tally()
-        # Not empty, so that a rerun sees that they were collected.
-        self._rejects: list[bytes] = [] if config.rejects is None else [compressed([])]
-        self._sources = dict[int, dict[str, Any]]()
-        self.versions = dict[int, str]()
+        self._sources: dict[int, dict[str, Any]] = {}
+        self._rejects: list[bytes] = []
+        if config.rejects is not None:
+            # Not empty, so that a rerun sees that they were collected.
+            self._rejects.append(compress_rejects([]))
 
-    def add(self, part: Part) -> None:
-        """Adds the examples of the next block."""
-        examples, tally = part
-        for spill, kept in zip(self.spills, self._select(examples, tally), strict=True):
-            spill.append(
-                kept, sizes(kept, self._config.layout, self._config.pad_to_multiple)
-            )
+    def add(self, block: TokenizedBlock) -> None:
+        """Add the examples of the next block."""
+        examples, tally = block
+        config = self._config
+        selected = self._select(examples, tally)
+        for spill, examples_of_split in zip(self.spills, selected, strict=True):
+            lengths = sizes(examples_of_split, config.layout, config.pad_to_multiple)
+            spill.append(examples_of_split, lengths)
         if tally.rejected:
-            self._rejects.append(compressed(tally.rejected))
+            self._rejects.append(compress_rejects(tally.rejected))
         self._tally.add(tally)
 
     def record_file(self, ordinal: int, source: dict[str, Any], version: str) -> None:
-        """Records a file that was read to its end."""
+        """Record a file that was read to its end."""
         self._sources[ordinal] = source
         self.versions[ordinal] = version
 
     def contents(self) -> Contents:
-        """Returns the counts of its records, after the last block."""
-        kept = [spill.num_examples for spill in self.spills]
-        return Contents(kept, self._tally, self._sources, b"".join(self._rejects))
+        """Return the counts of its records, after the last block."""
+        return Contents(
+            examples=[spill.num_examples for spill in self.spills],
+            tally=self._tally,
+            sources=self._sources,
+            rejects=b"".join(self._rejects),
+        )
 
     def close(self) -> None:
-        """Removes its files."""
+        """Remove its files."""
         for spill in self.spills:
             spill.close()
 
 
-Group = tuple[list[Spilled | Partition], Iterable[tuple[Spilled, Part, int]]]
-"""Partitions that are read together, and the parts of those that are not there yet,
-with the bytes of the input that each part took.
-"""
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Partitions that are read in one pass.
+
+    Attributes:
+        partitions: in order; finished ones are reused.
+        blocks: blocks of the others: the partition, its block, and the bytes of it.
+    """
+
+    partitions: list[SpilledPartition | Partition]
+    blocks: Iterable[tuple[SpilledPartition, TokenizedBlock, int]]
 
 
 @dataclass(frozen=True, eq=False)
-class PackPartitions:
+class PartitionPacker:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
-    `known` has the keys of duplicates of a dataset that grows, where a partition finds
-    its own.
+    Attributes:
+        notes: the notes of each dataset.
+        shape: the shape of the packs.
+        config: settings.
+        paths: ordinal of an input -> its path.
+        stored_keys: keys of the examples of a dataset that grows, among which a
+            partition looks for duplicates.
     """
 
     notes: Sequence[PartitionNotes]
     shape: PackShape
     config: PackConfig
     paths: Mapping[int, str]
-    known: U64 | None
+    stored_keys: U64 | None
     _hashes: dict[int, str] = field(default_factory=dict)
-    _started: list[Spilled] = field(default_factory=list)
+    _open_partitions: list[SpilledPartition] = field(default_factory=list)
 
     def pack_files(
         self,
-        tokenize: Tokenize,
-        items: Iterable[Item],
+        block_tokenizer: BlockTokenizer,
+        assignments: Iterable[Assignment],
         run: Run,
         counter: ProgressCounter | None = None,
     ) -> Iterator[Partition]:
-        """Yields the partitions in order; `counter` may refuse one before its
-        writing.
+        """Yield the partitions in order.
+
+        Args:
+            block_tokenizer: tokenizes blocks.
+            assignments: the input of each partition.
+            run: runs the workers.
+            counter: adds up the records; it may refuse a partition before it is
+                written.
         """
-        at_once = -(-(self.config.partitions or 1) // PASSES)
-        remaining, collects = iter(items), self.config.rejects is not None
-
-        def groups() -> Iterator[Group]:
-            while batch := list(itertools.islice(remaining, at_once)):
-                group = [
-                    reuse_finished_partition(self.notes, item, self._hashes, collects)
-                    or self._start_partition(item)
-                    for item in batch
-                ]
-                reading = [(p, p.slices) for p in group if isinstance(p, Spilled)]
-                blocks = read_blocks(reading, self.config, Spilled.record_file)
-                yield group, parts_with_owners(tokenize, blocks, run)
-
-        return self._write_groups(groups(), counter or ProgressCounter())
+        groups = self._read_in_groups(block_tokenizer, assignments, run)
+        return self._write_groups(groups, counter or ProgressCounter())
 
     def pack_examples(
-        self, parts: Iterable[Part], counter: ProgressCounter
+        self, blocks: Iterable[TokenizedBlock], counter: ProgressCounter
     ) -> Iterator[Partition]:
-        """Yields the only partition, of examples that come from no files: it cannot be
-        resumed.
+        """Yield the only partition of examples that come from no files.
+
+        It has no note, and is not reused.
         """
-        tokenized = iter(parts)  # refuses settings before there is a folder to remove
-        only = self._start_partition((0, (), None))
-        return self._write_groups(
-            [([only], ((only, part, part[1].read) for part in tokenized))], counter
+        blocks = iter(blocks)  # refuses settings before there is a folder to remove
+        only = self._open_partition(Assignment(number=0, slices=(), duplicate_ids=None))
+        owned_blocks = ((only, block, block[1].read) for block in blocks)
+        return self._write_groups([_Group([only], owned_blocks)], counter)
+
+    def _read_in_groups(
+        self,
+        block_tokenizer: BlockTokenizer,
+        assignments: Iterable[Assignment],
+        run: Run,
+    ) -> Iterator[_Group]:
+        """Yield the partitions of each pass, and the blocks of those to make."""
+        partitions_at_once = -(-(self.config.partitions or 1) // PASSES)
+        remaining = iter(assignments)
+        while True:
+            batch = list(itertools.islice(remaining, partitions_at_once))
+            if not batch:
+                return
+            partitions = [self._reuse_or_open(assignment) for assignment in batch]
+            slices = [
+                (partition, partition.assignment.slices)
+                for partition in partitions
+                if isinstance(partition, SpilledPartition)
+            ]
+            blocks = read_blocks(slices, self.config, SpilledPartition.record_file)
+            yield _Group(partitions, tokenize_blocks(block_tokenizer, blocks, run))
+
+    def _reuse_or_open(self, assignment: Assignment) -> SpilledPartition | Partition:
+        finished = reuse_finished_partition(
+            self.notes,
+            assignment,
+            self._hashes,
+            needs_rejects=self.config.rejects is not None,
         )
+        if finished is not None:
+            return finished
+        return self._open_partition(assignment)
+
+    def _open_partition(self, assignment: Assignment) -> SpilledPartition:
+        partition = SpilledPartition(
+            assignment, self.config, self.paths, self.stored_keys
+        )
+        self._open_partitions.append(partition)
+        return partition
 
     def _write_groups(
-        self, groups: Iterable[Group], counter: ProgressCounter
+        self, groups: Iterable[_Group], counter: ProgressCounter
     ) -> Iterator[Partition]:
-        """Writes the partitions of each group while those of the next one are read."""
+        """Write the partitions of each group while those of the next one are read."""
         stop = threading.Event()
-
-        def read() -> Iterator[list[Spilled | Partition]]:
-            for group, parts in groups:
-                with contextlib.closing(prefetch(parts)) as tokenized:
-                    for partition, part, size in tokenized:
-                        if stop.is_set():
-                            return
-                        partition.add(part)
-                        counter.add_records(part[1].read, size)
-                yield group
-
+        reading = _read_groups(groups, counter, stop)
         try:
-            with contextlib.closing(prefetch(read(), stop=stop)) as ready:
-                for partition in itertools.chain.from_iterable(ready):
-                    if isinstance(partition, Spilled):
+            with contextlib.closing(prefetch(reading, stop=stop)) as groups_read:
+                for partition in itertools.chain.from_iterable(groups_read):
+                    if isinstance(partition, Partition):
+                        counter.add_finished(partition.contents, partition.num_packs)
+                        yield partition
+                    else:
                         contents = partition.contents()
                         counter.add(contents)
                         yield self._write(partition, contents, counter)
-                    else:
-                        counter.add_finished(partition.contents, partition.packs)
-                        yield partition
         finally:
-            while self._started:
-                self._started.pop().close()
-
-    def _start_partition(self, item: Item) -> Spilled:
-        self._started.append(Spilled(item, self.config, self.paths, self.known))
-        return self._started[-1]
+            while self._open_partitions:
+                self._open_partitions.pop().close()
 
     def _write(
-        self, spilled: Spilled, contents: Contents, counter: ProgressCounter
+        self,
+        spilled: SpilledPartition,
+        contents: Contents,
+        counter: ProgressCounter,
     ) -> Partition:
-        """Plans, fills and writes a partition, and puts its note."""
-        written = [
-            self._write_packs(spilled.number, spill, notes, counter)
+        """Plan, fill and write a partition, and put its note."""
+        number = spilled.assignment.number
+        packs = [
+            self._write_packs(number, spill, notes, counter)
             for spill, notes in zip(spilled.spills, self.notes, strict=True)
         ]
         spilled.close()
-        partition = Partition(contents, written)
-        if spilled.slices:
-            partition.note(self.notes, spilled.item, spilled.versions)
+        partition = Partition(contents, packs)
+        if spilled.assignment.slices:
+            partition.put_notes(self.notes, spilled.assignment, spilled.versions)
         return partition
 
     def _write_packs(
         self, number: int, spill: Spill, notes: PartitionNotes, counter: ProgressCounter
-    ) -> Written:
+    ) -> WrittenPacks:
+        """Plan and fill the packs of a partition in one dataset, and write them."""
         if not spill.num_examples:
-            return Written([])
+            return WrittenPacks(shards=[])
         config = self.config
-        if (
-            number
-        ):  # the first one keeps the seed: its plan equals packstore.plan(lengths)
-            config = replace(
-                config, seed=seeds.derive(config.seed, "partition", number) >> 1
-            )
+        if number > 0:
+            # The first one keeps the seed: its plan equals packstore.plan(lengths).
+            seed = seeds.derive(config.seed, "partition", number) >> 1
+            config = replace(config, seed=seed)
         packing = plan(spill.lengths(), config=config)
-        last = number + 1 == config.partitions and notes is self.notes[-1]
+
+        is_last = number + 1 == config.partitions and notes is self.notes[-1]
         run = f"{notes.run}-p{number:05d}"
         with (
             ShardWriter(notes.location, self.shape, config, run) as writer,
             contextlib.closing(prefetch(spill.packs(packing, config), 2)) as filled,
         ):
-            left = packing.num_packs
+            remaining_packs = packing.num_packs
             for packs in filled:
                 writer.write(packs)
-                left -= len(packs)
-                counter.add_packs(len(packs), left if last else None)
+                remaining_packs -= len(packs)
+                counter.add_packs(len(packs), remaining_packs if is_last else None)
             shards = writer.finish()
+
         # The plan counts padded lengths; only the writer counts the tokens.
-        planning = replace(
-            packing, tokens=sum(part.shard.tokens for part in shards)
-        ).statistics()
+        tokens = sum(finished.shard.tokens for finished in shards)
+        planning = replace(packing, tokens=tokens).statistics()
         planning["seed"] = self.config.seed
-        return Written(shards, planning)
+        return WrittenPacks(shards, planning)
+
+
+def _read_groups(
+    groups: Iterable[_Group], counter: ProgressCounter, stop: threading.Event
+) -> Iterator[list[SpilledPartition | Partition]]:
+    """Yield the partitions of each group once all of their blocks are read."""
+    for group in groups:
+        with contextlib.closing(prefetch(group.blocks)) as blocks:
+            for partition, block, size in blocks:
+                if stop.is_set():
+                    return
+                partition.add(block)
+                _, tally = block
+                counter.add_records(tally.read, size)
+        yield group.partitions
 
 
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
-    """Returns the result of `work` on one item, in this process, which can be ended
-    meanwhile.
+    """Return the result of `work` on one item, in this process.
+
+    The process is a worker, which can be ended meanwhile.
     """
     template.require_worker()
     if hasattr(signal, "setitimer"):
@@ -249,18 +317,26 @@ def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
 def prefetch(
     items: Iterable[T], depth: int = 1, stop: threading.Event | None = None
 ) -> Generator[T, None, None]:
-    """Yields the items, which another thread computes at most `depth` ahead; raises its
-    errors.
+    """Yield the items, which another thread computes ahead; raise its errors.
 
     Closing the generator sets `stop`, so that a slow item can end early, and ends the
     thread before the next item.
+
+    Args:
+        items: the items.
+        depth: maximum number of items that wait.
+        stop: set when the generator is closed.
     """
     stop = stop or threading.Event()
-    stream, end = iter(items), object()
+    stream = iter(items)
+    end = object()
     thread = ThreadPoolExecutor(1, "packstore-ahead")
     try:
         pending = deque(thread.submit(next, stream, end) for _ in range(depth + 1))
-        while (item := pending.popleft().result()) is not end:
+        while True:
+            item = pending.popleft().result()
+            if item is end:
+                return
             pending.append(thread.submit(next, stream, end))
             yield item  # type: ignore[misc]
     finally:

@@ -18,7 +18,7 @@ from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
 from packstore.etl.reports.place import Finding
 from packstore.etl.sources import ExampleReader, RecordExampleReader
-from packstore.etl.tokenize import Part
+from packstore.etl.tokenize import TokenizedBlock
 from packstore.etl.totals import PROBLEMS, absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples
 from packstore.io.inputs.formats import place_of
@@ -69,7 +69,7 @@ _SENTENCE_ENDS = frozenset(".,;:!?\"'’”)…")
 """
 
 
-def lint_parts(reader: ExampleReader) -> Iterator[Part]:
+def lint_parts(reader: ExampleReader) -> Iterator[TokenizedBlock]:
     """Yield the examples and tallies of a reader, with findings noted in the tallies.
 
     Raises:
@@ -82,7 +82,7 @@ def lint_parts(reader: ExampleReader) -> Iterator[Part]:
     prompts = Seen()
     records = Seen()
     lint_texts = _TextLint(reader.tokenizer, reader.kind)
-    for examples, tally in reader.parts(reader.tokenize(lint_texts)):
+    for examples, tally in reader.tokenize_with(reader.block_tokenizer(lint_texts)):
         if examples.num_examples:
             flags = _flag_tokens(examples, reader.tokenizer)
             assert examples.keys is not None

@@ -164,13 +164,7 @@ def estimate(
     choices: list[Choice] = []
     for combination in configs:
         if truncates and isinstance(reader, RecordExampleReader):
-            # Where a record is cut depends on pack size and layout.
-            again = reader.sized(combination.pack_size, combination.layout)
-            projection = Projection(
-                sampling, total, [combination.layout], base.pad_to_multiple
-            )
-            for examples, tally in again:
-                projection.add(examples, tally)
+            projection = _project_again(reader, combination, sampling, total)
         choices.append(projection.choice(combination, batching))
     return replace(report, sample=sampling, scale=projection.scale, choices=choices)
 
@@ -314,6 +308,16 @@ def _read(
         tally.samples = [*other_samples, *broken_lines]
     findings = list(find_in_tally(tally, config))
     return Report(kind=reader.kind, tally=tally, findings=findings)
+
+
+def _project_again(
+    reader: RecordExampleReader, config: PackConfig, sampling: Sampling, total: int
+) -> Projection:
+    """Tokenize the sample again: where records are cut depends on size and layout."""
+    projection = Projection(sampling, total, [config.layout], config.pad_to_multiple)
+    for examples, tally in reader.resized(config.pack_size, config.layout):
+        projection.add(examples, tally)
+    return projection
 
 
 def _find_version(destination: Location, config: PackConfig) -> Iterator[Finding]:
