@@ -102,14 +102,14 @@ def _evaluate(args: argparse.Namespace) -> int:
     name = args.loss or ("sft" if kind == "sft" else "dpo")
     with process_group(args) as device:
         from packstore.torch.losses.loss import PreferenceLoss
-        from packstore.torch.training.evaluate import evaluate, tell_unused
+        from packstore.torch.training.evaluate import evaluate, warn_about_unused
 
         loss = PreferenceLoss(name, **getattr(args, "loss_parameters", {}))
         loss.check_data(dataset)
         if loss.reference and not (args.reference_model or args.ref_logps):
             remedy = "give --reference-model or --ref-logps"
             raise ConfigError(f"loss {name!r} compares with a reference: {remedy}.")
-        tell_unused(loss, args.reference_model, *args.ref_logps)
+        warn_about_unused(loss, args.reference_model, *args.ref_logps)
         wanted = loss.reference and args.reference_model
         policy = loaded(args, args.model, device, loss.scores)
         reference = loaded(args, args.reference_model, device) if wanted else None

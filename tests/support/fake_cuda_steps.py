@@ -166,7 +166,7 @@ def pretend() -> None:
     head._read_heads = lambda model: [head.Head(model.model, model.lm_head, 1.0, None)]
     head._prove = lambda model, heads: heads[0]
     trainer.probe_model = lambda model: None
-    trainer_steps.FIRST = 0
+    trainer_steps.FIRST_STEPS = 0
     # At the end of a run the weights must be finite; these have no values.
     checkpoints.CheckpointMixin._check_finite_weights = lambda self: None
 

@@ -173,6 +173,10 @@ class PackedBatch:
         example_lengths = np.add.reduceat(segment_lengths, first_segments)
         return card("PackedBatch", facts, example_lengths.tolist())
 
+    def __len__(self) -> int:
+        """P. transformers' Trainer asks each batch for its length."""
+        return self.num_packs
+
     def __getitem__(self, name: str) -> Any:
         """Return a field by its name, as a mapping does."""
         names = [

@@ -1,1 +1,1 @@
-"""A whole training run; the steps are in ``README.md`` beside this file."""
+"""A whole training run; see ``README.md``."""

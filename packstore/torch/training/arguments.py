@@ -1,13 +1,11 @@
-"""The closed tables of transformers' TrainingArguments: what packs do not go with, and
-why.
-"""
+"""Settings of transformers' TrainingArguments: names, and values that packs refuse."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields
 from inspect import signature
 from typing import Any
 
@@ -18,21 +16,8 @@ from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.secrets import client_cause, client_text
 
-
-def further_names() -> list[str]:
-    """Return the fields of TrainingArguments that are no fields of TrainConfig."""
-    names = [field.name for field in fields(TrainingArguments) if field.init]
-    return [name for name in names if name not in TrainConfig.names()]
-
-
-def check_setting_names(names: Iterable[str]) -> None:
-    """Raise for a name that neither TrainConfig nor TrainingArguments has."""
-    known_names = [*TrainConfig.names(), *further_names()]
-    check_names(names, known_names, TrainConfig.LISTED_BY)
-
-
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Setting -> values that are taken, and what to do for another."""
+"""Setting -> the values that are allowed, and the remedy for any other."""
 
 ROWS = "predict(dataset).predictions is a table with a row for each example"
 
@@ -67,9 +52,9 @@ REFUSED: Refusals = {
         "compile='layers' of PackedTrainer compiles its layers",
     ),
 }
-"""Refused by every trainer on packs."""
+"""Settings that every trainer on packs restricts."""
 
-OF_PACKS: Refusals = {
+REFUSED_WITH_DATASETS: Refusals = {
     **REFUSED,
     "auto_find_batch_size": ((False,), "A forward call holds packs_per_batch packs"),
     "per_device_eval_batch_size": ((8,), "Give packs_per_batch"),
@@ -83,123 +68,204 @@ OF_PACKS: Refusals = {
     "train_sampling_strategy": (("random",), "PackedDataset(shuffle=…) orders packs"),
     "dataloader_drop_last": ((False,), "No example is left out"),
 }
-"""Refused where packed datasets are trained on; all other settings are honoured."""
+"""Settings that are restricted with a packed dataset; all others are honoured."""
 
-OTHERS = {
+REFUSED_ARGUMENTS = {
     "data_collator": "Packs are collated by the loader",
     "compute_loss_func": "Give the function as loss",
     "compute_metrics": ROWS,
     "preprocess_logits_for_metrics": ROWS,
     "model_init": "Give a model; a search makes a trainer for each trial",
 }
-"""Arguments of the Trainer that are refused, and what to do."""
+"""Arguments of the Trainer that are refused -> remedy."""
 
 
-def check_arguments(
-    args: Any, refused: Refusals, others: Mapping[str, Any] | None = None
-) -> None:
-    """Refuses settings, and arguments of the Trainer, that packs do not go with."""
-    for name, value in (others or {}).items():
-        if name in OTHERS and value is not None:
-            where, found = f"argument {name}", type(value).__name__
-            raise ConfigError(
-                sentence(where, "it must be left out", found, OTHERS[name])
+def further_names() -> list[str]:
+    """Return the fields of TrainingArguments that are no fields of TrainConfig."""
+    names = [field.name for field in fields(TrainingArguments) if field.init]
+    return [name for name in names if name not in TrainConfig.names()]
+
+
+def check_setting_names(names: Iterable[str]) -> None:
+    """Raise for a name that neither TrainConfig nor TrainingArguments has."""
+    known_names = [*TrainConfig.names(), *further_names()]
+    check_names(names, known_names, TrainConfig.LISTED_BY)
+
+
+def check_settings(args: Any, refusals: Refusals) -> None:
+    """Raise for values of TrainingArguments that packs do not go with."""
+    _check_accelerate(args)
+    if "lomo" in str(getattr(args, "optim", "")).lower():
+        raise ConfigError(
+            sentence(
+                where="setting optim",
+                rule="it must step after all batches of a step",
+                found=str(args.optim),
+                remedy="Take another",
             )
+        )
+    for name, (allowed_values, remedy) in refusals.items():
+        default = allowed_values[0]
+        value = getattr(args, name, default)
+        if value not in allowed_values:
+            raise ConfigError(
+                sentence(
+                    where=f"setting {name}",
+                    rule=f"it must be {default!r} with packs",
+                    found=repr(value),
+                    remedy=remedy,
+                )
+            )
+
+
+def _check_accelerate(args: Any) -> None:
+    """Raise for settings of Accelerate and DeepSpeed that packs do not go with."""
     plugin = getattr(args, "deepspeed_plugin", None)  # also of Accelerate's config
     if plugin is not None and plugin.zero_stage == 3:
-        rule, remedy = "its ZeRO stage must be 0, 1 or 2", "FSDP2 shards weights, too"
-        raise ConfigError(sentence("setting deepspeed", rule, "3", remedy))
+        raise ConfigError(
+            sentence(
+                where="setting deepspeed",
+                rule="its ZeRO stage must be 0, 1 or 2",
+                found="3",
+                remedy="FSDP2 shards weights, too",
+            )
+        )
     config = getattr(args, "accelerator_config", None)
     for name in ("dispatch_batches", "split_batches"):
         if getattr(config, name, None):
-            rule = "a packed batch is whole, and cannot be cut up for other ranks"
             raise ConfigError(
-                sentence(f"setting accelerator_config: {name}", rule, "True")
+                sentence(
+                    where=f"setting accelerator_config: {name}",
+                    rule="a packed batch is whole, and cannot be cut up for other "
+                    "ranks",
+                    found="True",
+                )
             )
-    if "lomo" in str(getattr(args, "optim", "")).lower():
-        rule = "it must step after all batches of a step"
-        raise ConfigError(
-            sentence("setting optim", rule, str(args.optim), "Take another")
-        )
-    for name, (taken, remedy) in refused.items():
-        value = getattr(args, name, taken[0])
-        if value not in taken:
-            rule = f"it must be {taken[0]!r} with packs"
-            raise ConfigError(sentence(f"setting {name}", rule, repr(value), remedy))
 
 
-def check_own(trainer: type, args: Any, others: Mapping[str, Any]) -> None:
-    """Refuses what is no TrainingArguments, what TRL's add to them, and unknown
-    arguments.
+def check_trainer_arguments(arguments: Mapping[str, Any]) -> None:
+    """Raise for arguments of the Trainer that packs do not go with."""
+    for name, remedy in REFUSED_ARGUMENTS.items():
+        value = arguments.get(name)
+        if value is not None:
+            raise ConfigError(
+                sentence(
+                    where=f"argument {name}",
+                    rule="it must be left out",
+                    found=type(value).__name__,
+                    remedy=remedy,
+                )
+            )
+
+
+def check_packed_trainer_arguments(
+    trainer: type, args: Any, arguments: Mapping[str, Any]
+) -> None:
+    """Raise for settings and arguments that PackedTrainer, or its subclass, has not.
+
+    Args:
+        trainer: the class.
+        args: the settings, which must be TrainingArguments.
+        arguments: further arguments, which are passed on to the Trainer.
     """
-    check_class(
-        "argument args", args, TrainingArguments, "Give the dataset as train_dataset"
-    )
-    plain = {field.name for field in fields(TrainingArguments)}
-    for field in fields(args) if type(args).__module__.startswith("trl.") else ():
-        default = (
-            field.default
-            if field.default_factory is MISSING
-            else field.default_factory()
-        )
-        value = getattr(args, field.name)
-        if field.name not in plain and value not in (default, [default], None):
-            where, rule = f"setting {field.name}", "it must be one of TrainingArguments"
-            remedy = "Give it as loss or loss_parameters, or take PackedDPOTrainer"
-            raise ConfigError(
-                sentence(where, rule, f"{value!r} in {type(args).__name__}", remedy)
-            )
-    known = {
-        *signature(Trainer.__init__).parameters,
-        *signature(trainer).parameters,
-    } - {"others"}
-    check_names(others, known, "docs/training.md", "argument")
-    given = others.get("optimizers", ())
-    check_class("argument optimizers", given, Sequence, "Give (optimizer, scheduler)")
-    tokenizer = others.get("processing_class")
+    remedy = "Give the dataset as train_dataset"
+    check_class("argument args", args, TrainingArguments, remedy)
+    if type(args).__module__.startswith("trl."):
+        _check_no_trl_settings(args)
+
+    trainer_names = signature(Trainer.__init__).parameters
+    names = {*trainer_names, *signature(trainer).parameters}
+    names.discard("trainer_arguments")
+    check_names(arguments, names, "docs/training.md", "argument")
+
+    optimizers = arguments.get("optimizers", ())
+    remedy = "Give (optimizer, scheduler)"
+    check_class("argument optimizers", optimizers, Sequence, remedy)
+
+    tokenizer = arguments.get("processing_class")
     if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
-        where, rule = (
-            "argument processing_class",
-            "it must be a tokenizer, which is saved",
+        raise ConfigError(
+            sentence(
+                where="argument processing_class",
+                rule="it must be a tokenizer, which is saved",
+                found=quote(tokenizer),
+                remedy="AutoTokenizer.from_pretrained loads one",
+            )
         )
-        remedy = "AutoTokenizer.from_pretrained loads one"
-        raise ConfigError(sentence(where, rule, quote(tokenizer), remedy))
 
 
-def examples_of_step(args: Any, given: int | None) -> int:
-    """Returns the examples of a step over all ranks, and makes a step one batch of the
-    Trainer.
+def _check_no_trl_settings(args: Any) -> None:
+    """Raise for a setting of TRL's config that only TRL's trainer would read."""
+    names = {field.name for field in fields(TrainingArguments)}
+    for field in fields(args):
+        if field.name in names:
+            continue
+        value = getattr(args, field.name)
+        default = _default_of(field)
+        # TRL's config makes a list of one loss type.
+        if value not in (default, [default], None):
+            raise ConfigError(
+                sentence(
+                    where=f"setting {field.name}",
+                    rule="it must be one of TrainingArguments",
+                    found=f"{value!r} in {type(args).__name__}",
+                    remedy="Give it as loss or loss_parameters, or take "
+                    "PackedDPOTrainer",
+                )
+            )
 
-    As unpacked, a step has ``per_device_train_batch_size *
-    gradient_accumulation_steps`` examples a rank; or the number that is `given`.
+
+def _default_of(field: Field[Any]) -> Any:
+    if field.default_factory is MISSING:
+        return field.default
+    return field.default_factory()
+
+
+def set_step_size(args: Any, examples_per_step: int | None) -> int:
+    """Make each step one batch of the Trainer; return its examples over all ranks.
+
+    Without `examples_per_step`, a step has as many examples as unpacked:
+    ``per_device_train_batch_size * gradient_accumulation_steps`` a rank.
+
+    Args:
+        args: the trainer's own copy of the settings, which is changed.
+        examples_per_step: examples of a step, over all ranks.
     """
-    own = args.per_device_train_batch_size * args.gradient_accumulation_steps
-    if given is not None and (args.per_device_train_batch_size, own) != (8, 8):
-        rule = (
-            "per_device_train_batch_size and gradient_accumulation_steps must then "
-            "be left out"
+    batch_size = args.per_device_train_batch_size
+    examples_per_rank = batch_size * args.gradient_accumulation_steps
+    has_default_size = batch_size == 8 and examples_per_rank == 8
+    if examples_per_step is not None and not has_default_size:
+        raise ConfigError(
+            sentence(
+                where=f"examples_per_step={examples_per_step}",
+                rule="per_device_train_batch_size and gradient_accumulation_steps must "
+                "then be left out",
+                found=f"{examples_per_rank} a rank",
+            )
         )
-        raise ConfigError(sentence(f"examples_per_step={given}", rule, f"{own} a rank"))
-    accumulated = (
-        getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
-    )
-    if accumulated.get("num_steps", 1) != 1:
-        where, rule = (
-            "setting accelerator_config: num_steps",
-            "a step must be one batch",
+
+    config = args.accelerator_config
+    accumulation = getattr(config, "gradient_accumulation_kwargs", None) or {}
+    if accumulation.get("num_steps", 1) != 1:
+        raise ConfigError(
+            sentence(
+                where="setting accelerator_config: num_steps",
+                rule="a step must be one batch",
+                found=str(accumulation["num_steps"]),
+                remedy="Give gradient_accumulation_steps",
+            )
         )
-        found, remedy = (
-            str(accumulated["num_steps"]),
-            "Give gradient_accumulation_steps",
-        )
-        raise ConfigError(sentence(where, rule, found, remedy))
-    args.gradient_accumulation_steps = 1  # of `args`, which are the trainer's own copy
-    return own * args.world_size if given is None else given
+
+    args.gradient_accumulation_steps = 1
+    if examples_per_step is None:
+        return int(examples_per_rank * args.world_size)
+    return examples_per_step
 
 
 class HiddenToken(str):
-    """A token that is used as any text, and pickled as None: ``training_args.bin`` is
-    uploaded.
+    """A token that is used as any text, and pickled as None.
+
+    ``training_args.bin`` is a pickle of the settings, and is uploaded.
     """
 
     __slots__ = ()
@@ -219,17 +285,18 @@ TOKENS = {"hub_token", "token", "use_auth_token"}
 
 
 def hide_tokens(args: Any) -> Any:
-    """Return a copy of the settings of a trainer that is made, without tokens where it
-    is saved.
+    """Return a copy of a trainer's settings that is saved without tokens.
 
-    A mapping, as TRL's `model_init_kwargs`, has served its purpose, and loses them.
+    Tokens in mappings, such as TRL's `model_init_kwargs`, are removed: they have
+    served their purpose by now.
     """
     hidden = copy.copy(args)
     for name, value in vars(args).items():
         if name in TOKENS and isinstance(value, str):
             setattr(hidden, name, HiddenToken(value))
         elif isinstance(value, dict) and TOKENS & value.keys():
-            setattr(hidden, name, {key: value[key] for key in value.keys() - TOKENS})
+            without_tokens = {key: value[key] for key in value.keys() - TOKENS}
+            setattr(hidden, name, without_tokens)
     return hidden
 
 
@@ -237,11 +304,11 @@ def hide_tokens(args: Any) -> Any:
 def named_settings(
     where: str = "settings", rule: str = "transformers must take them"
 ) -> Iterator[None]:
-    """Names the settings in what transformers, or PEFT, says of them."""
+    """Re-raise errors of transformers or PEFT as ConfigError, naming the settings."""
     try:
         yield
     except PackstoreError:
         raise
     except (ValueError, TypeError, ImportError, KeyError) as error:
-        found = quote(client_text(*error.args[:1]), 300)
-        raise ConfigError(sentence(where, rule, found)) from client_cause(error)
+        message = quote(client_text(*error.args[:1]), 300)
+        raise ConfigError(sentence(where, rule, message)) from client_cause(error)

@@ -1,9 +1,8 @@
-"""Folders of checkpoints as files: which are whole, which is the newest, which are
-removed.
+"""Checkpoints as folders: which are whole, which is the newest, which are removed.
 
 A checkpoint is ``checkpoint-<step>`` in the output folder. The file :data:`POSITION` in
-it is the mark of packstore's trainers, and is there from the first moment on: nothing
-without it is removed.
+it is the mark of packstore's trainers: nothing without it is removed. It is written
+first, to mark the checkpoint as unfinished, and again last.
 """
 
 from __future__ import annotations
@@ -25,79 +24,77 @@ from packstore.errors import FormatError, sentence
 logger = logging.getLogger("packstore")
 
 POSITION = "packstore.json"
-"""File of the position in the data, and of the files beside it, in a checkpoint."""
+"""File in a checkpoint: the position in the data, and sizes and hashes of its files."""
 
 STATE = "trainer_state.json"
-"""File of the Trainer's own state, which comes last: a checkpoint that has it was
-whole.
-"""
+"""File in a checkpoint: the Trainer's own state, which the Trainer writes last."""
 
 REMOVED = ".removed"
-"""End of the name of a checkpoint while its files are removed."""
+"""Suffix of a checkpoint's name while its files are removed."""
 
 SMALL_FILE = 2**20
-"""Bytes up to which a file is hashed; the size of others is compared."""
+"""Files up to so many bytes are hashed; of larger files the size is compared."""
 
 
 def begin_checkpoint(folder: Path) -> None:
-    """Mark a folder as a checkpoint that is not whole yet, also one that was."""
+    """Mark a folder as an unfinished checkpoint, even if it holds a whole one."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / STATE).unlink(missing_ok=True)
     (folder / POSITION).write_text(json.dumps({"complete": False}), encoding="utf-8")
 
 
-def finish_files(folder: Path, content: dict[str, Any]) -> None:
-    """Write `content` with the sizes and hashes of all files; only the state is still
-    missing.
-    """
+def finish_checkpoint(folder: Path, content: dict[str, Any]) -> None:
+    """Write `content` with the sizes and hashes of all files, which come before it."""
     content = {**content, "files": _sizes(folder), "hashes": _hashes(folder)}
     text = json.dumps({**content, "sha256": _hash_of_values(content)})
     (folder / POSITION).write_text(text, encoding="utf-8")
 
 
 def read_content(checkpoint: Path) -> dict[str, Any]:
-    """Return the content of :data:`POSITION`, checked against the files of the
-    checkpoint.
+    """Return the content of :data:`POSITION`, checked against the checkpoint's files.
 
-    The Trainer begins anew, in silence, with files that it does not find, as the
-    optimizer's state.
+    Without this check a run would resume from a part: the Trainer silently starts anew
+    with a file that it does not find, such as the optimizer's state.
 
     Raises:
         FormatError: the checkpoint is not whole.
     """
     try:
-        content: dict[str, Any] = json.loads(
-            (checkpoint / POSITION).read_text(encoding="utf-8")
-        )
-        if content.get("complete") is False:
-            raise _not_whole(checkpoint, "one that was still being written")
-        if content.pop("sha256") != _hash_of_values(content):
-            raise _not_whole(
-                checkpoint, f"{POSITION} with other bytes than its hash says"
-            )
-        lost = dict(content["files"].items() - _sizes(checkpoint).items())
-        if lost:
-            name = min(lost)
-            raise _not_whole(checkpoint, f"{name} without its {lost[name]:,} bytes")
-        changed = content["hashes"].items() - _hashes(checkpoint).items()
-        if changed:
-            raise _not_whole(
-                checkpoint, f"{min(changed)[0]} with other bytes than its hash says"
-            )
-    except FormatError:
-        raise
+        text = (checkpoint / POSITION).read_text(encoding="utf-8")
+        content: dict[str, Any] = json.loads(text)
+        problem = _find_problem(checkpoint, content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _not_whole(
-            checkpoint, f"{POSITION}: {type(error).__name__}: {error}"
-        ) from error
+        problem = f"{POSITION}: {type(error).__name__}: {error}"
+        raise _not_whole(checkpoint, problem) from error
+    if problem is not None:
+        raise _not_whole(checkpoint, problem)
     return content
+
+
+def _find_problem(checkpoint: Path, content: dict[str, Any]) -> str | None:
+    """Return what is damaged, or None; remove the hash of itself from `content`."""
+    if content.get("complete") is False:
+        return "one that was still being written"
+
+    if content.pop("sha256") != _hash_of_values(content):
+        return f"{POSITION} with other bytes than its hash says"
+
+    damaged_sizes = dict(content["files"].items() - _sizes(checkpoint).items())
+    if damaged_sizes:
+        name = min(damaged_sizes)
+        return f"{name} without its {damaged_sizes[name]:,} bytes"
+
+    damaged_hashes = dict(content["hashes"].items() - _hashes(checkpoint).items())
+    if damaged_hashes:
+        return f"{min(damaged_hashes)} with other bytes than its hash says"
+    return None
 
 
 def read_position(checkpoint: Path) -> dict[str, Any]:
     """Return the position in packed data, with the description of its run.
 
     Raises:
-        FormatError: the checkpoint is not whole, or of a run on other data.
+        FormatError: the checkpoint is not whole, or belongs to a run on other data.
     """
     content = read_content(checkpoint)
     if content.get("loader") is None:
@@ -109,35 +106,34 @@ def read_state(checkpoint: Path) -> TrainerState:
     """Return the Trainer's own state.
 
     Raises:
-        FormatError: it is missing, or holds values of other types than the Trainer
+        FormatError: the file is missing, or a value has another type than the Trainer
             writes.
     """
+    defaults = vars(TrainerState())
     try:
         state = TrainerState.load_from_json(str(checkpoint / STATE))
-        expected = vars(TrainerState())
-        damaged = [
+        damaged_names = [
             name
             for name, value in vars(state).items()
-            if not _is_like(value, expected[name])
+            if not _is_like(value, defaults[name])
         ]
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise _not_whole(
-            checkpoint, f"{STATE}: {type(error).__name__}: {error}"
-        ) from error
-    if damaged:
-        raise _not_whole(
-            checkpoint, f"{STATE} with {damaged[0]} {getattr(state, damaged[0])!r}"
-        )
+        problem = f"{STATE}: {type(error).__name__}: {error}"
+        raise _not_whole(checkpoint, problem) from error
+    if damaged_names:
+        name = damaged_names[0]
+        value = getattr(state, name)
+        raise _not_whole(checkpoint, f"{STATE} with {name} {value!r}")
     return state
 
 
-def step_of(checkpoint: Path) -> int:
-    """Return the number of steps done, from the Trainer's state."""
+def read_step(checkpoint: Path) -> int:
+    """Return the number of trained steps, from the Trainer's state."""
     return int(read_state(checkpoint).global_step)
 
 
 def problem_of(checkpoint: Path) -> str | None:
-    """Return why a checkpoint is not whole; None: it is."""
+    """Return why a checkpoint is not whole, or None if it is."""
     try:
         read_content(checkpoint)
         read_state(checkpoint)
@@ -147,15 +143,15 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def newest_checkpoint(folder: str) -> str | None:
-    """Return the newest checkpoint from which a run can go on, or None; warn of those
-    passed over.
+    """Return the newest checkpoint that a run can resume from, or None.
 
-    Of a checkpoint that was renamed, the name is not its step.
+    A warning names each newer folder that is passed over: a damaged one, a model
+    alone, or one that was renamed to the name of another step.
     """
     for number, path in reversed(_numbered(Path(folder))):
         try:
             content = read_content(path)
-            step = step_of(path)
+            step = read_step(path)
         except FormatError as error:
             logger.warning("passed over: %s", error)
             continue
@@ -168,7 +164,7 @@ def newest_checkpoint(folder: str) -> str | None:
     return None
 
 
-def is_own(checkpoint: Path) -> bool:
+def has_mark(checkpoint: Path) -> bool:
     """Return True for a checkpoint that a trainer of packstore made in this place."""
     return (checkpoint / POSITION).is_file() and not checkpoint.is_symlink()
 
@@ -176,26 +172,28 @@ def is_own(checkpoint: Path) -> bool:
 def remove_torn_checkpoints(
     folder: Path, *, resumed: Path | None, limit: int | None
 ) -> None:
-    """Remove, as a run begins, the checkpoints of packstore that are not whole.
+    """Remove, at the start of a run, packstore's checkpoints that are not whole.
 
-    Without a `limit` of checkpoints, or in a run that begins anew, only what a kill
-    interrupted: other checkpoints may lack files that their owner removed.
+    A new run, and one without a `limit`, removes only checkpoints that a kill
+    interrupted. Files of others may be gone because their owner removed them.
 
     Args:
         folder: output folder of the run.
-        resumed: the checkpoint from which the run goes on.
-        limit: `save_total_limit`, by which a run removes checkpoints at all.
+        resumed: the checkpoint that the run resumes from.
+        limit: `save_total_limit`; without it, a run never removes whole checkpoints.
     """
     for path in _folders(folder):
         if re.fullmatch(f"checkpoint-[0-9]+{re.escape(REMOVED)}", path.name):
             shutil.rmtree(path, ignore_errors=True)
+
+    removes_incomplete = resumed is not None and bool(limit)
     for _, path in _numbered(folder):
-        if not is_own(path) or _is_same(path, resumed):
+        if not has_mark(path) or _is_same(path, resumed):
             continue
         problem = problem_of(path)
         if problem is None:
             continue
-        if _is_interrupted(path) or (resumed is not None and limit):
+        if removes_incomplete or _is_interrupted(path):
             logger.warning("removed: %s", problem)
             remove_checkpoint(path)
 
@@ -203,77 +201,84 @@ def remove_torn_checkpoints(
 def rotate_checkpoints(
     folder: Path, *, limit: int | None, newest: int | None, best: str | None
 ) -> None:
-    """Remove the oldest whole checkpoints of packstore, by their steps, beyond `limit`.
+    """Remove packstore's oldest whole checkpoints, by their steps, beyond `limit`.
 
     Args:
         folder: output folder of the run.
-        limit: `save_total_limit`; None or 0: all stay.
-        newest: step of the checkpoint written last, which stays; None: it need not.
-            Those of later steps are of a run before this one, and are the first to go.
-        best: path of the best checkpoint, which stays.
+        limit: `save_total_limit`; None or 0 keeps all.
+        newest: step of the checkpoint written last, which is kept; None: it may go.
+            Checkpoints of later steps belong to an earlier run, and go first.
+        best: path of the best checkpoint, which is kept.
     """
     if not limit:
         return
-    whole = [
+    whole_checkpoints = [
         (number, path)
         for number, path in _numbered(folder)
-        if is_own(path) and problem_of(path) is None and step_of(path) == number
+        if has_mark(path) and problem_of(path) is None and read_step(path) == number
     ]
-    later = [path for number, path in whole if newest is not None and number > newest]
-    earlier = [path for number, path in whole if newest is None or number < newest]
-    removable = [path for path in later + earlier if not _is_same(path, best)]
-    surplus = max(len(whole) - limit, 0)
-    for path in removable[:surplus]:
+
+    of_earlier_run = []
+    of_this_run = []
+    for number, path in whole_checkpoints:
+        if _is_same(path, best) or number == newest:
+            continue
+        if newest is not None and number > newest:
+            of_earlier_run.append(path)
+        else:
+            of_this_run.append(path)
+
+    surplus = max(len(whole_checkpoints) - limit, 0)
+    for path in (of_earlier_run + of_this_run)[:surplus]:
         remove_checkpoint(path)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint in two steps, so that a kill leaves none that lacks some of
-    its files.
-    """
-    doomed = path.with_name(path.name + REMOVED)
+    """Remove a checkpoint in two steps, so that a kill leaves no part of it."""
+    renamed = path.with_name(path.name + REMOVED)
     try:
-        if doomed.exists():
-            shutil.rmtree(doomed)
-        path.rename(doomed)
-        shutil.rmtree(doomed)
+        if renamed.exists():
+            shutil.rmtree(renamed)
+        path.rename(renamed)
+        shutil.rmtree(renamed)
     except OSError as error:  # the run is worth more than the space
         logger.warning("%s could not be removed: %s", path, error)
 
 
 def _numbered(folder: Path) -> list[tuple[int, Path]]:
-    """Return the checkpoints of a folder with the steps in their names, in the order of
-    these.
-    """
-    matches = (
-        (re.fullmatch("checkpoint-([0-9]+)", path.name), path)
-        for path in _folders(folder)
-    )
-    return sorted((int(match[1]), path) for match, path in matches if match is not None)
+    """Return the checkpoints of a folder as (step in the name, path), in order."""
+    numbered = []
+    for path in _folders(folder):
+        match = re.fullmatch("checkpoint-([0-9]+)", path.name)
+        if match is not None:
+            numbered.append((int(match[1]), path))
+    return sorted(numbered)
 
 
-def _folders(folder: Path) -> Iterator[Path]:
-    if folder.is_dir():
-        yield from (path for path in folder.iterdir() if path.is_dir())
+def _folders(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        return []
+    return [path for path in folder.iterdir() if path.is_dir()]
 
 
 def _is_interrupted(checkpoint: Path) -> bool:
-    """Return True for a checkpoint that was not finished; each file is written before
-    the state.
-    """
+    """Return True if a kill interrupted the writing or removal of a checkpoint."""
     try:
+        content = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
         json.loads((checkpoint / STATE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return True
-    return False
+    return isinstance(content, dict) and content.get("complete") is False
 
 
-def _is_same(path: Path, other: Path | str | None) -> bool:
-    return other is not None and os.path.realpath(path) == os.path.realpath(other)
+def _is_same(path: Path, other_path: Path | str | None) -> bool:
+    if other_path is None:
+        return False
+    return os.path.realpath(path) == os.path.realpath(other_path)
 
 
 def _is_like(value: Any, default: Any) -> bool:
-    """Return True for a value of the type of a default; a default of None takes any."""
+    """Return True if `value` has the type of `default`; None stands for any type."""
     if default is None:
         return True
     if isinstance(default, bool):
@@ -281,23 +286,26 @@ def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, int):
         return isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, list):
-        return isinstance(value, list) and all(
-            isinstance(record, dict) for record in value
-        )
+        is_list = isinstance(value, list)
+        return is_list and all(isinstance(record, dict) for record in value)
     return isinstance(value, type(default))
 
 
-def _not_whole(checkpoint: Path, found: str) -> FormatError:
-    rule = "it must be whole, as packstore wrote it"
-    remedy = "Resume from an earlier checkpoint"
-    return FormatError(sentence(f"checkpoint {checkpoint}", rule, found, remedy))
+def _not_whole(checkpoint: Path, problem: str) -> FormatError:
+    return FormatError(
+        sentence(
+            where=f"checkpoint {checkpoint}",
+            rule="it must be whole, as packstore wrote it",
+            found=problem,
+            remedy="Resume from an earlier checkpoint",
+        )
+    )
 
 
 def _files(checkpoint: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files that are written before the position, by their paths inside.
+    """Yield the files that are complete before the position, by their relative paths.
 
-    A text may be removed: transformers marks a folder by one while it saves for
-        SIGTERM.
+    Text files may go: while transformers saves for SIGTERM, it marks a folder by one.
     """
     for path in checkpoint.rglob("*"):
         name = path.relative_to(checkpoint).as_posix()
@@ -310,10 +318,11 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 
 
 def _hashes(checkpoint: Path) -> dict[str, str]:
-    small = [
-        item for item in _files(checkpoint) if item[1].stat().st_size <= SMALL_FILE
-    ]
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in small}
+    hashes = {}
+    for name, path in _files(checkpoint):
+        if path.stat().st_size <= SMALL_FILE:
+            hashes[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return hashes
 
 
 def _hash_of_values(content: Any) -> str:

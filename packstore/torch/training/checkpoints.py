@@ -1,5 +1,9 @@
-"""Checkpoints of a Trainer on packs: with the position in the data, whole, for any
-ranks.
+"""Checkpoints of a Trainer on packs: they hold the position in the data, and any number
+of ranks can resume from them.
+
+Three private methods of transformers' Trainer are overridden here, as it has no public
+ones in their place: where a checkpoint is written, and where its weights and its
+optimizer are loaded.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,8 +27,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from transformers import Trainer
+from transformers.trainer_pt_utils import safe_globals
 
 from packstore.errors import (
     ConfigError,
@@ -38,8 +44,8 @@ from packstore.errors import (
 from packstore.torch.metrics import all_reduce_sums, is_distributed
 from packstore.torch.training.checkpoint_files import (
     begin_checkpoint,
-    finish_files,
-    is_own,
+    finish_checkpoint,
+    has_mark,
     read_content,
     read_position,
     read_state,
@@ -48,9 +54,11 @@ from packstore.torch.training.checkpoint_files import (
 )
 from packstore.torch.training.shards import check_shards
 
-WEIGHTS, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
-"""Folders of a sharded checkpoint, by Accelerate's names."""
+WEIGHTS = "pytorch_model_fsdp_0"
+"""Folder of the weights in a sharded checkpoint, by Accelerate's name."""
 
+OPTIMIZER = "optimizer_0"
+"""Folder of the optimizer's state in a sharded checkpoint, by Accelerate's name."""
 
 OPTIMIZER_SETTINGS = ("betas", "eps", "momentum", "weight_decay")
 """Entries of ``param_groups`` that a resumed run takes from its settings. All others
@@ -58,7 +66,7 @@ are loaded: schedule-free optimizers and Prodigy keep counters and estimates the
 """
 
 CYCLED_SETTINGS = ("betas", "momentum")
-"""Those of them that torch's cyclic schedules change in each step."""
+"""Optimizer settings that torch's cyclic schedules change in each step."""
 
 PLATEAU_SETTINGS = (
     "cooldown",
@@ -70,79 +78,88 @@ PLATEAU_SETTINGS = (
     "threshold",
     "threshold_mode",
 )
-"""Settings of ReduceLROnPlateau, beside its state in the same attributes."""
+"""Settings of ReduceLROnPlateau; its state is in attributes beside them."""
 
 
 class CheckpointMixin(Trainer):  # type: ignore[misc]
-    """Saves the position beside the Trainer's own state, and reads checkpoints of other
-    ranks.
-    """
+    """Saves and loads checkpoints with the position in packed data."""
 
-    def _described(self) -> dict[str, dict[str, Any]]:
-        """Describes this run: what all its checkpoints share, and settings that it goes
-        on with.
-        """
+    loss_fn: Any
+    steps: Any = None
+    _checkpoint: Path | None = None
+
+    # The run that a checkpoint belongs to.
+
+    def _describe_run(self) -> dict[str, dict[str, Any]]:
+        """Describe the run: `run` never changes in it, `settings` are resumed."""
         model = self.accelerator.unwrap_model(self.model)
-        trained = sum(p.requires_grad for p in model.parameters())
+        weights = list(model.parameters())
+        num_trained = sum(weight.requires_grad for weight in weights)
+
         names = signature(type(self.loss_fn)).parameters
-        given = {name: getattr(self.loss_fn, name, None) for name in names}
-        settings = {
-            n: v for n, v in given.items() if isinstance(v, bool | int | float | str)
-        }
+        loss_settings = {}
+        for name in names:
+            value = getattr(self.loss_fn, name, None)
+            if isinstance(value, bool | int | float | str):
+                loss_settings[name] = value
+
         engine = ""
         if self.is_deepspeed_enabled:
             stage = self.accelerator.state.deepspeed_plugin.zero_stage
             engine = f" of DeepSpeed, ZeRO {stage} on {self.args.world_size} ranks"
+
         run = {
-            "loss": f"{self.loss_fn!r}, {settings}",
+            "loss": f"{self.loss_fn!r}, {loss_settings}",
             "optimizer": self.args.optim.value.removesuffix("_fused") + engine,
             "model": str(getattr(model.config, "_name_or_path", "")),
-            "weights": f"{sum(1 for _ in model.parameters())}, of which trained "
-            f"{trained}",
+            "weights": f"{len(weights)}, of which trained {num_trained}",
         }
-        return {
-            "run": run,
-            "settings": {"mixed_precision": self.accelerator.mixed_precision},
-        }
+        settings = {"mixed_precision": self.accelerator.mixed_precision}
+        return {"run": run, "settings": settings}
 
-    def _check_unchanged(self, checkpoint: Path) -> None:
+    def _check_same_run(self, checkpoint: Path) -> None:
+        """Raise if the checkpoint belongs to a run with another model, loss or the
+        like.
+        """
         read_state(checkpoint)
-        before, now = read_position(checkpoint)["run"], self._described()["run"]
-        for name in now.keys() & before.keys():
-            if now[name] != before[name]:
-                rule = (
-                    f"a run that goes on must keep its {name}, "
-                    f"{quote(before[name], 200)}"
+        old_run = read_position(checkpoint)["run"]
+        new_run = self._describe_run()["run"]
+        for name in new_run.keys() & old_run.keys():
+            if new_run[name] == old_run[name]:
+                continue
+            old_value = quote(old_run[name], 200)
+            raise ConfigError(
+                sentence(
+                    where=f"checkpoint {checkpoint}",
+                    rule=f"a run that goes on must keep its {name}, {old_value}",
+                    found=quote(new_run[name], 200),
+                    remedy="Choose another output_dir to begin a new run",
                 )
-                remedy = "Choose another output_dir to begin a new run"
-                where, found = f"checkpoint {checkpoint}", quote(now[name], 200)
-                raise ConfigError(sentence(where, rule, found, remedy))
+            )
+
+    # Loading.
 
     def _is_of_other_kind(self, checkpoint: Path) -> bool:
-        """Returns True for a checkpoint in shards if this run has none, and the other
-        way round.
-        """
-        return (
-            self._checkpoint is not None
-            and is_sharded(checkpoint) != self.is_fsdp_enabled
-        )
+        """Return True if either the checkpoint or this run is sharded, but not both."""
+        if self._checkpoint is None:
+            return False
+        return is_sharded(checkpoint) != bool(self.is_fsdp_enabled)
 
     def _check_shards(self, checkpoint: Path) -> None:
-        """Raise for shards whose loading would run code of others, if this run loads
-        shards.
-        """
-        if self.is_fsdp_enabled or (
-            self._checkpoint is not None and is_sharded(checkpoint)
-        ):
+        """Raise if this run would load shards that can run foreign code."""
+        loads_shards = self.is_fsdp_enabled
+        if self._checkpoint is not None and is_sharded(checkpoint):
+            loads_shards = True
+        if loads_shards:
             check_shards(checkpoint / WEIGHTS)
             check_shards(checkpoint / OPTIMIZER)
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str, model: Any = None
     ) -> None:
-        """Loads weights, also those of a run that was sharded where this one is not."""
+        """Load the weights, sharded or not, whether this run is sharded or not."""
         checkpoint = Path(resume_from_checkpoint)
-        with _readable(checkpoint):
+        with _naming_checkpoint(checkpoint):
             self._check_shards(checkpoint)
             if self._is_of_other_kind(checkpoint):
                 load_weights(model or self.model, checkpoint)
@@ -150,7 +167,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Loads the state of the optimizer, beside the settings of this run."""
+        """Load optimizer and schedule, but keep the rates and settings of this run."""
         if checkpoint is None:
             return
         folder = Path(checkpoint)
@@ -158,92 +175,99 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         groups = self.optimizer.param_groups
         new_settings = [_settings_of(group, schedule) for group in groups]
         new_rates = [group["initial_lr"] for group in groups]
-        schedule_settings = {
+        plateau_settings = {
             name: getattr(schedule, name)
             for name in PLATEAU_SETTINGS
             if hasattr(schedule, name)
         }
-        with _readable(folder):
+
+        with _naming_checkpoint(folder):
             if self._is_of_other_kind(folder):
                 load_optimizer(self.model, self.optimizer.optimizer, folder)
-                schedule.load_state_dict(
-                    torch.load(folder / "scheduler.pt", weights_only=True)
-                )
+                schedule.load_state_dict(_load_tensors(folder / "scheduler.pt"))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
+            # The Trainer loads these two later. They are read ahead, as its errors
+            # would not name the checkpoint.
+            self._load_scaler(checkpoint)
+            _check_random_states(folder)
+
         groups = self.optimizer.param_groups  # loading replaces them
         for group, settings in zip(groups, new_settings, strict=True):
             group.update(settings)
         if isinstance(schedule, LambdaLR):
             _resume_rates(schedule, groups, new_rates)
         elif isinstance(schedule, ReduceLROnPlateau):
-            vars(schedule).update(schedule_settings)
+            vars(schedule).update(plateau_settings)
             _resume_reduced_rates(groups, new_rates)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Create the schedule, and note in each group the rate that it starts from."""
         schedule = super().create_scheduler(*args, **kwargs)
         for group in self.optimizer.param_groups:
-            group.setdefault(
-                "initial_lr", group["lr"]
-            )  # as torch's own schedules do, but one
+            # torch's schedules note it themselves, except ReduceLROnPlateau.
+            group.setdefault("initial_lr", group["lr"])
         return schedule
 
+    # Saving.
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Writes a checkpoint; what could not be written whole is removed."""
+        """Write a checkpoint; remove it again if it could not be written in full."""
         self._check_finite_weights()
         output = Path(self.args.output_dir)
         step = self.state.global_step
         folder = output / f"checkpoint-{step}"
-        is_foreign = folder.exists() and not is_own(folder)
+        is_foreign = folder.exists() and not has_mark(folder)
         try:
             if self.args.should_save:
                 begin_checkpoint(folder)
             self.accelerator.wait_for_everyone()
-            with self._without_rotation():
+            # The Trainer would remove checkpoints by the times and names of folders,
+            # and upload this one without the position.
+            with _changed(self.args, save_total_limit=None, push_to_hub=False):
                 super()._save_checkpoint(model, trial)
+            self._finish_checkpoint(folder)
         except (OSError, SafetensorError) as error:
             if self.args.should_save and not is_foreign:
                 remove_checkpoint(folder)
-            remedy = "Make room; the checkpoints before it are as they were"
-            rule = "it must be possible to write it"
             raise StorageError(
-                sentence(str(folder), rule, str(error), remedy)
+                sentence(
+                    where=str(folder),
+                    rule="it must be possible to write it",
+                    found=str(error),
+                    remedy="Make room; the checkpoints before it are as they were",
+                )
             ) from error
+
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(folder))
         if self.args.should_save:
-            best = self.state.best_model_checkpoint
             rotate_checkpoints(
-                output, limit=self.args.save_total_limit, newest=step, best=best
+                output,
+                limit=self.args.save_total_limit,
+                newest=step,
+                best=self.state.best_model_checkpoint,
             )
 
-    @contextmanager
-    def _without_rotation(self) -> Iterator[None]:
-        """Keep the Trainer from removing checkpoints: it goes by the times and names of
-        folders.
-        """
-        limit = self.args.save_total_limit
-        self.args.save_total_limit = None
-        try:
-            yield
-        finally:
-            self.args.save_total_limit = limit
+    def _finish_checkpoint(self, folder: Path) -> None:
+        """Write the position, which makes the checkpoint whole; a collective call."""
+        content: dict[str, Any] = {}
+        if not self.args.save_only_model:
+            content["loader"] = None
+            if self.steps is not None:
+                content["loader"] = self.steps.position(self.state.global_step)
+            content["open_record"] = self._open_record()
+        content |= self._describe_run()
 
-    def _finalize_training(self, *args: Any) -> Any:
-        """Finish the run; as in the Trainer, of one checkpoint the best is what
-        stays.
-        """
-        with self._without_rotation():
-            output = super()._finalize_training(*args)
-        best = self.state.best_model_checkpoint
-        if (
-            self.args.should_save
-            and self.args.save_total_limit == 1
-            and best is not None
-        ):
-            rotate_checkpoints(
-                Path(self.args.output_dir), limit=1, newest=None, best=best
-            )
-        return output
+        # The first rank hashes the files of all ranks.
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            finish_checkpoint(folder, content)
+        self.accelerator.wait_for_everyone()
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return the sums that the next record begins with; a collective call."""
+        return None
 
     def _check_finite_weights(self) -> None:
         """Raise before weights that are not finite are saved; a collective call.
@@ -252,70 +276,113 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         """
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         finite = [torch.isfinite(_local_part(weight)).all() for weight in trained]
-        damaged = all_reduce_sums([(~flag).sum() for flag in finite])
-        if any(damaged):
+        num_damaged = all_reduce_sums([(~flag).sum() for flag in finite])
+        if any(num_damaged):
             raise diverged_error(self.state.global_step, "weights that are not")
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Writes the model, whole also where checkpoints are sharded; a collective
+        """Write the model, in full even if checkpoints are sharded; a collective
         call.
         """
-        if _internal_call or not self.accelerator.is_fsdp2:
+        if self.accelerator.is_fsdp2 and not _internal_call:
+            weights = self.accelerator.get_state_dict(self.model)
+            if self.args.should_save:
+                self._save(output_dir, state_dict=weights)
+        else:
             super().save_model(output_dir, _internal_call)
-            if _internal_call and self.args.save_only_model and self.args.should_save:
-                finish_files(Path(str(output_dir)), self._described())
-            return
-        weights = self.accelerator.get_state_dict(self.model)
-        if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        """Saves the position too; the Trainer's own state follows, and makes a
-        checkpoint whole.
+    # The end of a run.
+
+    def _prepare_end(self) -> None:
+        """Prepare the Trainer's work after its last record.
+
+        It loads the best model, and with a `save_total_limit` of 1 removes every other
+        folder that is named like a checkpoint, also foreign ones.
+        :meth:`_remove_all_but_best` does that afterwards.
         """
-        super()._save_rng_state(output_dir)
-        position = (
-            None if self.steps is None else self.steps.position(self.state.global_step)
-        )
-        content = {
-            "loader": position,
-            "open_record": self._open_record(),
-            **self._described(),
-        }
-        self.accelerator.wait_for_everyone()  # whose files are there now
-        if self.args.should_save:
-            finish_files(Path(output_dir), content)
-        self.accelerator.wait_for_everyone()
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best is not None:
+            self._check_best(Path(best))
+        self.args.save_total_limit = None
 
-    def _open_record(self) -> dict[str, Any] | None:
-        """Return what the next record of the run begins with; a collective call."""
-        return None
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the states of the random generators."""
-        with _readable(Path(str(checkpoint))):
-            super()._load_rng_state(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """Load the scale of gradients in half precision."""
-        with _readable(Path(str(checkpoint))):
-            super()._load_scaler(checkpoint)
-
-    def _load_best_model(self) -> None:
-        """Load the weights of the best checkpoint."""
-        checkpoint = Path(str(self.state.best_model_checkpoint))
-        with _readable(checkpoint):
+    def _check_best(self, checkpoint: Path) -> None:
+        """Raise FormatError if the weights of the best checkpoint cannot be read."""
+        with _naming_checkpoint(checkpoint):
             self._check_shards(checkpoint)
-            super()._load_best_model()
+            for file in checkpoint.glob("*.safetensors"):
+                with safe_open(file, framework="pt"):
+                    pass  # its header fits the length of the file
+
+    def _remove_all_but_best(self) -> None:
+        """Remove the other checkpoints of a run that may keep a single one."""
+        best = self.state.best_model_checkpoint
+        if not self.args.should_save or best is None:
+            return
+        if self.args.save_total_limit == 1:
+            output = Path(self.args.output_dir)
+            rotate_checkpoints(output, limit=1, newest=None, best=best)
 
 
-def diverged_error(step: int, found: str) -> DivergedError:
-    """Return the error of a run whose numbers are no longer finite."""
-    rule = "loss, gradient and weights must be finite"
-    remedy = "Lower learning_rate or lengthen warmup_steps; checkpoints are unchanged"
-    return DivergedError(sentence(f"training, step {step}", rule, found, remedy))
+def diverged_error(step: int, problem: str) -> DivergedError:
+    """Return the error of a run with numbers that are no longer finite."""
+    return DivergedError(
+        sentence(
+            where=f"training, step {step}",
+            rule="loss, gradient and weights must be finite",
+            found=problem,
+            remedy="Lower learning_rate or lengthen warmup_steps; checkpoints are "
+            "unchanged",
+        )
+    )
+
+
+@contextmanager
+def _changed(settings: Any, **values: Any) -> Iterator[None]:
+    """Change attributes of `settings` for a while."""
+    old_values = {name: getattr(settings, name) for name in values}
+    for name, value in values.items():
+        setattr(settings, name, value)
+    try:
+        yield
+    finally:
+        for name, value in old_values.items():
+            setattr(settings, name, value)
+
+
+@contextmanager
+def _naming_checkpoint(checkpoint: Path) -> Iterator[None]:
+    """Re-raise errors of reading a checkpoint as FormatError, with its name."""
+    try:
+        yield
+    except PackstoreError:
+        raise
+    except (Exception, CheckpointException) as error:
+        # A damaged file causes errors of any class; torch's own is no Exception.
+        raise FormatError(
+            sentence(
+                where=f"checkpoint {checkpoint}",
+                rule="it must hold the state of every weight",
+                found=quote(f"{type(error).__name__}: {error}", 200),
+                remedy="Resume from an earlier one",
+            )
+        ) from error
+
+
+def _load_tensors(file: Path) -> Any:
+    """Load a file of torch that holds tensors and plain values only."""
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _check_random_states(checkpoint: Path) -> None:
+    """Read the random states of all ranks, which raises for damaged files."""
+    for file in checkpoint.glob("rng_state*.pth"):
+        with safe_globals():
+            _load_tensors(file)
+
+
+# Settings of a run that resumes.
 
 
 def _settings_of(group: dict[str, Any], schedule: Any) -> dict[str, Any]:
@@ -328,28 +395,117 @@ def _settings_of(group: dict[str, Any], schedule: Any) -> dict[str, Any]:
 
 
 def _resume_rates(
-    schedule: LambdaLR, groups: list[dict[str, Any]], rates: list[Any]
+    schedule: LambdaLR, groups: list[dict[str, Any]], new_rates: list[Any]
 ) -> None:
-    """Let a schedule go on from the rates of the new run, at the step that it has
-    reached.
-    """
-    shares = [share(schedule.last_epoch) for share in schedule.lr_lambdas]
-    schedule.base_lrs = rates
-    schedule._last_lr = [
-        rate * share for rate, share in zip(rates, shares, strict=True)
+    """Continue a schedule at its step, from the rates of the new run."""
+    factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+    current_rates = [
+        rate * factor for rate, factor in zip(new_rates, factors, strict=True)
     ]
-    for group, rate, current_rate in zip(groups, rates, schedule._last_lr, strict=True):
-        group["initial_lr"] = rate
-        group["lr"] = current_rate
+    schedule.base_lrs = new_rates
+    schedule._last_lr = current_rates
+    for i, group in enumerate(groups):
+        group["initial_lr"] = new_rates[i]
+        group["lr"] = current_rates[i]
 
 
-def _resume_reduced_rates(groups: list[dict[str, Any]], rates: list[Any]) -> None:
+def _resume_reduced_rates(groups: list[dict[str, Any]], new_rates: list[Any]) -> None:
     """Scale rates that the former run has reduced to the rates of the new run."""
-    for group, rate in zip(groups, rates, strict=True):
-        former_rate = group.get("initial_lr", rate)
-        group["initial_lr"] = rate
-        if former_rate != rate:  # else the product might round
-            group["lr"] = rate * (group["lr"] / former_rate)
+    for group, new_rate in zip(groups, new_rates, strict=True):
+        old_rate = group.get("initial_lr", new_rate)
+        group["initial_lr"] = new_rate
+        if old_rate != new_rate:  # else the product might round
+            group["lr"] = new_rate * (group["lr"] / old_rate)
+
+
+# Sharded and whole checkpoints, each loaded by a run of the other kind.
+
+
+def is_sharded(checkpoint: Path) -> bool:
+    """Return True for a checkpoint that ranks wrote in shards."""
+    # The list of files as they were written: a folder may have been added since.
+    files = read_content(checkpoint)["files"]
+    return any(name.startswith(f"{WEIGHTS}/") for name in files)
+
+
+def load_weights(model: Any, checkpoint: Path) -> None:
+    """Load weights, of an adapter if there is one, from a checkpoint of the other kind.
+
+    A collective call.
+    """
+    if is_sharded(checkpoint):
+        _load_sharded_weights(model, checkpoint)
+    else:
+        _load_whole_weights(model, checkpoint)
+
+
+def _load_sharded_weights(model: Any, checkpoint: Path) -> None:
+    weights: dict[str, Tensor] = model.state_dict()  # views, which loading fills
+    if hasattr(model, "peft_config"):
+        names = _adapter_names(model)
+        weights = {in_file: weights[name] for name, in_file in names.items()}
+    load(
+        {"model": weights},
+        checkpoint_id=checkpoint / WEIGHTS,
+        no_dist=not is_distributed(),
+    )
+
+
+def _load_whole_weights(model: Any, checkpoint: Path) -> None:
+    weights: dict[str, Any] = {}
+    for pattern in ("model*.safetensors", "adapter_model.safetensors"):
+        for file in checkpoint.glob(pattern):
+            weights.update(load_file(file))
+    if hasattr(model, "peft_config"):
+        names = _adapter_names(model)
+        weights = {name: weights[in_file] for name, in_file in names.items()}
+    set_model_state_dict(
+        model, weights, options=StateDictOptions(full_state_dict=True, strict=False)
+    )
+
+
+def load_optimizer(model: Any, optimizer: Optimizer, checkpoint: Path) -> None:
+    """Load the optimizer's state from a checkpoint of the other kind.
+
+    A collective call.
+    """
+    if is_sharded(checkpoint):
+        _load_sharded_optimizer(model, optimizer, checkpoint)
+    else:
+        _load_whole_optimizer(optimizer, checkpoint)
+
+
+def _load_sharded_optimizer(model: Any, optimizer: Optimizer, checkpoint: Path) -> None:
+    state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
+    load(
+        {"optimizer": state},
+        checkpoint_id=checkpoint / OPTIMIZER,
+        no_dist=not is_distributed(),
+    )
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def _load_whole_optimizer(optimizer: Optimizer, checkpoint: Path) -> None:
+    saved = _load_tensors(checkpoint / "optimizer.pt")
+    saved_groups = saved["param_groups"]
+    for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):
+        group.update({**saved_group, "params": group["params"]})
+
+    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+    for number, values in saved["state"].items():
+        weight = weights[number]
+        optimizer.state[weight] = {
+            name: _distribute_like(weight, value) for name, value in values.items()
+        }
+
+
+def _distribute_like(weight: Tensor, value: Any) -> Any:
+    """Shard a tensor of the optimizer's state as its weight is."""
+    if not isinstance(weight, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.ndim == 0:  # a step count
+        return value
+    return distribute_tensor(value, weight.device_mesh, weight.placements)
 
 
 def _local_part(weight: Tensor) -> Tensor:
@@ -357,100 +513,10 @@ def _local_part(weight: Tensor) -> Tensor:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-@contextmanager
-def _readable(checkpoint: Path) -> Iterator[None]:
-    """Names the checkpoint in an error of reading it."""
-    try:
-        yield
-    except PackstoreError:
-        raise
-    except (
-        Exception,
-        CheckpointException,
-    ) as error:  # of any class; torch's own is no Exception
-        rule, remedy = (
-            "it must hold the state of every weight",
-            "Resume from an earlier one",
-        )
-        found = quote(f"{type(error).__name__}: {error}", 200)
-        raise FormatError(
-            sentence(f"checkpoint {checkpoint}", rule, found, remedy)
-        ) from error
-
-
-def is_sharded(checkpoint: Path) -> bool:
-    """Returns True for a checkpoint that ranks wrote in shards."""
-    files = read_content(checkpoint)[
-        "files"
-    ]  # as it was written: a folder may be added later
-    return any(name.startswith(f"{WEIGHTS}/") for name in files)
-
-
-def load_weights(model: Any, checkpoint: Path) -> None:
-    """Loads the weights, or those of the adapter, of the other kind of checkpoint;
-    collective.
-    """
-    if is_sharded(checkpoint):
-        weights: dict[str, Tensor] = model.state_dict()  # views
-        if hasattr(model, "peft_config"):
-            weights = {
-                name: weights[own] for own, name in _adapter_names(model).items()
-            }
-        load(
-            {"model": weights},
-            checkpoint_id=checkpoint / WEIGHTS,
-            no_dist=not is_distributed(),
-        )
-        return
-    files = [
-        *checkpoint.glob("model*.safetensors"),
-        *checkpoint.glob("adapter_model.safetensors"),
-    ]
-    whole: dict[str, Any] = {
-        name: value for file in files for name, value in load_file(file).items()
-    }
-    if hasattr(model, "peft_config"):
-        whole = {own: whole[name] for own, name in _adapter_names(model).items()}
-    set_model_state_dict(
-        model, whole, options=StateDictOptions(full_state_dict=True, strict=False)
-    )
-
-
-def load_optimizer(
-    model: Any, optimizer: torch.optim.Optimizer, checkpoint: Path
-) -> None:
-    """Loads the optimizer's state from the other kind of checkpoint; collective."""
-    if is_sharded(checkpoint):
-        state: dict[str, Any] = dict(get_optimizer_state_dict(model, optimizer))
-        load(
-            {"optimizer": state},
-            checkpoint_id=checkpoint / OPTIMIZER,
-            no_dist=not is_distributed(),
-        )
-        set_optimizer_state_dict(model, optimizer, state)
-        return
-    saved = torch.load(
-        checkpoint / "optimizer.pt", map_location="cpu", weights_only=True
-    )
-    for group, saved_group in zip(
-        optimizer.param_groups, saved["param_groups"], strict=True
-    ):
-        group.update({**saved_group, "params": group["params"]})
-    weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    for number, values in saved["state"].items():
-        weight = weights[number]
-        optimizer.state[weight] = {
-            name: _like(weight, value) for name, value in values.items()
-        }
-
-
-def _like(weight: Tensor, value: Any) -> Any:
-    if isinstance(weight, DTensor) and isinstance(value, Tensor) and value.ndim:
-        return distribute_tensor(value, weight.device_mesh, weight.placements)
-    return value
-
-
 def _adapter_names(model: Any) -> dict[str, str]:
-    """Names of the adapter's weights in the model, and in its file."""
-    names = (name for name, weight in model.named_parameters() if weight.requires_grad)
-    return {name: name.replace(".default.", ".") for name in names}
+    """Return the adapter's weights: name in the model -> name in its file."""
+    names = {}
+    for name, weight in model.named_parameters():
+        if weight.requires_grad:
+            names[name] = name.replace(".default.", ".")
+    return names

@@ -1,9 +1,9 @@
-"""The data of a Trainer on packs: datasets, and loaders whose items are optimizer
-steps.
+"""Datasets of a Trainer on packs, and loaders that yield optimizer steps.
 
-What the Trainer calls a batch is one step: the list of its packed batches. So steps by
-examples, divisors of whole steps, balance over ranks and every loss hold as in a loop
-of one's own, and ``len(get_train_dataloader())`` is the number of steps.
+The Trainer's batch is one step here: the list of its packed batches. So the number of
+examples in a step, its divisor, its balance over ranks and any loss are as in a
+training loop without a Trainer, and ``len(get_train_dataloader())`` is the number of
+steps.
 """
 
 from __future__ import annotations
@@ -28,185 +28,176 @@ from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import plan_steps
 from packstore.torch.data.stream import StoredPacks
-from packstore.torch.training.checkpoint_files import read_position, step_of
+from packstore.torch.training.checkpoint_files import read_position, read_step
 
 
 class Steps:
-    """Yields the packed batches of each optimizer step as one list.
+    """Yields each optimizer step as the list of its packed batches.
 
     Attributes:
-        waited: seconds in which it waited for batches.
-        yielded: steps of the run that it has yielded, with those before a checkpoint.
-        epoch_progress: epochs at the end of the step that it yielded last, with their
-            fraction.
+        loader: the loader of the batches.
+        num_yielded: steps of the run that were yielded, with the steps before the
+            checkpoint.
+        wait_seconds: seconds spent waiting for batches.
+        epoch_progress: epochs at the end of the last step, with their fraction.
     """
 
-    def __init__(self, loader: PackedDataLoader, yielded: int = 0) -> None:
-        self.loader, self.yielded = loader, yielded
-        self.waited, self.epoch_progress = 0.0, 0.0
+    def __init__(self, loader: PackedDataLoader, num_yielded: int = 0) -> None:
+        self.loader = loader
+        self.num_yielded = num_yielded
+        self.wait_seconds = 0.0
+        self.epoch_progress = 0.0
+        self._position_before_step: dict[str, Any] = {}
 
     def __len__(self) -> int:
         return self.loader.plan().steps
 
     def set_epoch(self, epoch: int) -> None:
-        """Moves to an epoch; does nothing for that of a loaded position."""
+        """Move to an epoch; do nothing if the position is in it."""
         self.loader.set_epoch(epoch)
 
-    def position(self, done: int) -> dict[str, Any]:
-        """Returns the position after `done` steps: a step that was yielded may not be
-        run yet.
+    def position(self, num_trained: int) -> dict[str, Any]:
+        """Return the position after `num_trained` steps.
+
+        The last step that was yielded may not be trained yet.
         """
-        return self._begun if done < self.yielded else self.loader.state_dict()
+        if num_trained < self.num_yielded:
+            return self._position_before_step
+        return self.loader.state_dict()
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
-        steps = max(len(self), 1)  # once, as it looks at all packs
-        source, step = iter(self.loader), list[PackedBatch]()
-        begun = self.loader.state_dict()
+        # Counted once, as the count looks at all packs.
+        steps_per_epoch = max(len(self), 1)
+        batches = iter(self.loader)
+        position = self.loader.state_dict()
+        step: list[PackedBatch] = []
         while True:
-            before = time.perf_counter()
-            batch = next(source, None)
-            self.waited += time.perf_counter() - before
+            wait_start = time.perf_counter()
+            batch = next(batches, None)
+            self.wait_seconds += time.perf_counter() - wait_start
             if batch is None:
                 return
+
             step.append(batch)
-            if batch.step is not None and batch.step.last:
-                self.epoch_progress = self.loader.epoch + (batch.step.index + 1) / steps
-                self._begun, self.yielded = begun, self.yielded + 1
-                begun = self.loader.state_dict()
-                yield step
-                step = []
+            info = batch.step
+            if info is None or not info.last:
+                continue
+            epoch_fraction = (info.index + 1) / steps_per_epoch
+            self.epoch_progress = self.loader.epoch + epoch_fraction
+            self.num_yielded += 1
+            self._position_before_step = position
+            position = self.loader.state_dict()
+            yield step
+            step = []
 
 
 def steps_of_epochs(
     loader: PackedDataLoader, *, steps: float = math.inf, epochs: float = math.inf
 ) -> list[int]:
-    """Return the steps of each epoch that a run takes, from the position of the loader
-    on.
+    """Return the number of steps in each epoch of a run, from the loader's position on.
+
+    The first number counts the steps that remain in the loader's epoch.
 
     Args:
-        loader: a loader whose dataset holds packs; the first epoch is what remains of
-            its own.
-        steps: optimizer steps that the run still takes; the last epoch counts whole.
+        loader: a loader of a dataset with packs.
+        steps: optimizer steps that the run still takes; the last epoch counts in full.
         epochs: epochs that the run still takes.
     """
     if steps <= 0 or epochs <= 0:
         return []
     counts = [loader.plan(left=True).steps]
     data = loader.data
-    stream = copy.copy(data.stream)  # set to other epochs by the plans
+    stream = copy.copy(data.stream)  # the plans move it to other epochs
     while sum(counts) < steps and len(counts) < epochs:
         epoch = loader.epoch + len(counts)
         plan = plan_steps(stream, loader.config, data.world_size, [epoch], Position())
-        if not plan.steps:  # of a loader of one's own, which drops all
+        if not plan.steps:  # a user's loader with drop_last may drop every step
             break
         counts.append(plan.steps)
     return counts
 
 
-def datasets_of(*given: Any) -> Iterator[Dataset]:
-    """Yields the packed datasets in what a trainer was given."""
-    for data in given:
-        if isinstance(data, PackedDataset):
-            yield from data.stream.datasets
-        elif isinstance(data, Dataset):
-            yield data
-        elif isinstance(data, Mapping):
-            yield from datasets_of(*data.values())
+def datasets_of(*sources: Any) -> Iterator[Dataset]:
+    """Yield the packed datasets in a trainer's arguments, also by name in mappings."""
+    for source in sources:
+        if isinstance(source, PackedDataset):
+            yield from source.stream.datasets
+        elif isinstance(source, Dataset):
+            yield source
+        elif isinstance(source, Mapping):
+            yield from datasets_of(*source.values())
 
 
 def is_packed(data: Any) -> bool:
-    """Returns True for a packed dataset or a stream of one."""
+    """Return True for a packed dataset or a stream of one."""
     return isinstance(data, PackedDataset | Dataset)
 
 
 def has_ref_logps(data: Any) -> bool:
-    """Returns True for a stream of packs to which log-probs of a reference are
-    joined.
-    """
+    """Return True for a stream of packs with joined log-probs of a reference."""
     stream = getattr(data, "stream", None)
     return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
 
 
 class DataMixin(Trainer):  # type: ignore[misc]
-    """Loads packed datasets in steps; other data as the Trainer does."""
+    """Loads packed datasets in steps, and other data as the Trainer does."""
 
     loss_fn: Any
     examples_per_step = 0
     packs_per_batch: int | None = None
-
-    _sides: Mapping[str, tuple[str, ...]] = {"train": (), "eval": ()}
-    _options: dict[str, Any] | None = None
-    _checkpoint: Path | None = None
     steps: Steps | None = None
 
-    def _opened(self, data: Any) -> Any:
-        """Returns a packed dataset in the place of its folder or URL."""
+    # URLs of side datasets with log-probs of a reference, and options of fsspec.
+    _side_urls: Mapping[str, tuple[str, ...]] = {"train": (), "eval": ()}
+    _storage_options: dict[str, Any] | None = None
+    _checkpoint: Path | None = None
+
+    def _open(self, data: Any) -> Any:
+        """Open a packed dataset by its folder or URL; return other data as it is."""
         if isinstance(data, str | Path):
-            return open_dataset(str(data), self._options)
+            return open_dataset(str(data), self._storage_options)
         return data
 
-    def _all_opened(self, data: Any) -> Any:
-        """Returns a packed dataset, or several by name, in the place of folders and
-        URLs.
-        """
+    def _open_all(self, data: Any) -> Any:
+        """Open a dataset, or each in a mapping of them by name."""
         if isinstance(data, Mapping) and data:
-            return {name: self._opened(part) for name, part in data.items()}
-        return self._opened(data)
+            return {name: self._open(part) for name, part in data.items()}
+        return self._open(data)
 
     def get_train_dataloader(self) -> Any:
-        """Returns the steps: lists of packed batches; from the checkpoint's position if
-        resumed.
-        """
+        """Return the loader of steps, at the position of the checkpoint if resumed."""
         if not is_packed(self.train_dataset):
             return super().get_train_dataloader()
-        loader = self._loader(self.train_dataset, "train", self.examples_per_step)
-        done = 0
+        loader = self._make_loader(self.train_dataset, "train", self.examples_per_step)
+        num_trained = 0
         if self._checkpoint is not None:
-            done = step_of(self._checkpoint)
-            try:
-                loader.load_state_dict(read_position(self._checkpoint)["loader"])
-            except CompatibilityError as error:
-                error.add_note(
-                    f"To begin a new run beside {self._checkpoint}, change output_dir."
-                )
-                raise
-            if not loader.plan(1, left=True).steps:
-                loader.set_epoch(loader.epoch + 1)
-        self.steps = Steps(loader, done)
+            num_trained = read_step(self._checkpoint)
+            _load_position(loader, self._checkpoint)
+        self.steps = Steps(loader, num_trained)
         return self.steps
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """Returns the batches of a dataset; default: of the trainer's own, which may be
-        named.
-        """
+        """Return the batches of a dataset, which may be a name in `eval_dataset`."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(data, str) and isinstance(self.eval_dataset, Mapping):
             data = self.eval_dataset.get(data, data)
-        if is_packed(data := self._opened(data)):
-            return self._loader(data, "eval", None)
+        data = self._open(data)
+        if is_packed(data):
+            return self._make_loader(data, "eval", None)
         return super().get_eval_dataloader(eval_dataset)
 
     def get_test_dataloader(self, test_dataset: Any) -> Any:
-        """Returns the batches of a dataset."""
+        """Return the batches of a dataset."""
         return self.get_eval_dataloader(test_dataset)
 
-    def _loader(self, data: Any, part: str, examples: int | None) -> PackedDataLoader:
+    def _make_loader(
+        self, data: Any, part: str, examples_per_step: int | None
+    ) -> PackedDataLoader:
+        """Make the loader of a dataset; `part`: ``train`` or ``eval``."""
         args = self.args
-        if not isinstance(data, PackedDataset):
-            urls = self._sides[part] if self.loss_fn.reference else ()
-            side = [open_side(url, self._options) for url in urls]
-            seed = args.seed if args.data_seed is None else args.data_seed
-            data = PackedDataset(data, seed=seed, side=side, shuffle=part == "train")
-        elif data.world_size != args.world_size:
-            where = f"{type(self).__name__}, dataset of {part}"
-            rule = f"it must be dealt to the {args.world_size} ranks of the run"
-            remedy = "Make the PackedDataset without rank and world_size"
-            found = f"world_size={data.world_size}"
-            raise ConfigError(sentence(where, rule, found, remedy))
-        else:  # its user may have moved it, and may go on to use it
-            data = data.copy_at_start()
+        is_cuda = args.device.type == "cuda"
         return PackedDataLoader(
-            data,
+            self._deal(data, part),
             packs_per_batch=self.packs_per_batch,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -214,68 +205,128 @@ class DataMixin(Trainer):  # type: ignore[misc]
             multiprocessing_context=getattr(
                 args, "dataloader_multiprocessing_context", None
             ),
-            pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
-            examples_per_step=examples,
+            pin_memory=args.dataloader_pin_memory and is_cuda,
+            examples_per_step=examples_per_step,
             balance=True,
         )
 
+    def _deal(self, data: Any, part: str) -> PackedDataset:
+        """Return the packs of this rank, in the order of the run."""
+        args = self.args
+        if not isinstance(data, PackedDataset):
+            urls = self._side_urls[part] if self.loss_fn.reference else ()
+            return PackedDataset(
+                data,
+                seed=args.seed if args.data_seed is None else args.data_seed,
+                side=[open_side(url, self._storage_options) for url in urls],
+                shuffle=part == "train",
+            )
+        if data.world_size != args.world_size:
+            raise ConfigError(
+                sentence(
+                    where=f"{type(self).__name__}, dataset of {part}",
+                    rule=f"it must be dealt to the {args.world_size} ranks of the run",
+                    found=f"world_size={data.world_size}",
+                    remedy="Make the PackedDataset without rank and world_size",
+                )
+            )
+        # Its user may have moved it, and may go on to use it.
+        return data.copy_at_start()
+
     def num_examples(self, dataloader: Any) -> int:
-        """Returns the number of examples, of packed datasets over all ranks."""
+        """Return the number of examples, over all ranks if they are packed."""
         loader = getattr(dataloader, "loader", dataloader)
         if not isinstance(loader, PackedDataLoader):
             return int(super().num_examples(dataloader))
-        return sum(
-            dataset.manifest.totals.examples for dataset in loader.data.stream.datasets
-        )
+        datasets = loader.data.stream.datasets
+        return sum(dataset.manifest.totals.examples for dataset in datasets)
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Counts steps exactly: those done, and those of the data left."""
+        """Count epochs and steps exactly, from the position in the data on."""
         if self.steps is None:
             return super().set_initial_training_values(args, dataloader)
         loader = self.steps.loader
-        examples = self.num_examples(loader)
-        if not examples:
-            where = f"dataset {loader.data.stream.datasets[0].url}"
-            raise ConfigError(sentence(where, "it must hold packs to train on", "none"))
-        done = self.steps.yielded
-        begun = loader.epoch
-        if args.max_steps > 0:
-            steps = args.max_steps
-            per_epoch = steps_of_epochs(loader, steps=steps - done)
-            epochs = begun + len(per_epoch)
-        else:
-            epochs = math.ceil(args.num_train_epochs)
-            if epochs < 1:
-                found = str(args.num_train_epochs)
-                raise ConfigError(
-                    sentence("setting num_train_epochs", "it must be above 0", found)
-                )
-            per_epoch = steps_of_epochs(loader, epochs=epochs - begun)
-            steps = math.ceil((done + sum(per_epoch)) * args.num_train_epochs / epochs)
-        if not steps:  # the run would end at once, and save untrained weights
-            where, rule = (
-                "get_train_dataloader",
-                f"it must have steps left in {epochs} epochs",
+        first_epoch = loader.epoch
+        num_trained = self.steps.num_yielded
+        num_examples = self.num_examples(loader)
+        if not num_examples:
+            url = loader.data.stream.datasets[0].url
+            raise ConfigError(
+                sentence(f"dataset {url}", "it must hold packs to train on", "none")
             )
-            found = f"a loader in epoch {loader.epoch}, of which none is left"
-            remedy = "Return one at the start of epoch 0"
-            raise ConfigError(sentence(where, rule, found, remedy))
-        if done >= steps:  # the Trainer would run one more
-            epochs = begun
-        samples = examples * args.num_train_epochs
-        # An epoch ends where its loader does: the longest one bounds the steps of each.
-        longest = max(per_epoch, default=1)
+
+        if args.max_steps > 0:
+            max_steps = args.max_steps
+            steps_per_epoch = steps_of_epochs(loader, steps=max_steps - num_trained)
+            num_epochs = first_epoch + len(steps_per_epoch)
+        else:
+            num_epochs = _count_epochs(args)
+            steps_per_epoch = steps_of_epochs(loader, epochs=num_epochs - first_epoch)
+            total_steps = num_trained + sum(steps_per_epoch)
+            max_steps = math.ceil(total_steps * args.num_train_epochs / num_epochs)
+        if not max_steps:
+            raise _no_steps_error(first_epoch, num_epochs)
+        if num_trained >= max_steps:
+            num_epochs = first_epoch  # else the Trainer would run one more step
+
+        # An epoch ends where its loader does. The Trainer takes one number for all
+        # epochs, so that the longest bounds them.
+        longest_epoch = max(steps_per_epoch, default=1)
         return (
-            epochs,
-            longest,
-            examples,
-            samples,
+            num_epochs,
+            longest_epoch,
+            num_examples,
+            num_examples * args.num_train_epochs,
             self.examples_per_step,
-            longest,
-            steps,
+            longest_epoch,
+            max_steps,
         )
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        """Begins at the epoch of the position, and skips nothing of it."""
-        begun: tuple[int, int] = super()._init_training_state(*args)
-        return begun if self.steps is None else (self.steps.loader.epoch, 0)
+        """Start in the epoch of the position; skip no batches.
+
+        Overridden, as the Trainer would divide the steps so far by a fixed number of
+        steps in an epoch, and then read and drop the batches before the checkpoint.
+        """
+        start: tuple[int, int] = super()._init_training_state(*args)
+        if self.steps is None:
+            return start
+        return self.steps.loader.epoch, 0
+
+
+def _load_position(loader: PackedDataLoader, checkpoint: Path) -> None:
+    """Move the loader to the position in a checkpoint."""
+    try:
+        loader.load_state_dict(read_position(checkpoint)["loader"])
+    except CompatibilityError as error:
+        error.add_note(f"To begin a new run beside {checkpoint}, change output_dir.")
+        raise
+    has_steps_left = loader.plan(1, left=True).steps
+    if not has_steps_left:
+        loader.set_epoch(loader.epoch + 1)
+
+
+def _count_epochs(args: Any) -> int:
+    """Return the epochs of a run without `max_steps`; the last one may be a part."""
+    num_epochs: int = math.ceil(args.num_train_epochs)
+    if num_epochs < 1:
+        raise ConfigError(
+            sentence(
+                where="setting num_train_epochs",
+                rule="it must be above 0",
+                found=str(args.num_train_epochs),
+            )
+        )
+    return num_epochs
+
+
+def _no_steps_error(epoch: int, num_epochs: int) -> ConfigError:
+    """Return the error of a run that would end at once, and save untrained weights."""
+    return ConfigError(
+        sentence(
+            where="get_train_dataloader",
+            rule=f"it must have steps left in {num_epochs} epochs",
+            found=f"a loader at the end of epoch {epoch}",
+            remedy="Return one at the start of epoch 0",
+        )
+    )

@@ -1,11 +1,11 @@
-"""Metrics of a model over a whole dataset, each example once, optionally grouped by a
-column.
+"""Metrics of a model on a whole dataset, each example once, also by groups.
 
 ::
 
-    figures = evaluate(model, packstore.open("held-out-8k"), loss="dpo", reference=ref,
-    by="source") figures["metrics"]["rewards/accuracies"],
-    figures["by"]["forum"]["loss"]
+    figures = evaluate(
+        model, packstore.open("held-out-8k"), loss="dpo", reference=ref, by="source"
+    )
+    figures["metrics"]["rewards/accuracies"], figures["by"]["forum"]["loss"]
 
 ``by="file"`` groups by input file, and works without carried columns.
 """
@@ -61,8 +61,7 @@ def evaluate(
     progress: Progress | None = None,
     **batching: Any,
 ) -> Figures:
-    """Computes the metrics of `model` over `dataset`, exactly for any packing, batches
-    and ranks.
+    """Compute the metrics of `model` on `dataset`, exactly for any packing and ranks.
 
     A collective call if torch.distributed runs: the ranks share the packs.
 
@@ -74,8 +73,8 @@ def evaluate(
         loss: the loss, or its name.
         reference: the reference model, on the device of `model`.
         side: side datasets to join, such as precomputed ``ref_logps``.
-        by: a carried or joined column of texts, integers or booleans; or ``file``, by
-            the input file that each example came from.
+        by: a carried or joined column of texts, integers or booleans; or ``file``, the
+            input file of each example.
         rows: also return a pyarrow table with a row for each example: log-probs, loss,
             margins, carried columns; see
             :class:`~packstore.torch.losses.dataset_metrics.ExampleRows`.
@@ -96,58 +95,85 @@ def evaluate(
     loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss)
     check_class("argument loss", loss_fn, PreferenceLoss)
     check_kind(loss_fn, model)
-    tell_unused(loss_fn, None if reference is None else "reference")
-    models = (
-        [model] if reference is None or not loss_fn.reference else [model, reference]
-    )
-    for each in models:
-        check_model(dataset, each)
+    warn_about_unused(loss_fn, None if reference is None else "reference")
+    models = [model]
+    if reference is not None and loss_fn.reference:
+        models.append(reference)
+    for checked_model in models:
+        check_model(dataset, checked_model)
     loss_fn.check_data(dataset)
-    given = [side] if isinstance(side, Side | str | PathLike) else side
-    sides = [s if isinstance(s, Side) else open_side(os.fspath(s)) for s in given]
+
+    sides = _open_sides(side)
     data = PackedDataset(dataset, shuffle=False, side=sides)
     device = next(model.parameters()).device
-    chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
-    loader = PackedDataLoader(data, pin_memory=device.type == "cuda", **chosen)
-    policies = [PackedPolicy(each, backend=head) for each in models]
-    online = policies[1] if len(policies) > 1 else None
+    pack_size = dataset.manifest.pack_size
+    batch_settings: Any = inference_batching(batching, device, pack_size)
+    pin_memory = device.type == "cuda"
+    loader = PackedDataLoader(data, pin_memory=pin_memory, **batch_settings)
+    batches = loader if progress is None else _report_batches(loader, progress)
+
+    policies = [PackedPolicy(prepared, backend=head) for prepared in models]
+    reference_policy = policies[1] if len(policies) > 1 else None
     with choose_autocast(mixed_precision, model)(), evaluating(*models):
-        for joined in sides:
-            if REF_LOGPS in joined.manifest.columns and online is None:
-                check_arithmetic(joined, model)
-        batches = loader if progress is None else _reported(loader, progress)
-        how: Any = {"by": by, "rows": rows}
+        for side_data in sides:
+            columns = side_data.manifest.columns
+            if REF_LOGPS in columns and reference_policy is None:
+                check_arithmetic(side_data, model)
         return evaluate_batches(
-            policies[0], batches, loss_fn, online, device, dataset, **how
+            policies[0],
+            batches,
+            loss_fn,
+            reference_policy,
+            device,
+            dataset,
+            by=by,
+            rows=rows,
         )
 
 
-def tell_unused(loss_fn: StepLoss, *given: str | None) -> None:
-    """Warns of references that are `given` to a loss without one."""
-    names = ", ".join(map(display, filter(None, given)))
+def _open_sides(
+    side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]],
+) -> list[Side]:
+    """Return side datasets, opened where they are given by folder or URL."""
+    sides = [side] if isinstance(side, Side | str | PathLike) else side
+    return [
+        source if isinstance(source, Side) else open_side(os.fspath(source))
+        for source in sides
+    ]
+
+
+def warn_about_unused(loss_fn: StepLoss, *references: str | None) -> None:
+    """Warn if the loss has no reference, and `references` names some."""
+    names = [display(name) for name in references if name]
     if names and not loss_fn.reference:
-        logger.warning("the loss has no reference; not used: %s", names)
+        logger.warning("the loss has no reference; not used: %s", ", ".join(names))
 
 
-def _reported(loader: PackedDataLoader, progress: Progress) -> Iterator[PackedBatch]:
-    total = len(loader)
-    for done, batch in enumerate(loader, 1):
+def _report_batches(
+    loader: PackedDataLoader, progress: Progress
+) -> Iterator[PackedBatch]:
+    num_batches = len(loader)
+    for number, batch in enumerate(loader, start=1):
         yield batch
-        progress("evaluate", done, total, "batches")
+        progress("evaluate", number, num_batches, "batches")
 
 
 def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
-    """Refuses a causal LM for a loss of scores, and a reward model for one of
-    log-probs.
+    """Raise if the loss compares scores and the model is no reward model, or the
+    reverse.
     """
-    if loss_fn.scores != is_reward_model(model):
-        kinds = ["a causal LM", "a reward model"]
-        rule, remedy = (
-            f"it is for {kinds[loss_fn.scores]}",
-            "Use bradley_terry for reward models",
+    is_reward = is_reward_model(model)
+    if loss_fn.scores == is_reward:
+        return
+    kinds = ["a causal LM", "a reward model"]
+    raise CompatibilityError(
+        sentence(
+            where=f"{loss_fn!r}",
+            rule=f"it is for {kinds[loss_fn.scores]}",
+            found=kinds[is_reward],
+            remedy="Use bradley_terry for reward models",
         )
-        found = kinds[not loss_fn.scores]
-        raise CompatibilityError(sentence(f"{loss_fn!r}", rule, found, remedy))
+    )
 
 
 @torch.no_grad()
@@ -162,25 +188,34 @@ def evaluate_batches(
     by: str | None = None,
     rows: bool = False,
 ) -> Figures:
-    """Computes metrics of the batches, at least one on each rank, for evaluation;
-    collective.
+    """Compute metrics of batches, at least one on each rank; a collective call.
 
-    `dataset` is theirs, if they are packed: it names groups, and the columns of rows.
+    Args:
+        policy: returns log-probs `[S]` of a batch, in nats.
+        batches: the batches of this rank.
+        loss_fn: the loss.
+        reference: returns the reference's log-probs `[S]`; None: batches have them, or
+            the loss needs none.
+        device: device of the model.
+        dataset: the dataset of the batches, for its columns; None: they come from
+            elsewhere.
+        by: column that groups the metrics.
+        rows: also return a table of examples.
     """
     grouped = GroupedMetrics(loss_fn, dataset, by)
     examples = None
     if rows and dataset is not None:
         examples = ExampleRows(loss_fn, dataset.manifest.carried)
+    model = policy.model if isinstance(policy, PackedPolicy) else policy
     with evaluating(policy):
         for batch in batches:
-            check_ids(
-                batch, policy.model if isinstance(policy, PackedPolicy) else policy
-            )
-            here = to_device(batch, device)
-            logps, ref_logps = policy(here), reference(here) if reference else None
-            grouped.add(logps, here, ref_logps, batch)
+            check_ids(batch, model)
+            placed = to_device(batch, device)
+            logps = policy(placed)
+            ref_logps = None if reference is None else reference(placed)
+            grouped.add(logps, placed, ref_logps, batch)
             if examples is not None:
-                examples.add(logps, here, ref_logps, batch)
+                examples.add(logps, placed, ref_logps, batch)
     figures = grouped.figures(device)
     if examples is not None:
         figures["rows"] = examples.table()

@@ -1,8 +1,8 @@
-"""Shards of torch.distributed.checkpoint, checked before torch reads them.
+"""Check shards of torch.distributed.checkpoint before torch reads them.
 
-torch unpickles the file ``.metadata`` of a folder of shards, and values in the shards
-that are no tensors, and would run any code in them. Both are read here first, by a
-pickle that knows the classes of such files alone; see ``docs/security.md``.
+torch unpickles the file ``.metadata`` of a folder of shards, and the values in shards
+that are no tensors, and would run any code in them. Both are read here first, by an
+unpickler that loads only the classes of such files; see ``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ ALLOWED_NAMES = {
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Loads the classes of ``.metadata``, and no others."""
+    """Loads the classes that torch writes into ``.metadata``, and refuses others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of the table, or a dtype."""
-        is_dtype = module == "torch" and isinstance(
-            getattr(torch, name, None), torch.dtype
-        )
-        if is_dtype or (module, name) in ALLOWED_NAMES:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name}")
+        """Return a class of :data:`ALLOWED_NAMES`, or a dtype of torch."""
+        value = getattr(torch, name, None)
+        is_dtype = module == "torch" and isinstance(value, torch.dtype)
+        if not is_dtype and (module, name) not in ALLOWED_NAMES:
+            raise pickle.UnpicklingError(f"{module}.{name}")
+        return super().find_class(module, name)
 
 
 def check_shards(folder: Path) -> None:
-    """Raise for a folder of shards that would run code as torch loads it; a missing one
-    is fine.
+    """Raise if torch would run foreign code when it loads a folder of shards.
+
+    A folder that does not exist passes.
 
     Raises:
-        FormatError: ``.metadata``, or a value in a shard, holds more than torch's own
-            classes.
+        FormatError: ``.metadata``, or a value in a shard, holds classes that are not
+            torch's own.
     """
     if not folder.is_dir():
         return
@@ -70,11 +70,13 @@ def check_shards(folder: Path) -> None:
         for content in _pickled_values(folder, metadata):
             torch.load(io.BytesIO(content), weights_only=True)
     except Exception as error:  # a pickle raises errors of any class
-        rule = "it must hold nothing but torch's own classes"
-        found = quote(f"{type(error).__name__}: {error}", 200)
-        remedy = "Resume from your own checkpoints only"
         raise FormatError(
-            sentence(f"checkpoint {folder}", rule, found, remedy)
+            sentence(
+                where=f"checkpoint {folder}",
+                rule="it must hold nothing but torch's own classes",
+                found=quote(f"{type(error).__name__}: {error}", 200),
+                remedy="Resume from your own checkpoints only",
+            )
         ) from error
 
 
@@ -92,19 +94,17 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _pickled_values(folder: Path, metadata: Metadata) -> Iterator[bytes]:
-    """Yield the values that are no tensors: torch unpickles them, and tensors by
-    weights alone.
-    """
-    kinds = metadata.state_dict_metadata
-    pickled = {
-        name for name, kind in kinds.items() if isinstance(kind, BytesStorageMetadata)
-    }
+    """Yield the values that torch unpickles; it loads tensors as weights only."""
+    pickled_names = set()
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata):
+            pickled_names.add(name)
+
     for index, place in metadata.storage_data.items():
-        if index.fqn not in pickled:
+        if index.fqn not in pickled_names:
             continue
-        if (
-            place.transform_descriptors
-        ):  # torch would transform the bytes before it loads them
+        if place.transform_descriptors:
+            # torch would transform the bytes before it loads them.
             raise pickle.UnpicklingError(
                 f"{index.fqn} by {place.transform_descriptors}"
             )

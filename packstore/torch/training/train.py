@@ -1,4 +1,4 @@
-"""Trains from packed datasets by settings alone: what ``packstore train`` calls.
+"""Train from packed datasets by settings alone: the function of ``packstore train``.
 
 ::
 
@@ -10,7 +10,7 @@
     )
 
 On several ranks, start the script with ``accelerate launch`` or ``torchrun``: DDP, or
-FSDP2 if Accelerate's config says so. The settings are in ``docs/training.md``.
+FSDP2 if Accelerate's config has it. The settings are in ``docs/training.md``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from packstore.torch.training.trainer import PackedTrainer
 
 logger = logging.getLogger("packstore")
 
-SHOWN: dict[str, tuple[str, str]] = {
+LOGGED_METRICS: dict[str, tuple[str, str]] = {
     "loss": ("loss", ".4f"),
     "rewards/accuracies": ("accuracy", ".1%"),
     "rewards/margins": ("margin", ".3f"),
@@ -47,7 +47,9 @@ SHOWN: dict[str, tuple[str, str]] = {
     "data_wait": ("data wait", ".1%"),
     "learning_rate": ("learning rate", ".2e"),
 }
-"""Metric -> its name in a line of the log, and its format."""
+"""Metric -> its name and its format in a line of the log."""
+
+DEFAULT_EXAMPLES_PER_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,34 +72,39 @@ class TrainResult:
 
 
 class LogLines(TrainerCallback):  # type: ignore[misc]
-    """Logs one line for each record, and whether there is anything to train."""
+    """Logs a line for each record, and a warning if there is nothing to train."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Says of a run that is finished how to go on."""
+        """Warn about a run that is finished already, and name the ways to go on."""
         if state.global_step >= state.max_steps and state.is_world_process_zero:
-            text = (
+            logger.warning(
                 "%s is finished, at step %s: to go on, raise num_train_epochs or "
-                "max_steps; to "
+                "max_steps; to start anew, take another output_dir",
+                args.output_dir,
+                f"{state.global_step:,}",
             )
-            text += "start anew, take another output_dir"
-            logger.warning(text, args.output_dir, f"{state.global_step:,}")
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any
     ) -> None:
-        """Logs the metrics that a person looks at."""
-        prefix = "eval_" if "eval_loss" in logs else ""
-        known = [(f"{prefix}{name}", *how) for name, how in SHOWN.items()]
-        shown = [
-            f"{short} {logs[name]:{form}}"
-            for name, short, form in known
-            if name in logs
-        ]
-        if shown and state.is_world_process_zero:
-            what = "evaluation after " if prefix else ""
-            text = "%sstep %s/%s  %s"
-            step, last = f"{state.global_step:,}", f"{state.max_steps:,}"
-            logger.info(text, what, step, last, "  ".join(shown))
+        """Log the metrics that a person looks at."""
+        if not state.is_world_process_zero:
+            return
+        is_evaluation = "eval_loss" in logs
+        prefix = "eval_" if is_evaluation else ""
+        texts = []
+        for name, (title, number_format) in LOGGED_METRICS.items():
+            value = logs.get(f"{prefix}{name}")
+            if value is not None:
+                texts.append(f"{title} {value:{number_format}}")
+        if texts:
+            logger.info(
+                "%sstep %s/%s  %s",
+                "evaluation after " if is_evaluation else "",
+                f"{state.global_step:,}",
+                f"{state.max_steps:,}",
+                "  ".join(texts),
+            )
 
 
 def train(
@@ -107,7 +114,7 @@ def train(
     callbacks: Sequence[Any] = (),
     **settings: Any,
 ) -> TrainResult:
-    """Trains a model from the start or from its newest checkpoint; a collective call.
+    """Train a model from the start or from its newest checkpoint; a collective call.
 
     Every pair weighs the same in any pack, batch or rank. The output folder then has
     the model, its card, the metrics (``trainer_state.json``), and the Trainer's
@@ -129,92 +136,125 @@ def train(
     check_setting_names(settings)
     config = TrainConfig.of(config, **settings)
     check_setting_names(config.arguments)
-    checkpoint = _checkpoint(config)
-    given = {name: getattr(config, name) for name in TrainModelConfig.names()}
-    if given["examples_per_step"] is None and not {
-        "per_device_train_batch_size",
-        "gradient_accumulation_steps",
-    } & set(config.arguments):
-        given["examples_per_step"] = 64
-    given["peft_config"] = given["peft_config"] or None
-    before = read_position(Path(checkpoint))["settings"] if checkpoint else {}
-    if given["compile"] == "auto" and before.get("compile") == "none":
-        given["compile"] = "none"
-    with _named_places(config.output_dir):
-        with named_settings():
-            args = _arguments(config, before.get("mixed_precision"))
-            trainer = PackedTrainer(args=args, callbacks=callbacks, **given)
-        trainer.add_callback(LogLines)
-        trainer.remove_callback(PrinterCallback)  # it would print on stdout
+    checkpoint = _find_checkpoint(config)
+    with _naming_output(config.output_dir):
+        trainer = _make_trainer(config, checkpoint, callbacks)
         trainer.train(checkpoint)
-        step, history = trainer.state.global_step, trainer.state.log_history
-        evaluated = [record for record in history if "eval_loss" in record]
-        if config.eval_dataset and not (evaluated and evaluated[-1]["step"] == step):
-            trainer.evaluate()
-            evaluated = [record for record in history if "eval_loss" in record]
+        _evaluate_last_step(trainer)
         trainer.save_model()
         trainer.save_state()
         trainer.create_model_card()
     trainer.accelerator.wait_for_everyone()
-    trained = [
-        record for record in history if "examples" in record
-    ]  # by any logging_strategy
-    return TrainResult(
-        step=step,
-        examples=sum(int(record["examples"]) for record in trained),
-        metrics=_metrics(trained),
-        evaluation=_metrics(evaluated),
-        model=Path(config.output_dir),
-    )
+    return _result_of(trainer, Path(config.output_dir))
 
 
-def _metrics(records: list[dict[str, float]]) -> dict[str, float]:
-    last = records[-1] if records else {}
-    return {
-        name: value for name, value in last.items() if name not in ("step", "epoch")
-    }
+def _make_trainer(
+    config: TrainConfig, checkpoint: str | None, callbacks: Sequence[Any]
+) -> PackedTrainer:
+    """Make the trainer; a run that resumes keeps its precision and compilation."""
+    old_settings: dict[str, Any] = {}
+    if checkpoint is not None:
+        old_settings = read_position(Path(checkpoint))["settings"]
+
+    settings = {name: getattr(config, name) for name in TrainModelConfig.names()}
+    settings["peft_config"] = settings["peft_config"] or None
+    if settings["compile"] == "auto" and old_settings.get("compile") == "none":
+        settings["compile"] = "none"
+    batch_names = {"per_device_train_batch_size", "gradient_accumulation_steps"}
+    if settings["examples_per_step"] is None and not batch_names & {*config.arguments}:
+        settings["examples_per_step"] = DEFAULT_EXAMPLES_PER_STEP
+
+    with named_settings():
+        args = _make_arguments(config, old_settings.get("mixed_precision"))
+        trainer = PackedTrainer(args=args, callbacks=callbacks, **settings)
+    trainer.add_callback(LogLines)
+    trainer.remove_callback(PrinterCallback)  # it would print on stdout
+    return trainer
 
 
-def _arguments(config: TrainConfig, precision: str | None) -> TrainingArguments:
-    """Makes the Trainer's settings; `precision` is that of a run that goes on."""
-    others = (*TrainModelConfig.names(), "arguments", "resume_from_checkpoint")
-    own = {
-        name: getattr(config, name)
-        for name in TrainConfig.names()
-        if name not in others
-    }
-    own["report_to"] = list(config.report_to) or "none"
-    on_cpu = (
-        parse_flag_from_env("ACCELERATE_USE_CPU")
-        or not torch.accelerator.is_available()
-    )
-    defaults: dict[str, Any] = {
+def _make_arguments(
+    config: TrainConfig, old_precision: str | None
+) -> TrainingArguments:
+    """Make the Trainer's settings; `old_precision` of a run that resumes."""
+    values: dict[str, Any] = {
         "disable_tqdm": True,
         "save_total_limit": 2,
-        "use_cpu": on_cpu,
+        "use_cpu": _runs_on_cpu(),
     }
     if config.eval_steps is not None:
-        defaults["eval_strategy"] = "steps"
-    if (
-        "activation_checkpointing" not in TrainingArguments.__dataclass_fields__
-    ):  # before 5.23
-        own["gradient_checkpointing"] = own.pop("activation_checkpointing")
-    merged = {**defaults, **own, **config.arguments}
-    given = {name: value for name, value in merged.items() if value is not None}
-    args = TrainingArguments(**given)
-    if config.bf16 is None:
-        chosen = precision or choose_precision(
-            "auto", args.device, getattr(torch, config.dtype)
-        )
-        if chosen == "bf16":
-            args = TrainingArguments(**given, bf16=True)
+        values["eval_strategy"] = "steps"
+    not_arguments = {
+        *TrainModelConfig.names(),
+        "arguments",
+        "resume_from_checkpoint",
+    }
+    for name in TrainConfig.names():
+        if name not in not_arguments:
+            values[name] = getattr(config, name)
+    values["report_to"] = list(config.report_to) or "none"
+    if "activation_checkpointing" not in TrainingArguments.__dataclass_fields__:
+        # Its name before transformers 5.23.
+        values["gradient_checkpointing"] = values.pop("activation_checkpointing")
+    values.update(config.arguments)
+
+    values = {name: value for name, value in values.items() if value is not None}
+    args = TrainingArguments(**values)
+    if config.bf16 is not None:
+        return args
+    precision = old_precision
+    if not precision:
+        dtype = getattr(torch, config.dtype)
+        precision = choose_precision("auto", args.device, dtype)
+    if precision == "bf16":
+        return TrainingArguments(**values, bf16=True)
     return args
 
 
+def _runs_on_cpu() -> bool:
+    is_requested = parse_flag_from_env("ACCELERATE_USE_CPU")
+    return bool(is_requested or not torch.accelerator.is_available())
+
+
+def _evaluate_last_step(trainer: PackedTrainer) -> None:
+    """Evaluate the final model, unless the last record is of its evaluation."""
+    if trainer.eval_dataset is None:
+        return
+    evaluations = _records_with("eval_loss", trainer)
+    last_step = evaluations[-1]["step"] if evaluations else None
+    if last_step != trainer.state.global_step:
+        trainer.evaluate()
+
+
+def _result_of(trainer: PackedTrainer, output: Path) -> TrainResult:
+    # Only records of training have their examples, by any logging_strategy.
+    training_records = _records_with("examples", trainer)
+    return TrainResult(
+        step=trainer.state.global_step,
+        examples=sum(int(record["examples"]) for record in training_records),
+        metrics=_last_metrics(training_records),
+        evaluation=_last_metrics(_records_with("eval_loss", trainer)),
+        model=output,
+    )
+
+
+def _records_with(name: str, trainer: PackedTrainer) -> list[dict[str, float]]:
+    return [record for record in trainer.state.log_history if name in record]
+
+
+def _last_metrics(records: list[dict[str, float]]) -> dict[str, float]:
+    if not records:
+        return {}
+    metrics = dict(records[-1])
+    metrics.pop("step", None)
+    metrics.pop("epoch", None)
+    return metrics
+
+
 @contextmanager
-def _named_places(output_dir: str) -> Iterator[None]:
-    """Names the output in errors of its disk, of the hub and of trackers: no defects of
-    ours.
+def _naming_output(output_dir: str) -> Iterator[None]:
+    """Re-raise errors of disk, hub and trackers as StorageError, with the output.
+
+    They are raised by other packages, and would pass for defects of packstore.
     """
     try:
         yield
@@ -223,48 +263,67 @@ def _named_places(output_dir: str) -> Iterator[None]:
     except Exception as error:
         if not is_of_client(error):
             raise
-        rule = "disk, hub and trackers must take what is written"
-        remedy = "The same command again goes on from the newest checkpoint"
-        found = quote(client_text(error), 200)
-        where = f"output_dir {output_dir}"
-        raise StorageError(sentence(where, rule, found, remedy)) from client_cause(
-            error
-        )
+        raise StorageError(
+            sentence(
+                where=f"output_dir {output_dir}",
+                rule="disk, hub and trackers must take what is written",
+                found=quote(client_text(error), 200),
+                remedy="The same command again goes on from the newest checkpoint",
+            )
+        ) from client_cause(error)
 
 
-def _checkpoint(config: TrainConfig) -> str | None:
-    """Returns the checkpoint to resume from, or None to start in an output without a
+def _find_checkpoint(config: TrainConfig) -> str | None:
+    """Return the checkpoint to resume from, or None for an output folder without a
     model.
     """
-    output, asked = Path(config.output_dir), config.resume_from_checkpoint
-    where = f"output_dir {output}"
+    output = Path(config.output_dir)
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule, remedy = "it must be a folder that can be written", "Name another"
         raise StorageError(
-            sentence(where, rule, str(error.strerror), remedy)
-        ) from error
-    newest = newest_checkpoint(str(output))
-    if asked is not None:
-        if (
-            newest is not None
-            and Path(asked).is_dir()
-            and not Path(asked).samefile(newest)
-        ):
-            rule, remedy = (
-                "it must be the newest of its output_dir",
-                "Remove the later ones",
+            sentence(
+                where=f"output_dir {output}",
+                rule="it must be a folder that can be written",
+                found=str(error.strerror),
+                remedy="Name another",
             )
-            raise ConfigError(sentence(f"checkpoint {asked}", rule, newest, remedy))
-        return asked
-    models = map(output.joinpath, ("config.json", "adapter_config.json"))
-    if (
-        newest is None
-        and (model := next(filter(Path.is_file, models), None)) is not None
-    ):
-        rule = "it must hold no model without checkpoints"
-        raise ConfigError(
-            sentence(where, rule, model.name, "Choose another, or move it away")
-        )
+        ) from error
+
+    newest = newest_checkpoint(str(output))
+    checkpoint = config.resume_from_checkpoint
+    if checkpoint is not None:
+        _check_is_newest(checkpoint, newest)
+        return checkpoint
+    if newest is None:
+        _check_no_model(output)
     return newest
+
+
+def _check_is_newest(checkpoint: str, newest: str | None) -> None:
+    """Raise if the run would go on before checkpoints that it wrote later."""
+    if newest is None or not Path(checkpoint).is_dir():
+        return
+    if not Path(checkpoint).samefile(newest):
+        raise ConfigError(
+            sentence(
+                where=f"checkpoint {checkpoint}",
+                rule="it must be the newest of its output_dir",
+                found=newest,
+                remedy="Remove the later ones",
+            )
+        )
+
+
+def _check_no_model(output: Path) -> None:
+    """Raise if a new run would overwrite a model."""
+    for name in ("config.json", "adapter_config.json"):
+        if (output / name).is_file():
+            raise ConfigError(
+                sentence(
+                    where=f"output_dir {output}",
+                    rule="it must hold no model without checkpoints",
+                    found=name,
+                    remedy="Choose another, or move it away",
+                )
+            )

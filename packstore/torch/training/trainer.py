@@ -3,8 +3,10 @@
 ::
 
     args = TrainingArguments("run", num_train_epochs=1, learning_rate=1e-6)
-    PackedTrainer("Qwen3-0.6B", args, "prefs-8k", loss="dpo",
-    examples_per_step=64).train()
+    trainer = PackedTrainer(
+        "Qwen3-0.6B", args, "prefs-8k", loss="dpo", examples_per_step=64
+    )
+    trainer.train()
 
 Settings, callbacks, trackers, hub, checkpoints and the best model are the Trainer's.
 """
@@ -12,7 +14,6 @@ Settings, callbacks, trackers, hub, checkpoints and the best model are the Train
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import os
 import re
@@ -52,15 +53,16 @@ from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
 from packstore.torch.reference.provenance import check_arithmetic, check_reference
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.training.arguments import (
-    OF_PACKS,
-    check_arguments,
-    check_own,
-    examples_of_step,
+    REFUSED_WITH_DATASETS,
+    check_packed_trainer_arguments,
+    check_settings,
+    check_trainer_arguments,
     named_settings,
+    set_step_size,
 )
 from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
-from packstore.torch.training.evaluate import tell_unused
+from packstore.torch.training.evaluate import warn_about_unused
 from packstore.torch.training.trainer_steps import (
     PackedSteps,
     check_evaluated,
@@ -70,48 +72,50 @@ from packstore.torch.training.trainer_steps import (
 from packstore.version import VERSION
 
 TOKENIZER_FILES = (
-    *(
-        "tokenizer*",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "vocab*",
-        "merges.txt",
-    ),
-    *("chat_template*", "*.model"),
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "*.model",
 )
+"""Patterns of the files that make the tokenizer of a model."""
 
 
 class PackedTrainer(PackedSteps):
-    """transformers' Trainer, trained on packs.
+    """transformers' Trainer, on packed datasets.
 
     Args:
         model: a folder or hub name of a causal LM, of a reward model for a loss of
-            scores, or of a LoRA adapter; or such a model, which is prepared in place.
-        args: the settings; :mod:`packstore.torch.training.arguments` has those that are
-            refused.
+            scores, or of a LoRA adapter; or a loaded model, which is prepared in place.
+        args: the settings; :mod:`packstore.torch.training.arguments` lists those that
+            are refused.
         train_dataset: a packed dataset, its folder or URL; or a PackedDataset, or a mix
             of them.
         eval_dataset: the same, or several by name. Each example counts once, over all
             ranks.
-        loss: as of :class:`~packstore.torch.PreferenceLoss`; or a loss made by it, or a
-            :class:`~packstore.torch.PolicyLoss`.
+        loss: a name or mix as for :class:`~packstore.torch.PreferenceLoss`; or an
+            instance of it, or of :class:`~packstore.torch.PolicyLoss`.
         loss_parameters: keywords of PreferenceLoss.
         reference: a model, or the folder or hub name of one; default: the policy
             without its adapter, else a frozen copy of it.
-        ref_logps, eval_ref_logps: side datasets in its place, of training and
-            evaluation.
+        ref_logps: side datasets with the reference's log-probs for `train_dataset`.
+        eval_ref_logps: side datasets with the reference's log-probs for `eval_dataset`.
         examples_per_step: mean examples of an optimizer step, over all ranks; default:
             as unpacked, ``per_device_train_batch_size * gradient_accumulation_steps *
             ranks``.
         packs_per_batch: packs of one forward call; default: 1.
-        peft_config: of an adapter to be trained in place of the weights, of PEFT; or
-            members of its LoraConfig, by default with all linear layers.
-        dtype, attention: as of `load_model`; a `dtype` beside a model that is made is
-            refused.
-        head: backend of log-probs, as of :func:`~packstore.torch.segment_logps`.
+        peft_config: a config of PEFT, or members of its LoraConfig, by default with all
+            linear layers. The adapter is trained in place of the weights.
+        dtype: dtype of a model that is loaded, as for `load_model`; it is refused with
+            a loaded model.
+        attention: backend of packed attention, as for `load_model`.
+        head: backend of log-probs, as for :func:`~packstore.torch.segment_logps`.
         compile: ``layers``, ``none``; ``auto``: layers on CUDA devices with Triton.
-        storage_options: of fsspec, for datasets.
-        others: arguments of the Trainer.
+        storage_options: options of fsspec, for datasets.
+        callbacks: callbacks of transformers' Trainer.
+        trainer_arguments: further arguments of transformers' Trainer.
 
     Raises:
         ConfigError: a setting of `args` does not go with packs.
@@ -139,12 +143,15 @@ class PackedTrainer(PackedSteps):
         compile: str = "auto",
         storage_options: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] | None = None,
-        **others: Any,
+        **trainer_arguments: Any,
     ) -> None:
         args = copy.copy(args or TrainingArguments("tmp_trainer"))
-        check_own(PackedTrainer, args, others)
-        check_arguments(args, OF_PACKS, others)
-        given = TrainModelConfig.checked(
+        check_packed_trainer_arguments(PackedTrainer, args, trainer_arguments)
+        check_trainer_arguments(trainer_arguments)
+        check_settings(args, REFUSED_WITH_DATASETS)
+        remedy = "Give a list of them"
+        check_class("argument callbacks", callbacks or (), Sequence, remedy)
+        settings = TrainModelConfig.checked(
             examples_per_step=examples_per_step,
             packs_per_batch=packs_per_batch,
             loss_parameters=loss_parameters or {},
@@ -152,251 +159,331 @@ class PackedTrainer(PackedSteps):
             eval_ref_logps=eval_ref_logps or (),
             storage_options=storage_options or {},
         )
-        check_class(
-            "argument callbacks", callbacks or (), Sequence, "Give a list of them"
-        )
-        self.examples_per_step = examples_of_step(args, examples_per_step)
+
+        # The data and its loss.
+        self.examples_per_step = set_step_size(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
-        self.loss_fn: Any = _make_loss(loss, given["loss_parameters"])
-        self._options = dict(given["storage_options"]) or None
-        train, held_out = self._opened(train_dataset), self._all_opened(eval_dataset)
-        if held_out is not None:
+        self.loss_fn: Any = _make_loss(loss, settings["loss_parameters"])
+        self._storage_options = dict(settings["storage_options"]) or None
+        self._side_urls = {
+            "train": settings["ref_logps"],
+            "eval": settings["eval_ref_logps"],
+        }
+        train_data = self._open(train_dataset)
+        eval_data = self._open_all(eval_dataset)
+        if eval_data is not None:
             check_evaluated("argument eval_dataset", self.loss_fn)
-        self._sides = {"train": given["ref_logps"], "eval": given["eval_ref_logps"]}
-        tell_unused(
-            self.loss_fn, _name_of(reference), *itertools.chain(*self._sides.values())
+        warn_about_unused(
+            self.loss_fn,
+            _name_of(reference),
+            *self._side_urls["train"],
+            *self._side_urls["eval"],
         )
-        needs = self.loss_fn.reference
-        stored = all(
-            data is None or self._sides[part] or has_ref_logps(data)
-            for part, data in (("train", train), ("eval", held_out))
-        )
+
+        # The models.
         set_seed(args.seed)  # a new head is drawn
         load = partial(load_model, dtype=_dtype_of(model, dtype), attention=attention)
-        model = self._load_policy(
-            model, load, needs and not stored and reference is None
+        needs_reference = (
+            self.loss_fn.reference
+            and reference is None
+            and not self._has_stored_reference(train_data, eval_data)
         )
-        self._check_model(model, list(datasets_of(train, held_out)))
-        if isinstance(reference, str | os.PathLike):
-            reference = load(reference) if needs else None
-        elif reference is not None:
-            check_apart(use_packed_attention(reference, attention), model)
-        elif needs and not (peft_config or adapted(model) or stored):
-            reference = copy.deepcopy(model)
+        model = self._load_policy(model, load, with_reference=needs_reference)
+        self._check_model(model, list(datasets_of(train_data, eval_data)))
+        self._reference: Any = None
+        if reference is not None:
+            self._reference = self._load_reference(reference, model, load)
+        elif needs_reference and not peft_config and not adapted(model):
+            self._reference = copy.deepcopy(model)
         if peft_config is not None:
-            model = self._with_adapter(model, peft_config)
+            model = self._add_adapter(model, peft_config)
+        self._let_take_batches(model, head)
+
+        super().__init__(
+            model,
+            args,
+            callbacks=list(callbacks or ()),
+            eval_dataset=eval_data,
+            **trainer_arguments,
+        )
+        self.train_dataset = train_data
+        self._finish_init()
+        self._prove_and_compile(compile)
+
+    def _let_take_batches(self, model: Any, head: str) -> None:
+        """Let the model take packed batches, and return log-probs for the loss."""
         self._head_settings = {"backend": head}
         if isinstance(self.loss_fn, PolicyLoss):
             self._head_settings = {"backend": head, "per_token": True}
         take_batches(model, **self._head_settings)
-        others |= {"callbacks": list(callbacks or ()), "eval_dataset": held_out}
-        super().__init__(model, args, **others)
-        self.train_dataset = train
-        self._reference: Any = reference if needs else None
-        self._prepare_run()
+
+    def _prove_and_compile(self, compile: str) -> None:
+        """Prove that segments are isolated; compile layers, also of the reference."""
         accelerator = self.accelerator
         with accelerator.autocast():
             probe_model(self.model)
-        self._compiled = compile_as_asked(
+        self._has_compiled_layers = compile_as_asked(
             compile, self.model, accelerator.device, accelerator.autocast
         )
-        if self._compiled and self._reference is not None:
+        if self._has_compiled_layers and self._reference is not None:
             compile_layers(self._reference)
 
-    def _opened(self, data: Any) -> Any:
-        """Returns a packed dataset in the place of its folder or URL; refuses other
-        data.
-        """
-        opened = super()._opened(data)
-        if opened is not None and not is_packed(opened):
-            remedy = "Pack the records: packstore.pack(records, folder, tokenizer)"
-            remedy += "; of several datasets, PackedDataset.mix makes one"
-            found = type(opened).__name__
-            raise ConfigError(
-                sentence("dataset", "it must be a packed one", found, remedy)
-            )
-        return opened
+    # Data.
 
-    def _load_policy(self, model: Any, load: partial[Any], as_reference: bool) -> Any:
-        """Loads a model, or prepares it; an adapter also `as_reference`, in a frozen
-        copy.
+    def _open(self, data: Any) -> Any:
+        """Open a packed dataset by its folder or URL; raise for other data."""
+        data = super()._open(data)
+        if data is not None and not is_packed(data):
+            raise ConfigError(
+                sentence(
+                    where="dataset",
+                    rule="it must be a packed one",
+                    found=type(data).__name__,
+                    remedy="Pack the records: packstore.pack(records, folder, "
+                    "tokenizer); of several datasets, PackedDataset.mix makes one",
+                )
+            )
+        return data
+
+    def _has_stored_reference(self, train_data: Any, eval_data: Any) -> bool:
+        """Return True if log-probs of the reference are stored for all data."""
+        for part, data in (("train", train_data), ("eval", eval_data)):
+            if data is None or self._side_urls[part] or has_ref_logps(data):
+                continue
+            return False
+        return True
+
+    # The policy and its reference.
+
+    def _load_policy(
+        self, model: Any, load: partial[Any], *, with_reference: bool
+    ) -> Any:
+        """Load the model, or prepare a loaded one.
+
+        An adapter that is trained further gets a frozen copy, if it needs one as its
+        reference.
         """
-        self._source, self._goes_on = None, False
+        self._source: str | None = None
+        self._is_trained_adapter = False
         if not isinstance(model, str | os.PathLike):
             release_copy(model)
             return use_packed_attention(model, load.keywords["attention"])
-        self._source, self._goes_on = os.fspath(model), is_adapter(model)
-        loaded = load(model, trainable=True, scores=self.loss_fn.scores)
-        if self._goes_on and as_reference:
-            loaded.load_adapter(self._source, REF_ADAPTER, is_trainable=False)
-        return loaded
+        self._source = os.fspath(model)
+        self._is_trained_adapter = is_adapter(model)
+        policy = load(model, trainable=True, scores=self.loss_fn.scores)
+        if self._is_trained_adapter and with_reference:
+            policy.load_adapter(self._source, REF_ADAPTER, is_trainable=False)
+        return policy
 
-    def _check_reference(self, checkpoint: Path | None) -> None:
-        """Refuses log-probs of another reference; of a run that goes on with its own,
-        warns.
-        """
-        data = {"train": self.train_dataset, "eval": self.eval_dataset}
-        given = [
-            (url, data[part]) for part, urls in self._sides.items() for url in urls
-        ]
-        if given and any(dataset is None for _, dataset in given):
-            rule, remedy = (
-                "it must go with a dataset",
-                "Give eval_dataset, or leave it out",
-            )
-            raise ConfigError(sentence("argument eval_ref_logps", rule, "none", remedy))
-        if not given or not self.loss_fn.reference:
-            return
-        known = checkpoint is not None and (
-            read_position(checkpoint)["settings"]["sides"]
-            == self._described()["settings"]["sides"]
-        )
-        device, model, adapter = self.accelerator.device, self.model, self._goes_on
-        if self._reference is not None:
-            model, adapter = self._reference, adapted(self._reference) is not None
+    def _load_reference(self, reference: Any, policy: Any, load: partial[Any]) -> Any:
+        """Load the reference, or prepare a loaded one; None if the loss needs none."""
+        if isinstance(reference, str | os.PathLike):
+            return load(reference) if self.loss_fn.reference else None
+        use_packed_attention(reference, load.keywords["attention"])
+        check_apart(reference, policy)
+        return reference if self.loss_fn.reference else None
 
-        def check() -> None:
-            for url, dataset in given:
-                side = open_side(url, self._options)
-                with self.accelerator.autocast():
-                    if known:
-                        check_arithmetic(side, model, device)
-                    else:
-                        check_reference(
-                            side, model, dataset, adapter=adapter, device=device
-                        )
-
-        run_on_rank_zero(check)
-
-    def _with_adapter(self, model: Any, peft_config: Any) -> Any:
-        """Adds an adapter to a frozen model; untrained, it changes nothing."""
-        if self._goes_on or adapted(model):
-            rule, remedy = (
-                "the model must have no adapter",
-                "Leave it out to train it further",
-            )
+    def _add_adapter(self, model: Any, peft_config: Any) -> Any:
+        """Freeze the model and add an adapter, which changes nothing until trained."""
+        if self._is_trained_adapter or adapted(model):
             raise ConfigError(
-                sentence("peft_config", rule, str(_name_of(model)), remedy)
+                sentence(
+                    where="peft_config",
+                    rule="the model must have no adapter",
+                    found=str(_name_of(model)),
+                    remedy="Leave it out to train it further",
+                )
             )
         with named_settings("peft_config", "PEFT must be able to add it to the model"):
             if isinstance(peft_config, Mapping):
-                known = [field.name for field in fields(LoraConfig)]
-                check_names(
-                    peft_config, known, "PEFT's LoraConfig", "member of peft_config"
-                )
-                task = "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM"
-                usual = {"target_modules": "all-linear", "task_type": task}
-                peft_config = LoraConfig(**usual | dict(peft_config))
-            check_class(
-                "peft_config", peft_config, PeftConfig, "Give members of LoraConfig"
-            )
+                peft_config = self._make_lora_config(peft_config)
+            remedy = "Give members of LoraConfig"
+            check_class("peft_config", peft_config, PeftConfig, remedy)
             return get_peft_model(model.requires_grad_(False), peft_config)
 
-    def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
+    def _make_lora_config(self, members: Mapping[str, Any]) -> LoraConfig:
+        names = [field.name for field in fields(LoraConfig)]
+        check_names(members, names, "PEFT's LoraConfig", "member of peft_config")
+        defaults = {
+            "target_modules": "all-linear",
+            "task_type": "SEQ_CLS" if self.loss_fn.scores else "CAUSAL_LM",
+        }
+        return LoraConfig(**{**defaults, **members})
+
+    def _check_reference(self, checkpoint: Path | None) -> None:
+        """Raise if stored log-probs belong to another reference; a collective call.
+
+        A run that resumes with the same side datasets has trained the model since, so
+        that only the arithmetic is compared.
+        """
+        datasets = {"train": self.train_dataset, "eval": self.eval_dataset}
+        urls_and_datasets = [
+            (url, datasets[part])
+            for part, urls in self._side_urls.items()
+            for url in urls
+        ]
+        for _, dataset in urls_and_datasets:
+            if dataset is None:
+                raise ConfigError(
+                    sentence(
+                        where="argument eval_ref_logps",
+                        rule="it must go with a dataset",
+                        found="none",
+                        remedy="Give eval_dataset, or leave it out",
+                    )
+                )
+        if not urls_and_datasets or not self.loss_fn.reference:
+            return
+
+        has_same_sides = False
+        if checkpoint is not None:
+            old_settings = read_position(checkpoint)["settings"]
+            new_settings = self._describe_run()["settings"]
+            has_same_sides = old_settings["sides"] == new_settings["sides"]
+
+        def check() -> None:
+            for url, dataset in urls_and_datasets:
+                with self.accelerator.autocast():
+                    self._check_side(url, dataset, arithmetic_only=has_same_sides)
+
+        run_on_rank_zero(check)
+
+    def _check_side(self, url: str, dataset: Any, *, arithmetic_only: bool) -> None:
+        """Raise if a side dataset's log-probs are not of this run's reference."""
+        side = open_side(url, self._storage_options)
+        device = self.accelerator.device
+        model = self.model
+        adapter = self._is_trained_adapter
+        if self._reference is not None:
+            model = self._reference
+            adapter = adapted(self._reference) is not None
+        if arithmetic_only:
+            check_arithmetic(side, model, device)
+        else:
+            check_reference(side, model, dataset, adapter=adapter, device=device)
+
+    def _run_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
         if self._reference is None:
-            return super()._online_reference(model, batch)
-        policy, context = self._placed_reference
-        with context():
-            logps: Tensor = policy(batch)
+            return super()._run_reference(model, batch)
+        reference, autocast = self._placed_reference
+        with autocast():
+            logps: Tensor = reference(batch)
         return logps
 
     @cached_property
     def _placed_reference(
         self,
     ) -> tuple[PackedPolicy, Callable[[], AbstractContextManager[Any]]]:
-        """The reference on the device of the run, and what gives it the policy's
-        precision.
-        """
-        accelerator, model = self.accelerator, self._reference
-        policy: Any = PackedPolicy(
-            model.requires_grad_(False), **self._head_settings
-        ).eval()
-        if (
-            self.is_deepspeed_enabled
-        ):  # its engine casts the policy, in place of autocast
-            policy = policy.to(next(self.model.parameters()).dtype)
+        """The reference on the device of the run, and its autocast context."""
+        accelerator = self.accelerator
+        model = self._reference.requires_grad_(False)
+        reference: Any = PackedPolicy(model, **self._head_settings).eval()
+        if self.is_deepspeed_enabled:
+            # Its engine casts the policy, in place of autocast.
+            reference = reference.to(next(self.model.parameters()).dtype)
         if not accelerator.is_fsdp2:
-            return policy.to(accelerator.device), accelerator.autocast
+            return reference.to(accelerator.device), accelerator.autocast
+
         from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
-        policy._no_split_modules = (
-            model._no_split_modules
-        )  # the units that Accelerate shards
-        policy = fsdp2_prepare_model(accelerator, policy)
-        policy.set_reshard_after_forward(True)  # no backward pass follows
-        return policy.to(accelerator.device), nullcontext
+        # Accelerate looks up here which modules it shards as units.
+        reference._no_split_modules = model._no_split_modules
+        reference = fsdp2_prepare_model(accelerator, reference)
+        reference.set_reshard_after_forward(True)  # no backward pass follows
+        return reference.to(accelerator.device), nullcontext
 
-    def _described(self) -> dict[str, dict[str, Any]]:
-        described = super()._described()
-        described["run"]["reference"] = _name_of(self._reference)
-        sides = {part: list(map(display, urls)) for part, urls in self._sides.items()}
-        compiled = "layers" if self._compiled else "none"
-        described["settings"] |= {"sides": sides, "compile": compiled}
-        return described
+    # What is written.
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Saves the model, with the tokenizer files of the folder or hub that it came
-        from.
-        """
-        super()._save(output_dir, state_dict)
-        if self.processing_class is not None or self._source is None:
+    def _describe_run(self) -> dict[str, dict[str, Any]]:
+        description = super()._describe_run()
+        description["run"]["reference"] = _name_of(self._reference)
+        description["settings"]["sides"] = {
+            part: [display(url) for url in urls]
+            for part, urls in self._side_urls.items()
+        }
+        compiled_part = "layers" if self._has_compiled_layers else "none"
+        description["settings"]["compile"] = compiled_part
+        return description
+
+    def save_model(
+        self, output_dir: str | None = None, _internal_call: bool = False
+    ) -> None:
+        """Write the model with the tokenizer files of its folder or hub repository."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save and self.processing_class is None:
+            self._copy_tokenizer(Path(output_dir or self.args.output_dir))
+
+    def _copy_tokenizer(self, folder: Path) -> None:
+        """Copy the tokenizer files that are beside the model that was loaded."""
+        if self._source is None:
             return
-        source = self._source
-        if not Path(source).is_dir():
-            with suppress(
-                Exception
-            ):  # of a hub that is out of reach, files at hand still serve
-                source = snapshot_download(source, allow_patterns=list(TOKENIZER_FILES))
-                self._source = source  # asked once
+        if not Path(self._source).is_dir():
+            # A hub that is out of reach must not cost the run its model.
+            with suppress(Exception):
+                patterns = list(TOKENIZER_FILES)
+                cached = snapshot_download(self._source, allow_patterns=patterns)
+                self._source = cached  # the hub is asked once
         for pattern in TOKENIZER_FILES:
-            for file in filter(Path.is_file, Path(source).glob(pattern)):
-                with suppress(shutil.SameFileError):
-                    shutil.copy(
-                        file, Path(output_dir or self.args.output_dir, file.name)
-                    )
+            for file in Path(self._source).glob(pattern):
+                if file.is_file():
+                    with suppress(shutil.SameFileError):
+                        shutil.copy(file, folder / file.name)
 
-    def create_model_card(self, **given: Any) -> None:
-        """Writes the model's ``README.md``: dataset, loss, settings, results."""
+    def create_model_card(self, **fields: Any) -> None:
+        """Write the model's ``README.md``: dataset, loss, settings and results.
+
+        Args:
+            fields: further fields of its YAML head.
+        """
         if self.is_world_process_zero():
-            text = model_card(self, **given)
+            text = model_card(self, **fields)
             Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
 
 
 def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
-    """Returns the loss of a name, a mix or a function, or one that is made already."""
+    """Return the loss of a name, a mix or a function, or an instance as it is."""
     if not isinstance(loss, StepLoss):
         return PreferenceLoss(loss, **parameters)
     if parameters:
-        where, rule = (
-            "argument loss_parameters",
-            "it must be left out beside a loss that is made",
+        raise ConfigError(
+            sentence(
+                where="argument loss_parameters",
+                rule="it must be left out beside a loss that is made",
+                found=repr(loss),
+                remedy="Make the loss with them",
+            )
         )
-        raise ConfigError(sentence(where, rule, repr(loss), "Make the loss with them"))
     return loss
 
 
 def _dtype_of(model: Any, dtype: Any) -> Any:
-    """Returns the dtype of what is loaded: that of a model that is made, which takes no
-    other.
-    """
-    if dtype is not None and not isinstance(model, str | os.PathLike):
-        where, rule = "argument dtype", "it is of a model that is loaded"
-        found, remedy = (
-            f"{dtype!r} beside {type(model).__name__}",
-            "Give model.to(dtype)",
+    """Return the dtype of models that are loaded: by default the loaded policy's."""
+    if dtype is None:
+        return str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+    if not isinstance(model, str | os.PathLike):
+        raise ConfigError(
+            sentence(
+                where="argument dtype",
+                rule="it is of a model that is loaded",
+                found=f"{dtype!r} beside {type(model).__name__}",
+                remedy="Give model.to(dtype)",
+            )
         )
-        raise ConfigError(sentence(where, rule, found, remedy))
-    return dtype or str(getattr(model, "dtype", "float32")).removeprefix("torch.")
+    return dtype
 
 
 def check_apart(reference: Any, policy: Any) -> None:
-    """Refuses a reference that is trained itself."""
+    """Raise if the reference shares weights that are trained."""
     trained = {id(p) for p in policy.parameters() if p.requires_grad}
     if any(id(p) in trained for p in reference.parameters()):
-        rule = "it must stay as it is while the policy is trained"
-        remedy = "Give a copy, or none: the trainer then makes one"
-        found = "weights that are trained"
-        raise CompatibilityError(sentence("reference", rule, found, remedy))
+        raise CompatibilityError(
+            sentence(
+                where="reference",
+                rule="it must stay as it is while the policy is trained",
+                found="weights that are trained",
+                remedy="Give a copy, or none: the trainer then makes one",
+            )
+        )
 
 
 def _name_of(model: Any) -> str | None:
@@ -408,54 +495,74 @@ def _name_of(model: Any) -> str | None:
     return str(getattr(config, "_name_or_path", "") or type(model).__name__)
 
 
-def model_card(trainer: Any, **front: Any) -> str:
-    """Returns the text; `front`: further fields of its YAML head."""
-    args, state = trainer.args, trainer.state
-    dataset = next(
-        datasets_of(trainer.train_dataset, trainer.eval_dataset)
-    )  # of a mix the first
-    manifest = dataset.manifest
-    started = trainer.accelerator.unwrap_model(trainer.model).config._name_or_path
-    tags = ["packstore", *(front.pop("tags", None) or ())]
-    known = {
-        "base_model": started or None,
-        "library_name": "transformers",
-        "tags": tags,
-    }
-    head = ModelCardData(
-        **{name: value for name, value in {**front, **known}.items() if value}
-    )
-    facts = {
-        "dataset": display(dataset.url),
-        "dataset fingerprint": manifest.fingerprint,
-        "examples of the dataset": f"{manifest.totals.examples:,} of kind "
-        f"{manifest.kind}",
-        "tokenizer sha256": (manifest.provenance.get("tokenizer") or {}).get(
-            "sha256", "unknown"
-        ),
-        "loss": repr(trainer.loss_fn),
-        "optimizer steps": f"{state.global_step:,} of about "
-        f"{trainer.examples_per_step} examples",
-        "packstore": VERSION,
-    }
-    last = {
-        n: v for record in state.log_history for n, v in record.items() if n != "step"
-    }
-    results = {name: f"{value:.6g}" for name, value in last.items()}
-    settings = json.dumps(args.to_sanitized_dict(), indent=1, default=str)
-    longest = max((len(ticks) for ticks in re.findall("`+", settings)), default=0)
-    fence = "`" * max(3, longest + 1)  # one inside a setting would end the block
-    tables = _table("what", facts), _table("metric", results)
+# The model card.
+
+
+def model_card(trainer: Any, **fields: Any) -> str:
+    """Return the text of a model card.
+
+    Args:
+        trainer: the trainer of the model.
+        fields: further fields of the YAML head.
+    """
+    head = _card_head(trainer, fields)
+    title = markdown_text(Path(trainer.args.output_dir).name)
+    facts = _table("what", _card_facts(trainer))
+    results = _table("metric", _card_results(trainer))
+
+    settings = json.dumps(trainer.args.to_sanitized_dict(), indent=1, default=str)
+    # A fence inside a setting would end the block.
+    fences = [len(ticks) for ticks in re.findall("`+", settings)]
+    fence = "`" * max([3, *(length + 1 for length in fences)])
     return (
-        f"---\n{head.to_yaml()}\n---\n# {markdown_text(Path(args.output_dir).name)}\n\n"
-        f"Trained with packstore's PackedTrainer on packed data.\n\n{tables[0]}\n\n"
-        f"## Results\n\n{tables[1]}\n\n"
+        f"---\n{head.to_yaml()}\n---\n# {title}\n\n"
+        f"Trained with packstore's PackedTrainer on packed data.\n\n{facts}\n\n"
+        f"## Results\n\n{results}\n\n"
         f"## Settings\n\n{fence}json\n{settings}\n{fence}\n"
     )
 
 
-def _table(head: str, rows: Mapping[str, object]) -> str:
-    lines = [f"| {head} | value |", "|---|---|"]
+def _card_head(trainer: Any, fields: Mapping[str, Any]) -> ModelCardData:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    head = {
+        **fields,
+        "base_model": model.config._name_or_path,
+        "library_name": "transformers",
+        "tags": ["packstore", *(fields.get("tags") or ())],
+    }
+    return ModelCardData(**{name: value for name, value in head.items() if value})
+
+
+def _card_facts(trainer: Any) -> dict[str, str]:
+    # The first dataset of a mix.
+    dataset = next(datasets_of(trainer.train_dataset, trainer.eval_dataset))
+    manifest = dataset.manifest
+    tokenizer = manifest.provenance.get("tokenizer") or {}
+    return {
+        "dataset": display(dataset.url),
+        "dataset fingerprint": manifest.fingerprint,
+        "examples of the dataset": f"{manifest.totals.examples:,} of kind "
+        f"{manifest.kind}",
+        "tokenizer sha256": tokenizer.get("sha256", "unknown"),
+        "loss": repr(trainer.loss_fn),
+        "optimizer steps": f"{trainer.state.global_step:,} of about "
+        f"{trainer.examples_per_step} examples",
+        "packstore": VERSION,
+    }
+
+
+def _card_results(trainer: Any) -> dict[str, str]:
+    """Return the last value of each metric."""
+    results = {}
+    for record in trainer.state.log_history:
+        for name, value in record.items():
+            if name != "step":
+                results[name] = f"{value:.6g}"
+    return results
+
+
+def _table(title: str, rows: Mapping[str, object]) -> str:
+    lines = [f"| {title} | value |", "|---|---|"]
     for name, value in rows.items():
         lines.append(f"| {markdown_text(name)} | {markdown_text(value)} |")
     return "\n".join(lines)

@@ -6,8 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import islice
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -65,20 +66,22 @@ from packstore.torch.training.evaluate import check_kind, evaluate_batches
 
 logger = logging.getLogger("packstore")
 
-FIRST = 10
-"""The first steps, each of which is logged."""
+FIRST_STEPS = 10
+"""The first steps of a run are logged one by one."""
 
-ENOUGH = 1000
-"""Examples after which some of both sides must have been seen."""
+ENOUGH_EXAMPLES = 1000
+"""After as many examples, a side without any is warned about."""
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
-    """Let the forward call of `model` take a packed batch: it then returns what
-    PackedPolicy does.
+    """Let the forward call of `model` take a packed batch, and return its log-probs.
 
-    The Trainer wraps, saves and loads the model itself, so that log-probs without
-    logits run in the forward call that DDP and FSDP see, and no name of a weight
-    changes.
+    The Trainer wraps, saves and loads the model itself. So log-probs without logits
+    are computed in the forward call that DDP and FSDP see, and names of weights stay.
+
+    Args:
+        model: the model, which is prepared in place.
+        settings: arguments of PackedPolicy.
     """
     PackedPolicy(model, **settings)  # proves the head
     if replaced_forward(model) is None:
@@ -88,8 +91,9 @@ def take_batches(model: nn.Module, **settings: Any) -> None:
 
 
 def set_batch_call(model: nn.Module, **settings: Any) -> None:
-    """Set how a model that takes batches computes them; several trainers may use one in
-    turn.
+    """Set how a model that takes batches computes them.
+
+    Trainers with other settings may use the model in turn.
     """
     replacement: Any = replaced_forward(model)
     replacement.batch_call = partial(policy_output, **settings)
@@ -97,263 +101,291 @@ def set_batch_call(model: nn.Module, **settings: Any) -> None:
 
 def release_copy(model: Any) -> None:
     """Release a model that was copied or saved while a trainer had prepared it."""
-    if isinstance(model, nn.Module) and getattr(
-        replaced_forward(model), "batch_call", None
-    ):
+    if not isinstance(model, nn.Module):
+        return
+    if getattr(replaced_forward(model), "batch_call", None):
         release(model)
 
 
 class StepMetrics(TrainerCallback):  # type: ignore[misc]
-    """Sums metrics and work between two records, and has the first steps recorded.
+    """Sums metrics and work since the last record, and has the first steps recorded.
 
-    Of batches that another collator packs, metrics and tokens alone.
+    If another collator packs the batches, there are no rates: only metrics and tokens.
     """
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.on_train_begin()
 
-    def _restart(self) -> None:
-        self.metrics, self._since = Metrics(), time.perf_counter()
-        self._of_steps, self._examples, self._packs = list[list[float]](), 0, 0
-        self._examples_before = (
-            0  # in the run that this one resumes, since its last record
-        )
-        self._tokens: Tensor | float = 0.0
-        steps = (
-            self.trainer.steps
-        )  # bool() of them would call len(), which looks at all packs
-        self._waited = 0.0 if steps is None else steps.waited
+    def _start_record(self) -> None:
+        self.metrics = Metrics()
+        self._start_time = time.perf_counter()
+        self._num_tokens: Tensor | float = 0.0
+        self._num_examples = 0
+        self._num_packs = 0
+        self._work: list[list[float]] = []  # of each step: tokens, squared lengths
+        # Examples since the last record of the run that this one resumes.
+        self._num_examples_before = 0
+        self._start_wait_seconds = 0.0
+        # Not by truth: bool() calls len(), which looks at all packs.
+        if self.trainer.steps is not None:
+            self._start_wait_seconds = self.trainer.steps.wait_seconds
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
-        """Forgets what a training before it left, but for the record that a resumed run
-        began.
-        """
-        self._restart()
+        """Start anew, or with the sums that a checkpoint holds."""
+        self._start_record()
         if self.trainer._checkpoint is not None:
-            self._resume_record(
-                read_position(self.trainer._checkpoint).get("open_record")
-            )
+            content = read_position(self.trainer._checkpoint)
+            self._resume_record(content.get("open_record"))
         self._first_step = self.trainer.state.global_step
-        self._trained_examples = (
-            0  # of this rank alone, if its batches are not whole steps
-        )
-        self._sides, self._seen, self._is_told = torch.zeros(2), 0, False
+        # Of this rank alone, if its batches are not whole steps.
+        self._num_trained_examples = 0
+        self._num_compared_examples = 0
+        self._side_counts = torch.zeros(2)
+        self._has_checked_sides = False
 
     def open_record(self) -> dict[str, Any]:
         """Return the sums since the last record, over all ranks; a collective call."""
         device = self.trainer.accelerator.device
         return {
-            "examples": self._examples + self._examples_before,
-            "num_tokens": all_reduce_sums([self._tokens], device=device)[0],
+            "examples": self._num_examples + self._num_examples_before,
+            "num_tokens": all_reduce_sums([self._num_tokens], device=device)[0],
             "metrics": self.metrics.totals(),
         }
 
     def _resume_record(self, record: dict[str, Any] | None) -> None:
-        """Begin with the sums of :meth:`open_record`, which one rank holds for all."""
+        """Start with the sums of :meth:`open_record`; the first rank adds them all."""
         if record is None:
             return
         accelerator = self.trainer.accelerator
         share = 1.0 if accelerator.is_main_process else 0.0
-        self._examples_before = record["examples"]
-        self._tokens = share * record["num_tokens"]
+        self._num_examples_before = record["examples"]
+        self._num_tokens = share * record["num_tokens"]
         dtype = wide_dtype(accelerator.device)
-        for name, both in record["metrics"].items():
-            total, count = share * torch.tensor(
-                both, dtype=dtype, device=accelerator.device
-            )
+        for name, sum_and_count in record["metrics"].items():
+            sums = torch.tensor(sum_and_count, dtype=dtype, device=accelerator.device)
+            total, count = share * sums
             self.metrics.add({name: (total, count)})
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Warns, once, if there was nothing to compare; a collective call."""
-        if self._seen and not self._is_told:
-            self._is_told = True
-            sides = all_reduce_sums(
-                [*self._sides], device=self.trainer.accelerator.device
-            )
-            if self.trainer.is_world_process_zero():
-                warn_about_one_sided_data(self.trainer.loss_fn, *sides)
+        """Warn, once, if a side has no examples to compare; a collective call."""
+        if not self._num_compared_examples or self._has_checked_sides:
+            return
+        self._has_checked_sides = True
+        device = self.trainer.accelerator.device
+        num_chosen, num_rejected = all_reduce_sums([*self._side_counts], device=device)
+        if self.trainer.is_world_process_zero():
+            warn_about_one_sided_data(self.trainer.loss_fn, num_chosen, num_rejected)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Follows the Trainer's own callback, which decides what is saved and
-        evaluated.
+        """Log the first and last steps, and each before a checkpoint or evaluation.
+
+        It runs after the Trainer's own callback, which decides about the latter two.
         """
         if self.trainer.steps is None:
             return
         state.epoch = self.trainer.steps.epoch_progress
         if args.logging_strategy != IntervalStrategy.STEPS:
             return
-        due = control.should_save or control.should_evaluate
-        if due or state.global_step <= FIRST or state.global_step >= state.max_steps:
+        is_first = state.global_step <= FIRST_STEPS
+        is_last = state.global_step >= state.max_steps
+        if is_first or is_last or control.should_save or control.should_evaluate:
             control.should_log = True
 
     def add(self, batches: list[PackedBatch]) -> None:
-        """Adds the batches of this rank in one step."""
-        for batch in batches:  # fillers do not count
-            self._tokens = (
-                self._tokens + (batch.lengths * (sequence_weights(batch) > 0)).sum()
-            )
+        """Add the batches of one step on this rank."""
+        for batch in batches:
+            is_counted = sequence_weights(batch) > 0  # False in fillers
+            self._num_tokens = self._num_tokens + (batch.lengths * is_counted).sum()
+
         info = batches[0].step
         if self.trainer.steps is None or info is None:
-            self._trained_examples += sum(batch.num_examples for batch in batches)
+            num_examples = sum(batch.num_examples for batch in batches)
+            self._num_trained_examples += num_examples
             return
-        self._trained_examples += info.examples
-        if isinstance(self.trainer.loss_fn, PreferenceLoss) and not self._is_told:
-            counts = [self.trainer.loss_fn.count_sides(batch) for batch in batches]
-            self._sides, self._seen = (
-                sum(counts, self._sides),
-                self._seen + info.examples,
-            )
-        self._examples += info.examples
-        self._packs += sum(batch.num_packs for batch in batches)
-        tokens = sum(batch.num_tokens for batch in batches)
-        squares = sum(
-            float(batch.cu_seqlens.diff().double().square().sum()) for batch in batches
-        )
-        self._of_steps.append([tokens, squares])
+
+        self._num_trained_examples += info.examples
+        self._num_examples += info.examples
+        self._num_packs += sum(batch.num_packs for batch in batches)
+        self._add_work(batches)
+        loss_fn = self.trainer.loss_fn
+        if isinstance(loss_fn, PreferenceLoss) and not self._has_checked_sides:
+            self._num_compared_examples += info.examples
+            for batch in batches:
+                self._side_counts = loss_fn.count_sides(batch) + self._side_counts
+
+    def _add_work(self, batches: list[PackedBatch]) -> None:
+        tokens = 0.0
+        squared_lengths = 0.0
+        for batch in batches:
+            lengths = batch.cu_seqlens.diff().double()
+            tokens += batch.num_tokens
+            squared_lengths += float(lengths.square().sum())
+        self._work.append([tokens, squared_lengths])
 
     def close(self) -> dict[str, float]:
-        """Returns means and rates over all ranks, and starts anew; a collective call.
+        """Return means and rates over all ranks, and start anew; a collective call.
 
-        `num_tokens` is the number of tokens of the sequences, each with its prompt, as
-        TRL counts.
+        `num_tokens` counts the tokens of the sequences, each with its prompt, as TRL
+        does.
         """
         record = self.metrics.means()
-        if not record:  # no step since
+        if not record:  # no step since the last record
             return {}
         device = self.trainer.accelerator.device
-        record["num_tokens"] = all_reduce_sums([self._tokens], device=device)[0]
-        if math.isnan(
-            record["loss"]
-        ):  # of no pair; the Trainer's own is nan, too, if it diverged
+        record["num_tokens"] = all_reduce_sums([self._num_tokens], device=device)[0]
+        if math.isnan(record["loss"]):
+            # No pair was in these steps. In a run that diverged, the Trainer's own
+            # loss is NaN, too.
             del record["loss"]
-        if self._seen >= ENOUGH:
+        if self._num_compared_examples >= ENOUGH_EXAMPLES:
             self.on_train_end()
         if self.trainer.steps is not None:
-            record |= self._rates(self.trainer.steps)
-            record["examples"] += self._examples_before
-        self._restart()
+            record |= self._throughput(self.trainer.steps)
+            record["examples"] += self._num_examples_before
+        self._start_record()
         return record
 
     def summary_rates(self, seconds: float) -> dict[str, float]:
-        """Return the rates of a whole call of `train`, from its time; a collective
-        call.
+        """Return the rates of a call of `train` of so many seconds; a collective call.
 
-        The Trainer's own assume that every step holds as many examples as were asked
-        for.
+        The Trainer's own assume that every step holds as many examples as requested.
         """
         if not seconds:
             return {}
         trainer = self.trainer
-        examples = float(self._trained_examples)
+        num_examples = float(self._num_trained_examples)
         if trainer.steps is None:
-            examples = all_reduce_sums([examples], device=trainer.accelerator.device)[0]
-        steps = trainer.state.global_step - self._first_step
+            device = trainer.accelerator.device
+            num_examples = all_reduce_sums([num_examples], device=device)[0]
+        num_steps = trainer.state.global_step - self._first_step
         return {
-            "train_samples_per_second": round(examples / seconds, 3),
-            "train_steps_per_second": round(steps / seconds, 3),
+            "train_samples_per_second": round(num_examples / seconds, 3),
+            "train_steps_per_second": round(num_steps / seconds, 3),
         }
 
-    def _rates(self, steps: Steps) -> dict[str, float]:
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        waited = (steps.waited - self._waited) / seconds
-        own = [self._packs, waited, *(x for step in self._of_steps for x in step)]
-        accelerator = self.trainer.accelerator
-        here = torch.tensor(
-            [own], dtype=wide_dtype(accelerator.device), device=accelerator.device
-        )
-        ranks = accelerator.gather(here).cpu()
-        work = ranks[:, 2:].unflatten(1, (-1, 2))  # [ranks, steps, tokens and squares]
-        (packs, waited), tokens = (
-            ranks[:, :2].sum(0).tolist(),
-            float(work[..., 0].sum()),
-        )
-        size = max(
-            dataset.manifest.pack_size for dataset in steps.loader.data.stream.datasets
-        )
+    def _throughput(self, steps: Steps) -> dict[str, float]:
+        """Return rates and balance over all ranks; a collective call."""
+        seconds = max(time.perf_counter() - self._start_time, 1e-9)
+        wait_share = (steps.wait_seconds - self._start_wait_seconds) / seconds
+
+        packs = self._gather([self._num_packs])  # [ranks]
+        wait_shares = self._gather([wait_share])  # [ranks]
+        work = self._gather([self._work])  # [ranks, steps, 2]: tokens, squared lengths
+        num_tokens = float(work[..., 0].sum())
+
+        datasets = steps.loader.data.stream.datasets
+        pack_size = max(dataset.manifest.pack_size for dataset in datasets)
         record = {
-            "examples": self._examples,
-            "tokens": tokens,
-            "examples_per_second": self._examples / seconds,
-            "tokens_per_second": tokens / seconds,
-            "fill": tokens / (packs * size),
-            "data_wait": waited / len(ranks),
+            "examples": self._num_examples,
+            "tokens": num_tokens,
+            "examples_per_second": self._num_examples / seconds,
+            "tokens_per_second": num_tokens / seconds,
+            "fill": num_tokens / (float(packs.sum()) * pack_size),
+            "data_wait": float(wait_shares.mean()),
         }
-        if len(ranks) > 1:  # each step waits for the rank with the most work
-            over = (work.amax(0).sum(0) / work.mean(0).sum(0)).tolist()
-            record |= zip(("slowest/tokens", "slowest/squares"), over, strict=True)
-            record["slowest/data_wait"] = float(ranks[:, 1].max())
+        if len(work) > 1:
+            record["slowest/tokens"] = slowdown(work[..., 0])
+            record["slowest/squares"] = slowdown(work[..., 1])
+            record["slowest/data_wait"] = float(wait_shares.max())
         return record
+
+    def _gather(self, values: Any) -> Tensor:
+        """Gather numbers of all ranks on the CPU; the first dimension is the rank."""
+        accelerator = self.trainer.accelerator
+        dtype = wide_dtype(accelerator.device)
+        tensor = torch.tensor(values, dtype=dtype, device=accelerator.device)
+        gathered: Tensor = accelerator.gather(tensor).cpu()
+        return gathered
+
+
+def slowdown(work: Tensor) -> float:
+    """Return the slowest rank's time over the mean, as ranks wait for each other.
+
+    Args:
+        work: `[ranks, steps]`, a measure of each rank's work in each step.
+    """
+    slowest = work.amax(dim=0).sum()
+    mean = work.mean(dim=0).sum()
+    return float(slowest / mean)
 
 
 class PackedSteps(DataMixin, CheckpointMixin):
-    """Goes before another Trainer: trains and evaluates on packed batches by a loss of
-    packstore.
+    """Mixin for a Trainer: trains and evaluates on packed batches by a packstore loss.
 
-    A packed dataset is dealt to the ranks, batched by step and resumed by packstore; of
-    batches that another collator packs, the Trainer's accumulation makes a step.
+    A packed dataset is dealt to the ranks, batched by step and resumed by packstore. If
+    another collator packs the batches, the Trainer's accumulation makes a step.
     """
 
     runs_whole_steps = True
-    """Its batches are steps of the loader; of other Trainers that is checked."""
+    """True: its batches are steps of the loader. Other Trainers are checked for it."""
 
-    _guard: FirstStepCheck | None = None
-    _head_settings: Mapping[str, Any] = MappingProxyType({})  # of PackedPolicy
     args: Any
     control: Any
-    _evaluation_prefix = ""
-    _evaluated_batches = 0
 
-    def _prepare_run(self) -> None:
-        """Completes the constructor, after that of the Trainer."""
+    # Arguments of PackedPolicy, for the log-probs of the model.
+    _head_settings: Mapping[str, Any] = MappingProxyType({})
+    _guard: FirstStepCheck | None = None
+    # True while the Trainer makes optimizer and schedule of its settings.
+    _is_preparing = False
+    _evaluation_prefix = ""
+    _num_evaluated_batches = 0
+
+    def _finish_init(self) -> None:
+        """Complete the constructor, after the constructor of the Trainer."""
         self.args = hide_tokens(self.args)
-        if type(self).prediction_step is not PackedSteps.prediction_step:
-            rule, remedy = (
-                "prediction_step must stay",
-                "Override evaluation_loop, which calls none",
-            )
-            raise ConfigError(
-                sentence(type(self).__name__, rule, "one of its own", remedy)
-            )
-        if self.args.deepspeed and not self.is_deepspeed_enabled:
-            rule, found = (
-                "Accelerate runs it on accelerators only",
-                self.args.device.type,
-            )
-            raise ConfigError(
-                sentence("setting deepspeed", rule, found, "Leave it out")
-            )
-        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
-            rule, remedy = "its version must be 2", "Set version: 2 in fsdp_config"
-            raise ConfigError(sentence("setting fsdp", rule, "version 1", remedy))
+        self._check_setup()
         self._step_metrics = StepMetrics(self)
         self.add_callback(self._step_metrics)
-        # The divisor of the step has scaled it; older transformers know the second name
-        # alone.
-        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
+        # The divisor of the step has scaled the loss already. Older releases of
+        # transformers only know the second name.
+        self.loss_is_scaled_for_ga = True
+        self.model_accepts_loss_kwargs = True
         # It hides a loss that is not finite, and waits for the device in every step.
         self.args.logging_nan_inf_filter = False
-        if self.accelerator.is_fsdp2 and self.accelerator.mixed_precision == "bf16":
+        accelerator = self.accelerator
+        if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
             # Accelerate's own policy rounds outputs, which are log-probs, and sums of
             # gradients to bfloat16, and copies the layout of a row for each layer.
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = (
-                MixedPrecisionPolicy(
-                    param_dtype=torch.bfloat16,
-                    reduce_dtype=torch.float32,
-                    cast_forward_inputs=False,
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=False,
+            )
+            accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
+    def _check_setup(self) -> None:
+        """Raise for a subclass or a backend that cannot train on packs."""
+        if type(self).prediction_step is not PackedSteps.prediction_step:
+            raise ConfigError(
+                sentence(
+                    where=type(self).__name__,
+                    rule="prediction_step must stay",
+                    found="one of its own",
+                    remedy="Override evaluation_loop, which calls none",
+                )
+            )
+        if self.args.deepspeed and not self.is_deepspeed_enabled:
+            raise ConfigError(
+                sentence(
+                    where="setting deepspeed",
+                    rule="Accelerate runs it on accelerators only",
+                    found=self.args.device.type,
+                    remedy="Leave it out",
+                )
+            )
+        if self.is_fsdp_enabled and not self.accelerator.is_fsdp2:
+            raise ConfigError(
+                sentence(
+                    where="setting fsdp",
+                    rule="its version must be 2",
+                    found="version 1",
+                    remedy="Set version: 2 in fsdp_config",
                 )
             )
 
-    def _open_record(self) -> dict[str, Any] | None:
-        """Return the sums since the last record; None: a step is in hand, and runs
-        anew.
-        """
-        if self.steps is None or self.steps.yielded != self.state.global_step:
-            return None
-        return self._step_metrics.open_record()
-
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
-        """Refuses data and a model that do not belong to the loss, or to each other."""
+        """Raise if model, datasets and loss do not belong together."""
         if isinstance(self.loss_fn, PreferenceLoss):
             check_kind(self.loss_fn, model)
             for dataset in datasets:
@@ -361,58 +393,123 @@ class PackedSteps(DataMixin, CheckpointMixin):
         check_same_tokenizer([dataset.manifest for dataset in datasets])
         for dataset in datasets:
             check_model(dataset, model)
-        if self.loss_fn.router_aux_loss_coef and (
-            self.loss_fn.scores or router_settings(model) is None
-        ):
-            rule = (
-                "the model's config must have output_router_logits and "
-                "router_aux_loss_coef > 0"
+        if self.loss_fn.router_aux_loss_coef:
+            self._check_routers(model)
+
+    def _check_routers(self, model: Any) -> None:
+        """Raise if the loss has a router term, and the model returns none."""
+        if router_settings(model) is not None and not self.loss_fn.scores:
+            return
+        raise ConfigError(
+            sentence(
+                where="loss parameter router_aux_loss_coef",
+                rule="the model's config must have output_router_logits and "
+                "router_aux_loss_coef > 0",
+                found=type(unwrapped(model)).__name__,
+                remedy="Leave it out, or add them to its config.json",
             )
-            found = type(unwrapped(model)).__name__
-            remedy = "Leave it out, or add them to its config.json"
-            raise ConfigError(
-                sentence("loss parameter router_aux_loss_coef", rule, found, remedy)
-            )
+        )
+
+    # A training run.
 
     def train(
         self,
         resume_from_checkpoint: str | PathLike[str] | bool | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Trains; `resume_from_checkpoint`: a folder, or True: the newest that is
-        whole, if any.
+        """Train; afterwards the model is as ready for other uses as before.
+
+        Args:
+            resume_from_checkpoint: a folder; True: the newest whole checkpoint in the
+                output folder, if there is one.
+            kwargs: further arguments of the Trainer's method.
         """
-        found = self._checkpoint_of(resume_from_checkpoint)
+        checkpoint = self._find_checkpoint(resume_from_checkpoint)
         if is_packed(self.train_dataset):
-            self._checkpoint = None if found is None else Path(found)
-            if self._checkpoint:
-                self._check_unchanged(self._checkpoint)
+            self._checkpoint = None if checkpoint is None else Path(checkpoint)
+            if self._checkpoint is not None:
+                self._check_same_run(self._checkpoint)
         if self.args.should_save:
             remove_torn_checkpoints(
                 Path(self.args.output_dir),
-                resumed=Path(found) if isinstance(found, str) else None,
+                resumed=Path(checkpoint) if isinstance(checkpoint, str) else None,
                 limit=self.args.save_total_limit,
             )
         self._check_trained()
         self._check_reference(self._checkpoint)
         self._guard = None
-        if found is None and isinstance(self.loss_fn, PreferenceLoss):
+        if checkpoint is None and isinstance(self.loss_fn, PreferenceLoss):
             self._guard = FirstStepCheck(self.loss_fn)
-        self._take_model()
-        try:
-            return super().train(found, **kwargs)
-        finally:
-            self._release_model()
 
-    def _take_model(self) -> None:
+        save_total_limit = self.args.save_total_limit
+        self._is_preparing = False
+        self._set_up_model()
+        try:
+            with self._naming_settings_while_preparing():
+                output = super().train(checkpoint, **kwargs)
+        finally:
+            # The end of a training has changed it, see `_prepare_end`.
+            self.args.save_total_limit = save_total_limit
+            self._release_model()
+        self._remove_all_but_best()
+        return output
+
+    def _find_checkpoint(self, resume_from_checkpoint: Any) -> Any:
+        """Return the checkpoint to resume from, None, or True: the Trainer looks."""
+        if resume_from_checkpoint in (None, False):
+            return None
+        if resume_from_checkpoint is not True:
+            path = resume_from_checkpoint
+            if isinstance(path, PathLike):
+                path = str(path)
+            where = "argument resume_from_checkpoint"
+            check_class(where, path, str, "Give a folder, or True")
+            return path
+        newest = newest_checkpoint(self.args.output_dir)
+        if newest is None and not is_packed(self.train_dataset):
+            return True  # it may be a checkpoint of TRL's own trainer
+        if newest is None and self.is_world_process_zero():
+            logger.warning(
+                "%s holds no whole checkpoint to resume from: training starts anew",
+                self.args.output_dir,
+            )
+        return newest
+
+    def _check_trained(self) -> None:
+        """Raise if no parameter requires gradients, or the optimizer holds none that
+        do.
+        """
+        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
+        remedy = "Set requires_grad"
+        is_prepared = hasattr(self.optimizer, "accelerator_state")
+        if self.optimizer is not None and not is_prepared:
+            where = "argument optimizers"
+            check_class(where, self.optimizer, Optimizer, "Give one that is made")
+            for_optimizer: set[int] = set()
+            for group in self.optimizer.param_groups:
+                for_optimizer.update(id(p) for p in group["params"])
+            trained &= for_optimizer
+            remedy = "Make the optimizer of this model's parameters, or leave it out"
+        if not trained:
+            raise CompatibilityError(
+                sentence(
+                    where=type(self.model).__name__,
+                    rule="some of its weights must be trained",
+                    found="none",
+                    remedy=remedy,
+                )
+            )
+
+    def _check_reference(self, checkpoint: Path | None) -> None:
+        """Raise for stored log-probs of another reference; a collective call."""
+
+    def _set_up_model(self) -> None:
         """Set the model up for this trainer: others may have used it since."""
         set_batch_call(self.model, **self._head_settings)
         take_back_attention(self.model)
 
     def _release_model(self) -> None:
-        """Leave the model as it was before Accelerate prepared it, for any
-        further use.
-        """
+        """Undo Accelerate's changes to the model, so that it serves any further use."""
         if not self._is_sharded():
             release(self.model)
             self.model_wrapped = self.model
@@ -421,110 +518,101 @@ class PackedSteps(DataMixin, CheckpointMixin):
         """Return True if the run has changed the model itself, for good."""
         return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
-    def _checkpoint_of(self, resume_from_checkpoint: Any) -> Any:
-        """Return the checkpoint to resume from, or None; True: one that the Trainer
-        looks for.
+    @contextmanager
+    def _naming_settings_while_preparing(self) -> Iterator[None]:
+        """Re-raise errors of transformers as ConfigError while it reads its settings.
+
+        Between the two methods below it makes optimizer and schedule. Later errors may
+        have any cause, and stay as they are.
         """
-        if resume_from_checkpoint in (None, False):
-            return None
-        if resume_from_checkpoint is not True:
-            path = resume_from_checkpoint
-            path = str(path) if isinstance(path, PathLike) else path
-            check_class(
-                "argument resume_from_checkpoint", path, str, "Give a folder, or True"
-            )
-            return path
-        newest = newest_checkpoint(self.args.output_dir)
-        if newest is None and not is_packed(self.train_dataset):
-            return True  # it may be of TRL's own trainer
-        if newest is None and self.is_world_process_zero():
-            text = "%s holds no whole checkpoint to resume from: training starts anew"
-            logger.warning(text, self.args.output_dir)
-        return newest
+        try:
+            yield
+        except Exception:
+            if not self._is_preparing:
+                raise
+            with named_settings():
+                raise
 
-    def _check_trained(self) -> None:
-        """Refuses a model of which nothing is trained, or not by the optimizer that was
-        given.
-        """
-        trained = {id(p) for p in self.model.parameters() if p.requires_grad}
-        rule, remedy = "some of its weights must be trained", "Set requires_grad"
-        if self.optimizer is not None and not hasattr(
-            self.optimizer, "accelerator_state"
-        ):
-            check_class(
-                "argument optimizers",
-                self.optimizer,
-                Optimizer,
-                "Give one that is made",
-            )
-            trained &= {
-                id(p) for group in self.optimizer.param_groups for p in group["params"]
-            }
-            remedy = "Make the optimizer of this model's parameters, or leave it out"
-        if not trained:
-            raise CompatibilityError(
-                sentence(type(self.model).__name__, rule, "none", remedy)
-            )
+    def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
+        """Count epochs and steps, as the last act before optimizer and schedule."""
+        values = super().set_initial_training_values(args, dataloader)
+        self._is_preparing = True
+        return values
 
-    def _check_reference(self, checkpoint: Path | None) -> None:
-        """Refuses log-probs of another reference; a collective call."""
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """Create the schedule, the last thing that is made of the settings."""
+        schedule = super().create_scheduler(*args, **kwargs)
+        self._is_preparing = False
+        return schedule
 
-    def _prepare_for_training(self, *args: Any) -> Any:
-        """Makes optimizer and schedule, of whose settings transformers raises errors of
-        its own.
-        """
-        with named_settings():
-            return super()._prepare_for_training(*args)
+    # A step.
 
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Finds the metric by its name in an evaluation, or names it."""
-        with named_settings():
-            return bool(super()._determine_best_metric(*args, **kwargs))
-
-    def _get_num_items_in_batch(
-        self, batch_samples: list[Any], device: Any
-    ) -> StepDivisor | None:
-        """Counts the whole step, over its batches and all ranks."""
-        batches = [batch for samples in batch_samples for batch in _as_list(samples)]
-        if not batches:
-            return None
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
+    ) -> tuple[list[Any], StepDivisor | None]:
+        """Return the items of a step, and its divisor over all batches and ranks."""
+        items = list(islice(epoch_iterator, num_batches))
+        if not items:
+            return [], None
+        batches = [batch for item in items for batch in _as_list(item)]
         divisor = count_step(batches, self.loss_fn, device=self.accelerator.device)
-        return divisor.averaged(self.accelerator.num_processes)
+        # DDP and FSDP average gradients over the ranks.
+        return items, divisor.averaged(self.accelerator.num_processes)
 
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Runs batches of one step; returns the part of this rank, times the ranks."""
-        batches, total = _as_list(inputs), torch.zeros((), device=self.args.device)
-        if (step := batches[-1].step) is not None and step.batches != len(batches):
-            rule, remedy = (
-                "it must yield whole steps",
-                "Return that of PackedTrainer, or its like",
-            )
-            found = f"{len(batches)} of the {step.batches} batches of one"
-            raise ConfigError(sentence("get_train_dataloader", rule, found, remedy))
+        """Run the batches of a step, or one of them; return its part of the loss.
+
+        The part of this rank is multiplied by the ranks, as the Trainer averages them.
+        """
+        batches = _as_list(inputs)
+        self._check_whole_step(batches)
         self._step_metrics.add(batches)
         take_back_attention(self.model)  # a callback may have set another
+        gradient_state = self.accelerator.gradient_state
+        total = torch.zeros((), device=self.args.device)
         for number, batch in enumerate(batches, start=1):
-            last = number == len(batches)
-            if isinstance(
-                inputs, list
-            ):  # the whole step; DeepSpeed's engine steps at its end
-                self.accelerator.gradient_state._set_sync_gradients(last)
-            # FSDP2 would hold whole gradients between batches that it does not reduce.
-            each = self.accelerator.gradient_state.plugin_kwargs.get(
-                "sync_each_batch", False
-            )
-            reduced = (
-                last or each or self.accelerator.is_fsdp2 or self.is_deepspeed_enabled
-            )
-            with nullcontext() if reduced else self.accelerator.no_sync(model):
-                total += super().training_step(model, batch, num_items_in_batch)
+            is_last = number == len(batches)
+            if isinstance(inputs, list):
+                # A whole step. DeepSpeed's engine steps where gradients are synced.
+                gradient_state._set_sync_gradients(is_last)
+            with self._gradient_reduction(model, is_last=is_last):
+                placed = self._place(batch)
+                total += super().training_step(model, placed, num_items_in_batch)
         return total
 
-    def _prepare_inputs(self, inputs: PackedBatch) -> PackedBatch:
-        check_ids(inputs, self.model)
-        return inputs.to(self.accelerator.device, non_blocking=True)
+    def _check_whole_step(self, batches: list[PackedBatch]) -> None:
+        """Raise if a loader of the user's own yields parts of a step."""
+        info = batches[-1].step
+        if info is None or info.batches == len(batches):
+            return
+        raise ConfigError(
+            sentence(
+                where="get_train_dataloader",
+                rule="it must yield whole steps",
+                found=f"{len(batches)} of the {info.batches} batches of one",
+                remedy="Return the loader of PackedTrainer, or a similar one",
+            )
+        )
+
+    def _gradient_reduction(
+        self, model: Any, *, is_last: bool
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which gradients are reduced over ranks only if needed."""
+        plugin_settings = self.accelerator.gradient_state.plugin_kwargs
+        if is_last or plugin_settings.get("sync_each_batch", False):
+            return nullcontext()
+        # FSDP2 would hold whole gradients between batches that it does not reduce.
+        if self.accelerator.is_fsdp2 or self.is_deepspeed_enabled:
+            return nullcontext()
+        without_reduction: AbstractContextManager[Any] = self.accelerator.no_sync(model)
+        return without_reduction
+
+    def _place(self, batch: PackedBatch) -> PackedBatch:
+        """Return the batch on the device of the run."""
+        check_ids(batch, self.model)
+        return batch.to(self.accelerator.device, non_blocking=True)
 
     def compute_loss(
         self,
@@ -533,72 +621,86 @@ class PackedSteps(DataMixin, CheckpointMixin):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Computes the part of a step's loss that one batch adds; its outputs are
-        log-probs.
+        """Compute the part that one batch adds to a step's loss.
 
-        Of a subclass's own, records of training have the mean over steps; `eval_loss`
-        is of `loss_fn`.
+        If a subclass overrides it, records of training have the mean of its loss over
+        steps; `eval_loss` is always of `loss_fn`.
+
+        Returns:
+            The loss; with `return_outputs` also log-probs `[S]` in nats.
         """
         check_class("inputs", inputs, PackedBatch, "Give one batch of a step")
         ref_logps = self._reference_logps(model, inputs)
         logps = model(inputs)
-        out = self.loss_fn(
+        output = self.loss_fn(
             logps, inputs, ref_logps=ref_logps, divisor=num_items_in_batch
         )
         if model.training:
             if self._guard is not None:
                 self._guard(logps, inputs, ref_logps)
-            self._step_metrics.metrics.add(out.metrics)
-        return (out.loss, logps) if return_outputs else out.loss
-
-    def prediction_step(
-        self,
-        model: Any,
-        inputs: Any,
-        prediction_loss_only: bool,
-        ignore_keys: Any = None,
-    ) -> tuple[Tensor, Tensor | None, None]:
-        """Returns loss and log-probs `[S]` of a batch, or of a list; evaluation does
-        without.
-        """
-        batches = map(self._prepare_inputs, _as_list(inputs))
-        with torch.no_grad(), evaluating(model):
-            outs = [
-                self.compute_loss(model, batch, return_outputs=True)
-                for batch in batches
-            ]
-        loss = torch.stack([loss for loss, _ in outs]).sum()
-        return (
-            loss,
-            None if prediction_loss_only else torch.cat([x for _, x in outs]),
-            None,
-        )
-
-    def floating_point_ops(self, inputs: Any) -> int:
-        """Returns 0: what the Trainer estimates counts padding."""
-        return 0
+            self._step_metrics.metrics.add(output.metrics)
+        return (output.loss, logps) if return_outputs else output.loss
 
     @torch.no_grad()
     def _reference_logps(self, model: Any, batch: PackedBatch) -> Tensor | None:
-        """Returns log-probs of the reference, `[S]`; None: the batch has them, or none
-        is needed.
+        """Return log-probs `[S]` of the reference, in nats, where a forward is needed.
 
-        They may come of side data, with a PackedDataset, or from TRL.
+        None: the loss needs none, or the batch has them from side data or from TRL.
         """
         if not self.loss_fn.reference or batch.ref_logps is not None:
             return None
-        return self._online_reference(model, batch)
+        return self._run_reference(model, batch)
 
-    def _online_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
-        """Runs the reference: here the policy itself, by its frozen adapter or without
-        any.
+    def _run_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
+        """Run the policy as its own reference, with its frozen adapter or without any.
+
+        None: it has no adapter.
         """
-        inner = adapted(self.accelerator.unwrap_model(model))
-        if inner is None:
+        peft_model = adapted(self.accelerator.unwrap_model(model))
+        if peft_model is None:
             return None
-        with as_reference(model, inner):
+        with as_reference(model, peft_model):
             logps: Tensor = model(batch)
         return logps
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """Return 0: the Trainer's estimate would count padding."""
+        return 0
+
+    # Evaluation.
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Return metrics, as the Trainer does; see :meth:`evaluation_loop`."""
+        metrics: dict[str, float] = super().evaluate(
+            eval_dataset, ignore_keys, metric_key_prefix
+        )
+        # With several datasets, the Trainer calls this method for each.
+        is_of_all = eval_dataset is None and metric_key_prefix == "eval"
+        if self.is_in_train and is_of_all:
+            self._check_best_metric(metrics)
+        return metrics
+
+    def _check_best_metric(self, metrics: Mapping[str, float]) -> None:
+        """Raise if no metric has the name in `metric_for_best_model`."""
+        name = self.args.metric_for_best_model
+        if name is None:
+            return
+        if not name.startswith("eval_"):
+            name = f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(
+                sentence(
+                    where="setting metric_for_best_model",
+                    rule="it must be a metric of the evaluation",
+                    found=name,
+                    remedy=f"Choose one of: {', '.join(sorted(metrics))}",
+                )
+            )
 
     def evaluation_loop(
         self,
@@ -608,24 +710,16 @@ class PackedSteps(DataMixin, CheckpointMixin):
         ignore_keys: Any = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Computes metrics of each example once, over all ranks; predictions are a row
-        for each.
+        """Compute metrics with each example counted once, over all ranks.
+
+        Unless `prediction_loss_only`, predictions are a table with a row for each
+        example.
         """
-        check_evaluated("evaluation", self.loss_fn)
-        dataset = None
-        if isinstance(dataloader, PackedDataLoader):
-            dataset = dataloader.data.stream.datasets[0]
-            for each in dataloader.data.stream.datasets if prediction_loss_only else ():
-                self.loss_fn.check_data(each)
-        elif prediction_loss_only is not True:
-            where, rule = "predict", "it must be asked for rows of a packed dataset"
-            raise ConfigError(
-                sentence(where, rule, "another dataset", "Give its folder")
-            )
-        self._take_model()
-        if hasattr(
-            self.optimizer, "eval"
-        ):  # of schedule-free ones; a step turns it back
+        has_rows = prediction_loss_only is not True
+        datasets = self._check_evaluated(dataloader, has_rows=has_rows)
+        self._set_up_model()
+        if hasattr(self.optimizer, "eval"):
+            # A schedule-free optimizer holds other weights; a step turns it back.
             self.optimizer.eval()
         self._evaluation_prefix = metric_key_prefix
         self.callback_handler.eval_dataloader = dataloader
@@ -636,31 +730,49 @@ class PackedSteps(DataMixin, CheckpointMixin):
                 self.loss_fn,
                 partial(self._reference_logps, model),
                 self.args.device,
-                dataset,
-                rows=prediction_loss_only is not True,
+                datasets[0] if datasets else None,
+                rows=has_rows,
             )
+
         means = dict(figures["metrics"])
-        number = int(means.pop("examples"))
+        num_examples = int(means.pop("examples"))
         if self.state.num_input_tokens_seen:
             means["num_tokens"] = float(self.state.num_input_tokens_seen)
         metrics = {
             f"{metric_key_prefix}_{name}": value for name, value in means.items()
         }
-        return EvalLoopOutput(figures.get("rows"), None, metrics, number)
+        return EvalLoopOutput(figures.get("rows"), None, metrics, num_examples)
+
+    def _check_evaluated(self, dataloader: Any, *, has_rows: bool) -> list[Dataset]:
+        """Raise if the loss cannot evaluate the data; return its packed datasets."""
+        check_evaluated("evaluation", self.loss_fn)
+        if not isinstance(dataloader, PackedDataLoader):
+            if has_rows:
+                raise ConfigError(
+                    sentence(
+                        where="predict",
+                        rule="it must be asked for rows of a packed dataset",
+                        found="another dataset",
+                        remedy="Give its folder",
+                    )
+                )
+            return []
+        datasets = list(dataloader.data.stream.datasets)
+        if not has_rows:
+            for dataset in datasets:
+                self.loss_fn.check_data(dataset)
+        return datasets
 
     @contextmanager
     def _model_to_evaluate(self) -> Iterator[Any]:
-        """Yield the model as it is trained: prepared by Accelerate, outside of training
-        for now.
-        """
+        """Yield the model that Accelerate prepared; outside of training prepare it."""
         if self.is_in_train:
             yield self.model_wrapped
         elif self._is_sharded():
             if not self.accelerator._models:
-                prepared = self.accelerator.prepare_model(
+                self.model_wrapped = self.accelerator.prepare_model(
                     self.model, evaluation_mode=True
                 )
-                self.model_wrapped = prepared
             yield self.model_wrapped
         else:
             try:
@@ -669,17 +781,35 @@ class PackedSteps(DataMixin, CheckpointMixin):
                 self._release_model()
 
     def _report_batches(self, dataloader: Any) -> Iterator[PackedBatch]:
-        """Yield the batches of an evaluation; callbacks hear of each when it is
-        computed.
-        """
-        self._evaluated_batches = 0
+        """Yield the batches of an evaluation; call callbacks after each."""
+        self._num_evaluated_batches = 0
         for batch in dataloader:
             yield batch
-            self._evaluated_batches += 1
-            handler = self.callback_handler
-            self.control = handler.on_prediction_step(
+            self._num_evaluated_batches += 1
+            self.control = self.callback_handler.on_prediction_step(
                 self.args, self.state, self.control
             )
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        ignore_keys: Any = None,
+    ) -> tuple[Tensor, Tensor | None, None]:
+        """Return loss and log-probs `[S]` of a batch or a list; not for evaluation."""
+        losses = []
+        logps = []
+        with torch.no_grad(), evaluating(model):
+            for batch in _as_list(inputs):
+                placed = self._place(batch)
+                loss, logps_of_batch = self.compute_loss(
+                    model, placed, return_outputs=True
+                )
+                losses.append(loss)
+                logps.append(logps_of_batch)
+        total = torch.stack(losses).sum()
+        return total, None if prediction_loss_only else torch.cat(logps), None
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return predictions as a table with a row for each example, and metrics."""
@@ -688,62 +818,75 @@ class PackedSteps(DataMixin, CheckpointMixin):
         return output
 
     def _correct_evaluation_rate(self, metrics: dict[str, float]) -> None:
-        """Count the batches that ran: the Trainer divides by
+        """Count the batches that ran: the Trainer divides the number of examples by
         `per_device_eval_batch_size`.
         """
         prefix = self._evaluation_prefix
         seconds = metrics.get(f"{prefix}_runtime")
         if prefix and seconds:
-            rate = self._evaluated_batches / seconds
+            rate = self._num_evaluated_batches / seconds
             metrics[f"{prefix}_steps_per_second"] = round(rate, 3)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise: a search needs a model for each trial, and this trainer has prepared
-        one.
+        """Raise: a search needs a model for each trial, and this trainer has one.
 
-        The Trainer's own asks for `model_init`, which is refused.
+        The Trainer's own method would ask for `model_init`, which is refused.
         """
-        where = f"{type(self).__name__}.hyperparameter_search"
-        rule = "every trial must have a model and a trainer of its own"
-        remedy = (
-            "Make the trainer in the objective of the search, as optuna's "
-            "study.optimize has"
+        raise ConfigError(
+            sentence(
+                where=f"{type(self).__name__}.hyperparameter_search",
+                rule="every trial must have a model and a trainer of its own",
+                found="one trainer",
+                remedy="Make the trainer in the objective of the search, as optuna's "
+                "study.optimize has",
+            )
         )
-        raise ConfigError(sentence(where, rule, "one trainer", remedy))
+
+    # Records.
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the metrics since the last record, over all ranks; stops a
-        diverged run.
-        """
-        if (
-            "loss" in logs or "train_loss" in logs
-        ):  # the last record has those of the last steps
-            record = self._step_metrics.close()
-            if record:
-                self.state.num_input_tokens_seen += int(record["num_tokens"])
-                record["num_tokens"] = float(self.state.num_input_tokens_seen)
-                tell_uncompiled()
-            if (
-                "loss" not in logs
-                or type(self).compute_loss is not PackedSteps.compute_loss
-            ):
-                record.pop("loss", None)
-            logs |= record
-        if "train_runtime" in logs:
+        """Log `logs` with the metrics since the last record; stop a diverged run."""
+        # The record at the end, with `train_loss`, has the metrics of the last steps.
+        if "loss" in logs or "train_loss" in logs:
+            logs |= self._close_record(has_loss="loss" in logs)
+        is_end = "train_runtime" in logs
+        if is_end:
             logs |= self._step_metrics.summary_rates(logs["train_runtime"])
         self._correct_evaluation_rate(logs)
         super().log(logs, start_time)
+
         for name in ("loss", "grad_norm", "eval_loss", "train_loss"):
             if not math.isfinite(logs.get(name, 0.0)):
                 raise diverged_error(self.state.global_step, f"{name} {logs[name]}")
-        if "train_runtime" in logs:
+        if is_end:
             self._check_finite_weights()
+            self._prepare_end()
+
+    def _close_record(self, *, has_loss: bool) -> dict[str, float]:
+        """Return the metrics since the last record; a collective call.
+
+        They replace the Trainer's loss only in a record that `has_loss`, and unless a
+        subclass computes another.
+        """
+        record = self._step_metrics.close()
+        if record:
+            self.state.num_input_tokens_seen += int(record["num_tokens"])
+            record["num_tokens"] = float(self.state.num_input_tokens_seen)
+            tell_uncompiled()
+        has_other_loss = type(self).compute_loss is not PackedSteps.compute_loss
+        if has_other_loss or not has_loss:
+            record.pop("loss", None)
+        return record
+
+    def _open_record(self) -> dict[str, Any] | None:
+        """Return the sums since the last record; None inside a step."""
+        if self.steps is None or self.steps.num_yielded != self.state.global_step:
+            return None
+        return self._step_metrics.open_record()
 
 
 def check_evaluated(where: str, loss_fn: StepLoss) -> None:
-    """Raise for a loss without metrics of an evaluation: they are of pairs and their
-    examples.
-    """
+    """Raise for a loss that is not of pairs, and so has no metrics of an evaluation."""
     if not isinstance(loss_fn, PreferenceLoss):
         rule = "it must be of a PreferenceLoss"
         raise ConfigError(sentence(where, rule, repr(loss_fn), "Leave it out"))
@@ -752,7 +895,6 @@ def check_evaluated(where: str, loss_fn: StepLoss) -> None:
 def _as_list(inputs: Any) -> list[PackedBatch]:
     batches = inputs if isinstance(inputs, list) else [inputs]
     for batch in batches:
-        check_class(
-            "inputs", batch, PackedBatch, "The trainer's own loaders yield them"
-        )
+        remedy = "The trainer's own loaders yield them"
+        check_class("inputs", batch, PackedBatch, remedy)
     return batches

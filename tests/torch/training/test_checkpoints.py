@@ -21,7 +21,10 @@ from transformers import TrainingArguments
 
 from packstore.errors import FormatError
 from packstore.torch import PackedTrainer
-from packstore.torch.training.checkpoint_files import finish_files, newest_checkpoint
+from packstore.torch.training.checkpoint_files import (
+    finish_checkpoint,
+    newest_checkpoint,
+)
 
 STEPS = 8
 
@@ -173,10 +176,10 @@ def test_checkpoints_go_by_their_steps(
     stored: SimpleNamespace, tmp_path: Path, only_model: bool
 ) -> None:
     class Renewed(PackedTrainer):
-        def _save_checkpoint(self, *args: Any) -> None:
+        def save_model(self, *args: Any, **kwargs: Any) -> None:
             for age, path in enumerate(sorted(tmp_path.glob("checkpoint-*"))):
                 os.utime(path, (2e9 - age * 1e6,) * 2)
-            super()._save_checkpoint(*args)
+            super().save_model(*args, **kwargs)
 
     more = {
         "save_steps": 1,
@@ -276,7 +279,7 @@ def test_no_pickle_of_others_runs(
         torch.save(Foreign(mark), file)
     if is_listed:
         content = read_json(folder)
-        finish_files(
+        finish_checkpoint(
             folder, {part: content[part] for part in ("loader", "run", "settings")}
         )
     try:
@@ -322,7 +325,7 @@ def test_shards_that_lack_weights_are_refused(
     folder = output / "checkpoint-6"
     sharded_folder(folder / "pytorch_model_fsdp_0")
     content = read_json(folder)
-    finish_files(
+    finish_checkpoint(
         folder, {part: content[part] for part in ("loader", "run", "settings")}
     )
     with pytest.raises(FormatError, match="checkpoint-6"):

@@ -253,20 +253,23 @@ def test_killed_on_2_1_2_ranks(
 def test_every_field_of_the_arguments_is_taken_or_refused(tmp_path: Path) -> None:
     from dataclasses import fields
 
-    from packstore.torch.training.arguments import OF_PACKS, check_arguments
+    from packstore.torch.training.arguments import (
+        REFUSED_WITH_DATASETS,
+        check_settings,
+    )
 
     pytest.importorskip("transformers", minversion="5.24")
     names = {field.name for field in fields(TrainingArguments)}
-    assert {*OF_PACKS} <= names
+    assert {*REFUSED_WITH_DATASETS} <= names
     args = TrainingArguments(str(tmp_path), use_cpu=True)
-    check_arguments(args, OF_PACKS)
-    for name in OF_PACKS:
+    check_settings(args, REFUSED_WITH_DATASETS)
+    for name in REFUSED_WITH_DATASETS:
         other = TrainingArguments(str(tmp_path), use_cpu=True)
         object.__setattr__(other, name, "something else")
         with pytest.raises(
             ConfigError, match=f"setting {name}: it must be .*with packs; found"
         ):
-            check_arguments(other, OF_PACKS)
+            check_settings(other, REFUSED_WITH_DATASETS)
 
 
 @pytest.mark.parametrize(
