@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import pytest
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from packstore.io.store.location import Location
@@ -81,7 +83,31 @@ def edit_manifest(
     files.write(path, json.dumps(value).encode())
 
 
-def nothing(path: str) -> None: ...
+def nothing(_: object) -> None: ...
+
+
+def hook_listings(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[str], object] = nothing,
+    change: Callable[[dict[str, Any]], object] = nothing,
+) -> None:
+    """Calls `before` with each folder that fsspec lists, locally or in memory, and
+    `change` with each entry.
+    """
+
+    def hooked(ls: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def hooked_ls(self: Any, path: str, *arguments: Any, **options: Any) -> Any:
+            before(path)
+            entries = ls(self, path, *arguments, **options)
+            for entry in entries:
+                if isinstance(entry, dict):
+                    change(entry)
+            return entries
+
+        return hooked_ls
+
+    for kind in (LocalFileSystem, MemoryFileSystem):
+        monkeypatch.setattr(kind, "ls", hooked(kind.ls))
 
 
 @contextlib.contextmanager

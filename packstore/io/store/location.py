@@ -47,7 +47,7 @@ _BUFFER_BYTES = 1 << 20
 
 # Neither a login nor a query can be in such a URL, and it resembles no other.
 _PLAIN_URL = re.compile(
-    r"(?:[A-Za-z][A-Za-z0-9+.-]*://|/)?[^:@?#;/]+(?:/[^:@?#;/]+)*/?"
+    r"/|(?:[A-Za-z][A-Za-z0-9+.-]*://|/)?[^:@?#;/]+(?:/[^:@?#;/]+)*/?"
 )
 _RELATIVE_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 

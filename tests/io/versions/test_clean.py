@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from places import Files, at_each, manifest_path
+from places import Files, at_each, hook_listings, manifest_path
 from small_jobs import DAY, later, pack, pairs, write_jsonl
 
 import packstore
@@ -25,7 +25,6 @@ from packstore.errors import (
     FormatError,
     StorageError,
 )
-from packstore.io.store import operations
 
 RUN = "0123456789ab"
 SHARD = f"data/{RUN}-p00000-00000-0123456789abcdef.parquet"
@@ -301,11 +300,12 @@ def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -
     location = Files(place)
     location.write(SHARD, b"1")
     location.write(f"_packstore/writers/{'0' * 32}.json", b"1")
-    listed = operations.list_folder
-    monkeypatch.setattr(
-        "packstore.io.versions.clean.list_folder",
-        lambda *a: [f._replace(age=None) for f in listed(*a)],
-    )
+
+    def drop_times(entry: dict[str, Any]) -> None:
+        for name in ("mtime", "created"):
+            entry.pop(name, None)
+
+    hook_listings(monkeypatch, change=drop_times)
     assert {x.spared for x in clean(place, delete=True).leftovers} == {
         "its age is not known"
     }
@@ -339,10 +339,11 @@ def test_versions_that_were_replaced_lately_stay(
     assert {p for p in files(place) if p.startswith("data/")} == shards
 
 
+@pytest.mark.parametrize("look", [2, 3], ids=["the first look", "the second look"])
 def test_what_is_named_meanwhile_stays(
-    place: str, monkeypatch: pytest.MonkeyPatch
+    place: str, monkeypatch: pytest.MonkeyPatch, look: int
 ) -> None:
-    """A version is committed, of old files, between the listing and the removal."""
+    """A version is committed, of old files, while they are listed."""
     pack(place)
     location = Files(place)
     path = manifest_path(1)
@@ -350,15 +351,15 @@ def test_what_is_named_meanwhile_stays(
     location.remove(path)
     location.write(SHARD, b"1")
     later(monkeypatch, 8 * DAY)
-    listed, looks = operations.list_folder, list[str]()
+    looks: list[str] = []
 
-    def look(where: Any, folder: str) -> list[operations.ListedFile]:
-        looks.append(folder)
-        if looks.count("data") == 2 and folder == "data":  # right before the removal
-            location.write(path, text)
-        return listed(where, folder)
+    def commit(folder: str) -> None:
+        if folder.endswith("/data"):
+            looks.append(folder)
+            if len(looks) == look:  # one more than usual: is it a dataset at all?
+                location.write(path, text)
 
-    monkeypatch.setattr("packstore.io.versions.clean.list_folder", look)
+    hook_listings(monkeypatch, before=commit)
     clean(place, delete=True)
     assert packstore.open(place).verify().ok
     assert SHARD not in files(place)

@@ -8,18 +8,18 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from places import Files, at_each
+from places import Files, at_each, hook_listings
 from small_jobs import SETTINGS, pairs
 
 import packstore
 from packstore import clean
 from packstore.cli import main
 from packstore.errors import DatasetExistsError, StorageError
-from packstore.io.store import operations
 
 pytestmark = pytest.mark.usefixtures("own_temporary_folder")
 PROC = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
@@ -73,16 +73,15 @@ def test_another_job_is_warned_of(
     age: float,
     warned: bool,
 ) -> None:
-    path, listed = f"{WRITERS}/{'0' * 32}.json", operations.list_folder
+    path = f"{WRITERS}/{'0' * 32}.json"
     marker = own_marker(place) | change
     Files(place).write(path, json.dumps(marker).encode())
 
-    def aged(where: Any, folder: str) -> list[operations.ListedFile]:
-        return [
-            f._replace(age=age) if f.path == path else f for f in listed(where, folder)
-        ]
+    def make_old(entry: dict[str, Any]) -> None:
+        if entry["name"].endswith(path):
+            entry["mtime"] = entry["created"] = time.time() - age
 
-    monkeypatch.setattr("packstore.io.versions.write_job.list_folder", aged)
+    hook_listings(monkeypatch, change=make_old)
     with caplog.at_level(logging.WARNING, "packstore"):
         packstore.pack(pairs(20), place, overwrite=True, **SETTINGS)
     told = "the one that commits last will be refused"
