@@ -135,40 +135,29 @@ def moved(by: int):
     return change
 
 
+def all_set_to(value: int):
+    return lambda values: values * 0 + value
+
+
+def all_raised_by(amount: int):
+    return lambda values: values + amount
+
+
 IMPOSSIBLE = {
-    "tokens": [
-        (moved(1000), "tokens must be 1 to 64"),
-        (moved(-1000), "tokens must be"),
-        (one_more, "its packs must have"),
-    ],
-    "examples": [
-        (moved(-1), "examples must be at least 1"),
-        (moved(-(2**20)), "examples must be"),
-        (one_more, "its packs must have"),
-    ],
-    "squares": [
-        (lambda v: v * 0, "squares must be"),
-        (lambda v: v + 2**40, "squares must be"),
-    ],
+    "tokens": [moved(1000), moved(-1000), one_more],
+    "examples": [moved(-1), moved(-(2**20)), one_more],
+    "squares": [all_set_to(0), all_raised_by(2**40)],
     "best_tokens": [
-        (lambda v: v * 0 - 5, "best_tokens must be 1 to all but one"),
-        (lambda v: v * 0, "found 0 for pack 0"),
-        (lambda v: v + 10**6, "best_tokens must be"),
-        (moved(2**62), "best_tokens must be"),
+        all_set_to(-5),
+        all_set_to(0),
+        all_raised_by(10**6),
+        moved(2**62),
     ],
-    "pairs_best_vs_rest": [
-        (lambda v: v - 2, "pairs must be"),
-        (lambda v: v + 99, "pairs must be"),
-    ],
-    "pairs_all": [
-        (lambda v: v * 0 - 1, "pairs must be"),
-        (lambda v: v + 2**62, "pairs must be"),
-    ],
-    "pairs_adjacent": [
-        (lambda v: v * 0 - 1, "pairs must"),
-        (lambda v: v + 999, "pairs must"),
-    ],
+    "pairs_best_vs_rest": [all_raised_by(-2), all_raised_by(99)],
+    "pairs_all": [all_set_to(-1), all_raised_by(2**62)],
+    "pairs_adjacent": [all_set_to(-1), all_raised_by(999)],
 }
+"""Column -> changes to values that no packs of the dataset can have."""
 
 
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
@@ -177,8 +166,9 @@ def test_sizes_that_no_pack_has_are_refused(kit, tmp_path, kind):
     ds = kit.made(tmp_path / "ds", 60, kind)
     for name, changes in IMPOSSIBLE.items():
         stored = index_path(ds).read_bytes()
-        for change, told in changes:
-            with pytest.raises(IntegrityError, match=told):
+        mentioned = "pairs" if name.startswith("pairs") else name
+        for change in changes:
+            with pytest.raises(IntegrityError, match=mentioned):
                 _ = lying(ds, with_column(name, change)).pack_index
             index_path(ds).write_bytes(stored)
 
@@ -194,7 +184,7 @@ def test_a_loader_compares_the_index_with_the_packs(kit, tmp_path, kind):
         # A difference of one keeps to all bounds, but in packs of one example.
         change = moved(1) if name in ("tokens", "examples") else one_more
         wrong = lying(ds, with_column(name, change))
-        with pytest.raises(IntegrityError, match=r"\.index.*must (be|have the) "):
+        with pytest.raises(IntegrityError, match=r"\.index"):
             list(loader(wrong))
         index_path(ds).write_bytes(stored)
 
@@ -226,7 +216,7 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
     }
     pq.write_table(table, path, compression="zstd", **how)
     replace_shard(Path(ds.url), path.read_bytes())
-    with pytest.raises(IntegrityError, match="seq_boundaries must rise from 0"):
+    with pytest.raises(IntegrityError, match="seq_boundaries"):
         _ = open_dataset(ds.url).pack_index
 
 
@@ -235,9 +225,7 @@ def test_a_pack_without_segments_has_no_size(kit, tmp_path):
 )
 def test_another_shape_is_refused(ds, change):
     wrong = lying(ds, change)
-    with pytest.raises(
-        IntegrityError, match=r"have columns tokens, .* a row group for each shard"
-    ):
+    with pytest.raises(IntegrityError, match=r"\.index"):
         _ = wrong.pack_index
 
 

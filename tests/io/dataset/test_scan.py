@@ -189,5 +189,5 @@ def test_errors(tmp_path: Path) -> None:
     os.chmod(shard, 0o644)
     shard.write_bytes(data)
     for tokens in (False, True):
-        with pytest.raises(IntegrityError, match="The file was damaged or replaced"):
+        with pytest.raises(IntegrityError, match=shard.name):
             packstore.scan(dataset, tokens=tokens).collect()

