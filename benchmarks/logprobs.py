@@ -99,7 +99,7 @@ def packstore(
     chunk_size: int, frozen: bool = False, **settings: Any
 ) -> Callable[..., Any]:
     def route(hidden: Any, weight: Any, labels: Any) -> Any:
-        from packstore.torch.logprobs.fused_head import HeadLogProbs
+        from packstore.torch.logprobs.logprobs import HeadLogProbs
         from packstore.torch.logprobs.tiles import Projection
 
         head = weight.detach() if frozen else weight

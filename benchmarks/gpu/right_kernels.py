@@ -253,7 +253,7 @@ def chosen(session: Session) -> None:
 
 
 def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
-    from packstore.torch.logprobs.fused_head import HeadLogProbs
+    from packstore.torch.logprobs.logprobs import HeadLogProbs
     from packstore.torch.logprobs.tiles import Projection, default_chunk
 
     sizes = session.sizes

@@ -163,7 +163,9 @@ def pretend() -> None:
     FakeTensorMode.avoid_device_init = True
     nn.Module._apply = lambda self, *_, **__: self  # it is on the device
     masking_utils.is_tracing = lambda *_: False  # of tensors without values, it is True
-    head._read_heads = lambda model: [head.Head(model.model, model.lm_head, 1.0, None)]
+    head._candidate_heads = lambda model: [
+        head.Head(model.model, model.lm_head, 1.0, None)
+    ]
     head._prove = lambda model, heads: heads[0]
     trainer.probe_model = lambda model: None
     trainer_steps.FIRST_STEPS = 0

@@ -9,6 +9,8 @@ the model's own logits; a head that does anything else is refused.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.logprobs.fused_head import exact_dtype
-from packstore.torch.logprobs.logprobs import segment_logps
+from packstore.torch.batch.inputs import hf
+from packstore.torch.logprobs.logprobs import exact_dtype, segment_logps
 from packstore.torch.logprobs.tiles import HEAD_BACKENDS
 from packstore.torch.models.probe import few_tokens, ieee_products
 from packstore.torch.models.routers import (
@@ -47,16 +48,16 @@ USE_LOGITS = (
     "Use logits: segment_logps(batch, logits=model(**batch.model_inputs()).logits)"
 )
 
-CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-"""Names of a final softcap in configs: of Gemma, xLSTM and RecurrentGemma."""
+SOFTCAP_NAMES = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
+"""Names of a final softcap in configs of Gemma, xLSTM and RecurrentGemma."""
 
 PROBE_LOGIT = 20.0
-"""The probe's largest logit: hidden states are scaled up to it, so that a softcap takes
+"""The probe's largest logit: hidden states are scaled to it, so that a softcap takes
 effect.
 """
 
 PROBE_BLOCK = 2**24
-"""Weights of the head that the probe has in float64 at once, 128 MiB."""
+"""Weights of the head in float64 at once during the probe, 128 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +79,7 @@ class Head:
 
     @property
     def weight(self) -> Tensor:
-        """`[V, H]`; with PEFT, that of the active adapter."""
+        """`[V, H]`; with PEFT, the weight of the active adapter."""
         return self.output.weight  # type: ignore[return-value]
 
     @property
@@ -88,7 +89,7 @@ class Head:
 
 
 def find_head(model: nn.Module) -> Head:
-    """Returns the head of a causal LM, verified on the model at the first call.
+    """Return the head of a causal LM, verified on the model at the first call.
 
     It is verified anew where the head's module, its scale or softcap, or a hook of it
     or of the model has changed since.
@@ -102,61 +103,78 @@ def find_head(model: nn.Module) -> Head:
 
     Raises:
         CompatibilityError: there is no head; it is not a plain matrix (adapted by LoRA,
-            quantized, sharded); it does something that its config does not declare; an
-            adapter reads the row; or Accelerate prepared the model for mixed precision.
+            quantized, sharded); its logits are not as its config declares; an adapter
+            reads the row; or Accelerate prepared the model for mixed precision.
     """
     check_parts(model)
     base: Any = unwrapped(model)
-    # On the model: a table would keep it, as its parts refer to it, and their memory
-    # with them.
-    proved: tuple[Head | None, Any] = getattr(base, "_proved_head", (None, None))
-    head, premises = proved
-    # A compiled call reads them once, when it is traced.
-    if head is None or (
-        not torch.compiler.is_compiling() and premises != _premises(base)
-    ):
-        head = _prove(base, _read_heads(base))
-        base._proved_head = head, _premises(base)
-    return head
+    # Stored on the model: a table would keep the model alive, as the head refers to its
+    # parts, and so their memory.
+    proof: HeadProof | None = getattr(base, "_packstore_head_proof", None)
+    # A compiled call reads the premises once, when it is traced.
+    if proof is not None and torch.compiler.is_compiling():
+        return proof.head
+    if proof is None or proof.premises != _premises(base):
+        head = _prove(base, _candidate_heads(base))
+        proof = HeadProof(head, _premises(base))
+        base._packstore_head_proof = proof
+    return proof.head
+
+
+@dataclass(frozen=True, eq=False)
+class HeadProof:
+    """A head that was verified, and the state of the model for which it was."""
+
+    head: Head
+    premises: tuple[Any, ...]
 
 
 def _premises(model: Any) -> tuple[Any, ...]:
-    """Premises of a proof: the head's module and factors, and what else runs in its
-    call.
+    """Return the objects that a proof depends on: the head's module and factors, and
+    hooks of its call.
 
     Adding an adapter or resizing the vocabulary replaces the module. FSDP's hooks
-    gather weights.
+    gather weights, and change no logits.
     """
     output = model.get_output_embeddings()
-    hooks = [
-        hook
-        for module in (model, output)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks)
-        for hook in hooks.values()
-        if not str(getattr(hook, "__module__", "")).startswith("torch.distributed")
-    ]
-    return (output, vars(output).get("forward"), *_factors(model), *hooks)
+    scale, softcap = _scale_and_softcap(model)
+    premises = [output, vars(output).get("forward"), scale, softcap]
+    for module in (model, output):
+        hooks = [
+            *module._forward_pre_hooks.values(),
+            *module._forward_hooks.values(),
+        ]
+        for hook in hooks:
+            module_name = str(getattr(hook, "__module__", ""))
+            if not module_name.startswith("torch.distributed"):
+                premises.append(hook)
+    return tuple(premises)
 
 
-def _factors(model: Any) -> tuple[float, float | None]:
-    """The scale and softcap of the logits, as the model or its config declares them."""
+def _scale_and_softcap(model: Any) -> tuple[float, float | None]:
+    """Return the scale and softcap of the logits that the model or its config
+    declares.
+    """
     config = model.config.get_text_config()
     scale = getattr(model, "logit_scale", None)
     if scale is None:
         scale = 1 / (getattr(config, "logits_scaling", None) or 1.0)
-    caps = (getattr(config, name, None) for name in CAPS)
-    return float(scale), next((cap for cap in caps if cap is not None), None)
+    softcap = None
+    for name in SOFTCAP_NAMES:
+        if softcap is None:
+            softcap = getattr(config, name, None)
+    return float(scale), softcap
 
 
 def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
-    """Computes the log-probs of a batch's segments, `[S]` in nats, without making the
+    """Compute the log-probs of a batch's segments, `[S]` in nats, without making the
     logits.
 
-    With `per_token`, those of its supervised tokens, `[n]`, in the order of
+    With `per_token`, the log-probs of its supervised tokens, `[n]`, in the order of
     ``batch.target_index``.
 
-    With gradients enabled, those of a model whose config asks for a load-balancing loss
-    of its experts carry that loss to :class:`~packstore.torch.PreferenceLoss`.
+    If the model's config asks for a load-balancing loss of experts, log-probs with
+    gradients carry that loss to :class:`~packstore.torch.PreferenceLoss`.
 
     Args:
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
@@ -171,12 +189,11 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
             FSDP, which would not reduce them.
     """
     check_direct_call(model, "packed_logps")
-    check_class("argument batch", batch, PackedBatch)
-    return _logps(model, batch, **settings)
+    return _compute_logps(model, batch, **settings)
 
 
 def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Computes the scores of a batch's sequences by a reward model, `[S]`.
+    """Compute the scores of a batch's sequences by a reward model, `[S]`.
 
     A score is the head's output at the last token, as transformers computes it: at the
     last one that is not the config's `pad_token_id`, also where that is the end token.
@@ -196,16 +213,15 @@ def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
             :class:`~packstore.torch.PackedPolicy`.
     """
     check_direct_call(model, "segment_scores")
-    check_class("argument batch", batch, PackedBatch)
-    _check_score(model)
-    return _scores(model, batch)
+    _check_score_head(model)
+    return _compute_scores(model, batch)
 
 
 class PackedPolicy(nn.Module):
-    """A model whose forward call takes a batch and returns what :func:`packed_logps`
-    does.
+    """A model with a forward call that takes a batch and returns its log-probs.
 
-    Of a reward model, it returns what :func:`segment_scores` does. Wrap this module in
+    It returns the result of :func:`packed_logps`, or for a reward model of
+    :func:`segment_scores`. Wrap this module in
     DDP or FSDP, or pass it to Accelerate: the head then runs inside the forward call
     that the wrapper sees, and gradients are reduced as for any other module.
 
@@ -226,46 +242,54 @@ class PackedPolicy(nn.Module):
         check_not_compiled(model)
         if settings.get("backend", "auto") != "auto":
             HEAD_BACKENDS.load(settings["backend"])
-        self.model, self.settings = model, settings
+        self.model = model
+        self.settings = settings
         if is_reward_model(model):
-            _check_score(model)
-            if given := settings.keys() - {"backend"}:
+            _check_score_head(model)
+            unsupported = settings.keys() - {"backend"}
+            if unsupported:
                 raise ConfigError(
-                    f"PackedPolicy: {', '.join(given)} go with a causal LM only."
+                    f"PackedPolicy: {', '.join(unsupported)} go with a causal LM only."
                 )
         else:
             find_head(model)
             router_settings(model)
 
     def tie_weights(self) -> None:
-        """Ties embedding and head again, if the model does; Accelerate calls it when it
+        """Tie embedding and head again, if the model does; Accelerate calls it when it
         shards.
         """
         unwrapped(self.model).tie_weights()
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Computes the log-probs in nats, or scores; the batch may be on any device."""
+        """Compute the log-probs in nats, or scores; the batch may be on any device."""
         return policy_output(self.model, batch, **self.settings)
 
 
 def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
-    """Computes what :class:`PackedPolicy` returns, inside the forward call of a wrapped
+    """Compute the result of :class:`PackedPolicy`, inside the forward call of a wrapped
     model.
     """
-    check_class("argument batch", batch, PackedBatch)
     batch = batch.to(next(model.parameters()).device)
     if is_reward_model(model):
-        return _scores(model, batch)
-    return _logps(model, batch, **settings)
+        return _compute_scores(model, batch)
+    return _compute_logps(model, batch, **settings)
 
 
-def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
+def _compute_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
+    """Compute log-probs, which carry the router losses that the model's config asks
+    for.
+    """
     routers = router_settings(model) if torch.is_grad_enabled() else None
     head = find_head(model)
     check_prepared(model)
-    extra = {} if routers is None else {"output_router_logits": True}
-    outputs = head.backbone(**batch.model_inputs(), **extra)
-    hidden, losses = outputs.last_hidden_state, None
+    inputs = hf(batch)
+    if routers is not None:
+        inputs["output_router_logits"] = True
+    outputs = head.backbone(**inputs)
+    hidden = outputs.last_hidden_state
+
+    losses = None
     if routers is not None:
         # Before the head: in the backward pass its hooks then run first, as FSDP
         # expects.
@@ -283,107 +307,105 @@ def _logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
     return logps if losses is None else carry(logps, losses)
 
 
-def _read_heads(model: Any) -> list[Head]:
-    """Candidate heads: after the base model, and after its decoder, which some families
+def _candidate_heads(model: Any) -> list[Head]:
+    """Return heads after the base model, and after its decoder, which some families
     call.
     """
     output = getattr(model, "get_output_embeddings", lambda: None)()
     backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
         rule = "it must be a causal LM with get_output_embeddings() and a base model"
-        raise _unfit(model, rule, "none")
-    inner = getattr(
-        output, "original_module", output
-    )  # PEFT's copy for modules_to_save
-    weight = getattr(inner, "weight", None)
-    plain = isinstance(inner, nn.Linear) and type(weight) is nn.Parameter
-    if weight is None or not plain or not weight.is_floating_point():
-        kind = f"{type(inner).__name__} of {type(weight).__name__}"
-        if hasattr(inner, "base_layer"):
-            kind = (
-                f"an adapter over it ({type(inner).__module__}.{type(inner).__name__})"
-            )
-        rule = (
-            "its head must be a matrix of its own, which LoRA, quantization and "
-            "shards are not"
-        )
-        raise _unfit(model, rule, kind)
-    backbones = {backbone: None, getattr(backbone, "decoder", backbone): None}
-    return [Head(each, output, *_factors(model)) for each in backbones]
+        raise _head_error(model, rule, "none")
+    _check_output_module(model, output)
+
+    scale, softcap = _scale_and_softcap(model)
+    heads = [Head(backbone, output, scale, softcap)]
+    decoder = getattr(backbone, "decoder", backbone)
+    if decoder is not backbone:
+        heads.append(Head(decoder, output, scale, softcap))
+    return heads
+
+
+def _check_output_module(model: Any, output: nn.Module) -> None:
+    """Raise CompatibilityError unless the output module is a plain matrix."""
+    # PEFT's copy, for modules_to_save.
+    linear_layer = getattr(output, "original_module", output)
+    weight = getattr(linear_layer, "weight", None)
+    is_plain = isinstance(linear_layer, nn.Linear) and type(weight) is nn.Parameter
+    if is_plain and weight.is_floating_point():
+        return
+    kind = type(linear_layer)
+    actual = f"{kind.__name__} of {type(weight).__name__}"
+    if hasattr(linear_layer, "base_layer"):
+        actual = f"an adapter over it ({kind.__module__}.{kind.__name__})"
+    rule = (
+        "its head must be a matrix of its own, which LoRA, quantization and shards are "
+        "not"
+    )
+    raise _head_error(model, rule, actual)
 
 
 @torch.no_grad()
 def _prove(model: Any, heads: list[Head]) -> Head:
-    """Returns the first head whose logits of a few tokens are the model's own.
+    """Return the first head with the same logits of a few tokens as the model.
 
     Hidden states are scaled up for both. Autocast is off, as it would round only one of
-    them, and so is TF32, whose rounding is larger than the tolerance of float32.
+    them, and so is TF32, with a rounding larger than the tolerance of float32.
     """
     weight = heads[0].weight
     with torch.autocast(weight.device.type, enabled=False), ieee_products():
-        gaps = [_gap(model, head) for head in heads]
-    known = [gap for gap in gaps if gap is not None]
-    if any(map(math.isnan, known)):
+        gaps = [_largest_gap(model, head) for head in heads]
+    gaps_of_fitting = [gap for gap in gaps if gap is not None]
+    if any(math.isnan(gap) for gap in gaps_of_fitting):
         remedy = "Look at its weights: a training that diverged leaves such ones"
-        raise _unfit(model, "its logits must be finite", "nan", remedy)
-    limit = PROBE_LOGIT * (2e-2 if torch.finfo(weight.dtype).bits < 32 else 1e-4)
+        raise _head_error(model, "its logits must be finite", "nan", remedy)
+
+    is_half = torch.finfo(weight.dtype).bits < 32
+    limit = PROBE_LOGIT * (2e-2 if is_half else 1e-4)
     for head, gap in zip(heads, gaps, strict=True):
         if gap is not None and gap <= limit:
             return head
-    if known:
-        rule = (
-            "its logits must be its hidden states times its head, scaled and "
-            "capped "
-            "by config"
+    if gaps_of_fitting:
+        raise _head_error(
+            model,
+            rule=(
+                "its logits must be its hidden states times its head, scaled and "
+                "capped by config"
+            ),
+            actual=f"logits off by {min(gaps_of_fitting):.2g}",
         )
-        raise _unfit(model, rule, f"logits off by {min(known):.2g}")
-    rule = (
-        "its base model must give the head hidden states of its width, "
-        f"{weight.shape[1]}"
-    )
-    raise _unfit(
-        model, rule, "layers between the two, or a base model that is not called"
+    raise _head_error(
+        model,
+        rule=(
+            "its base model must give the head hidden states of its width, "
+            f"{weight.shape[1]}"
+        ),
+        actual="layers between the two, or a base model that is not called",
     )
 
 
-def _gap(model: Any, head: Head) -> float | None:
-    """The largest difference of the logits; None: the backbone's output does not fit
-    the head.
+def _largest_gap(model: Any, head: Head) -> float | None:
+    """Return the largest difference of the logits; None if the backbone's output does
+    not fit the head.
     """
-    seen: list[Tensor] = []
-    factors: list[Tensor] = []
-
-    def enlarge(_: nn.Module, __: Any, output: Any) -> Any:
-        hidden = getattr(output, "last_hidden_state", None)
-        if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
-            return output
-        if (
-            not seen
-        ):  # one factor for every call: models that run whole have probes of their own
-            plain = linear(hidden, head.weight, head.bias).abs().max() * abs(
-                head.logit_scale
-            )
-            factors.append(PROBE_LOGIT / plain.clamp(min=1e-9))
-        output.last_hidden_state = hidden * factors[0]
-        seen.append(output.last_hidden_state)
-        return output
-
+    batch = few_tokens(head.weight.device)
     with (
         evaluating(model),
         uncompiled(model),
-        head.backbone.register_forward_hook(enlarge),
+        _enlarged_hidden_states(head) as hidden_states,
     ):
-        expected = model(
-            **few_tokens(head.weight.device).model_inputs()
-        ).logits.double()
-    if not seen:
+        expected = model(**batch.model_inputs()).logits.double()
+    if not hidden_states:
         return None
+
+    hidden = hidden_states[-1].double()
     # Some rows of the weight at a time, as a float64 copy of all of them is large.
-    blocks = torch.split(head.weight, max(1, PROBE_BLOCK // head.weight.shape[1]))
-    logits = torch.cat(
-        [linear(seen[-1].double(), rows.double()) for rows in blocks], -1
-    )
-    logits = head.logit_scale * (logits if head.bias is None else logits + head.bias)
+    rows_at_once = max(1, PROBE_BLOCK // head.weight.shape[1])
+    blocks = torch.split(head.weight, rows_at_once)
+    logits = torch.cat([linear(hidden, rows.double()) for rows in blocks], -1)
+    if head.bias is not None:
+        logits = logits + head.bias
+    logits = head.logit_scale * logits
     if head.softcap is not None:
         logits = head.softcap * torch.tanh(logits / head.softcap)
     if expected.shape != logits.shape:
@@ -391,61 +413,98 @@ def _gap(model: Any, head: Head) -> float | None:
     return float((expected - logits).abs().max())
 
 
-def _unfit(
-    model: Any, rule: str, found: str, remedy: str = USE_LOGITS
+@contextmanager
+def _enlarged_hidden_states(head: Head) -> Iterator[list[Tensor]]:
+    """Scale the backbone's hidden states up to :data:`PROBE_LOGIT`, and collect them.
+
+    One factor serves all calls, as models that run whole have probes of their own.
+    """
+    hidden_states: list[Tensor] = []
+    factor = torch.ones(())
+
+    def enlarge(_module: nn.Module, _inputs: Any, output: Any) -> Any:
+        nonlocal factor
+        hidden = getattr(output, "last_hidden_state", None)
+        if hidden is None or hidden.shape[-1] != head.weight.shape[1]:
+            return output
+        if not hidden_states:
+            logits = linear(hidden, head.weight, head.bias)
+            largest = logits.abs().max() * abs(head.logit_scale)
+            factor = PROBE_LOGIT / largest.clamp(min=1e-9)
+        output.last_hidden_state = hidden * factor
+        hidden_states.append(output.last_hidden_state)
+        return output
+
+    with head.backbone.register_forward_hook(enlarge):
+        yield hidden_states
+
+
+def _head_error(
+    model: Any, rule: str, actual: str, remedy: str = USE_LOGITS
 ) -> CompatibilityError:
+    """Return the error for a model without such a head."""
+    where = f"head of {type(model).__name__}"
     return CompatibilityError(
-        sentence(f"head of {type(model).__name__}", rule, found, remedy)
+        sentence(where=where, rule=rule, found=actual, remedy=remedy)
     )
 
 
-def _check_score(model: nn.Module) -> None:
-    """Refuses a model that has no scalar head."""
+def _check_score_head(model: nn.Module) -> None:
+    """Raise CompatibilityError for a model without a head of one output."""
     check_parts(model)
-    weight = getattr(getattr(unwrapped(model), SCORE, None), "weight", None)
-    if not isinstance(weight, Tensor) or weight.ndim != 2 or len(weight) != 1:
-        found = "none" if weight is None else f"one of shape {tuple(weight.shape)}"
-        rule = (
-            f"it must be a sequence-classification model, whose {SCORE} is a "
-            "matrix "
-            "of one row"
+    inner = unwrapped(model)
+    weight = getattr(getattr(inner, SCORE, None), "weight", None)
+    if isinstance(weight, Tensor) and weight.ndim == 2 and len(weight) == 1:
+        return
+    actual = "none"
+    if weight is not None:
+        actual = f"one of shape {tuple(weight.shape)}"
+    raise CompatibilityError(
+        sentence(
+            where=f"scores of {type(inner).__name__}",
+            rule=(
+                f"it must be a sequence-classification model, whose {SCORE} is a "
+                "matrix of one row"
+            ),
+            found=actual,
+            remedy="Load it by AutoModelForSequenceClassification with num_labels=1",
         )
-        remedy = "Load it by AutoModelForSequenceClassification with num_labels=1"
-        raise CompatibilityError(
-            sentence(
-                f"scores of {type(unwrapped(model)).__name__}", rule, found, remedy
-            )
-        )
+    )
 
 
-def _scores(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Computes what :func:`segment_scores` does, without its checks."""
+def _compute_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
+    """Compute the scores of a model that was checked, `[S]`."""
     inner = unwrapped(model)
     check_prepared(model)
-    hidden = backbone_of(inner)(**batch.model_inputs()).last_hidden_state
-    last = _last_tokens(batch, getattr(text_config(inner), "pad_token_id", None))
-    rows, head = hidden.reshape(batch.num_tokens, -1)[last], getattr(inner, SCORE)
-    wide, bias = exact_dtype(rows), getattr(head, "bias", None)
+    hidden = backbone_of(inner)(**hf(batch)).last_hidden_state
+    pad_token_id = getattr(text_config(inner), "pad_token_id", None)
+    last_tokens = _last_tokens(batch, pad_token_id)
+    rows = hidden.reshape(batch.num_tokens, -1)[last_tokens]
+
+    head = getattr(inner, SCORE)
+    bias = getattr(head, "bias", None)
+    exact = exact_dtype(rows)
+    if bias is not None:
+        bias = bias.to(exact)
     with torch.autocast(rows.device.type, enabled=False):
-        weight = head.weight.to(wide)
-        return linear(rows.to(wide), weight, None if bias is None else bias.to(wide))[
-            :, 0
-        ]
+        return linear(rows.to(exact), head.weight.to(exact), bias)[:, 0]
 
 
 def _last_tokens(batch: PackedBatch, pad_token_id: int | None) -> Tensor:
-    """Returns the row of each sequence's last token other than `pad_token_id`, int64
+    """Return the row of each sequence's last token other than `pad_token_id`, int64
     `[S]`.
 
-    Without any it is the first token, as in transformers. A token of a shared prefix is
-    that of the example's first segment.
+    If there is none it is the first token, as in transformers. For a token of a shared
+    prefix it is the row in the example's first segment.
     """
-    (sequence, place), rows = batch.key_places, batch.kv_index
+    sequence, place = batch.key_places
+    rows = batch.kv_index
     if rows is None:
         rows = torch.arange(batch.num_tokens, device=place.device)
-    counts = place < batch.lengths[sequence]
+    is_candidate = place < batch.lengths[sequence]
     if pad_token_id is not None:
-        counts = counts & (batch.input_ids[rows] != pad_token_id)
-    last = place.new_zeros(batch.num_segments)
-    last = last.scatter_reduce(0, sequence, place.masked_fill(~counts, 0), "amax")
+        is_candidate = is_candidate & (batch.input_ids[rows] != pad_token_id)
+    candidates = place.masked_fill(~is_candidate, 0)
+    first = place.new_zeros(batch.num_segments)
+    last = first.scatter_reduce(0, sequence, candidates, "amax")
     return rows[(batch.cu_seqlens_k[:-1] + last).clamp(max=len(rows) - 1)]

@@ -2,19 +2,40 @@
 the logits.
 
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd
-keeps about three times that; ``fused_head.py`` holds a tile of them, for one product
-more.
+keeps about three times that. ``HeadLogProbs`` computes a tile of them at a time: some
+tokens times some columns of the vocabulary, so memory is bounded for any vocabulary.
+
+Its forward pass keeps one number per token, the log-sum-exp of its logits. The backward
+pass recomputes the tiles, as a token's gradient is known only after both sides of its
+pair are, or takes the tiles that the forward pass kept. The vocabulary is the outer
+loop: the gradient of a column is summed over all tokens in float32 and rounded once to
+the dtype of the head, so that no float32 copy of the head or of its gradient exists.
+
+A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head,
+weighted by the softmax so far, as flash attention sums values, and the backward pass is
+a scaling.
 """
 
 from __future__ import annotations
 
+from functools import reduce
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, sentence
 from packstore.torch.batch.batch import PackedBatch
-from packstore.torch.logprobs.fused_head import HeadLogProbs, exact_dtype
-from packstore.torch.logprobs.tiles import Projection, default_chunk
+from packstore.torch.logprobs.tiles import (
+    HALF,
+    Projection,
+    Tile,
+    choose_passes,
+    default_chunk,
+    product,
+    tiles,
+)
 from packstore.torch.metrics import wide_dtype
 from packstore.torch.parallel.context import ContextShard
 
@@ -33,7 +54,7 @@ def segment_logps(
     backend: str = "auto",
     per_token: bool = False,
 ) -> Tensor:
-    """Sums the log-probs of the supervised tokens of each segment, in nats.
+    """Sum the log-probs of the supervised tokens of each segment, in nats.
 
     Takes either the model's `logits`, or `hidden` and the output head.
 
@@ -54,10 +75,10 @@ def segment_logps(
         keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for
             the backward pass: three head products, not four, and 4 bytes a logit; a
             frozen head takes two anyhow.
-        backend: with `hidden`, what computes the elementwise passes: `eager` (torch),
-            or `triton` on CUDA devices, one kernel a pass; float64 inputs always take
-            `eager`. ``auto`` is `triton` where it is installed and agrees with `eager`
-            on the first tokens.
+        backend: with `hidden`, the elementwise passes: `eager`, by torch, or `triton`
+            on CUDA devices, one kernel a pass; float64 inputs always take `eager`.
+            ``auto`` is `triton` where it is installed and agrees with `eager` on the
+            first tokens.
         per_token: return the log-prob of each token of ``batch.target_index`` instead,
             `[n]`.
 
@@ -75,54 +96,28 @@ def segment_logps(
     """
     if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
-    values, targets, tokens = (
-        hidden if logits is None else logits,
-        batch.targets,
-        batch.num_tokens,
-    )
-    assert values is not None
-    shape, n = tuple(values.shape), len(targets.ids)
-    kept = logits is not None and n != tokens and shape[:-1] in ((n,), (1, n))
-    if not kept and shape[:-1] not in ((tokens,), (1, tokens)):
-        where = f"segment_logps({'hidden' if logits is None else 'logits'}=…)"
-        rule = f"its shape must be [T, …] or [1, T, …] with T = {tokens}"
-        remedy = "Padded outputs become flat with batch.unpad(…)"
-        raise ConfigError(sentence(where, rule, str(shape), remedy))
-    width = shape[-1]
-    rows = (
-        values.reshape(n, width)
-        if kept
-        else values.reshape(tokens, width)[targets.rows]
-    )
-    logps: Tensor
-    if logits is None:
-        shapes = [tuple(x.shape) for x in (weight, bias) if x is not None]
-        if (
-            len(shapes[0]) != 2
-            or shapes[0][1] != width
-            or shapes[1:] not in ([], [shapes[0][:1]])
-        ):
-            rule = (
-                f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-            )
-            raise ConfigError(
-                sentence("segment_logps", rule, " and ".join(map(str, shapes)))
-            )
-        size = (
-            default_chunk(values.device) if chunk_size is None else max(1, chunk_size)
-        )
-        keep = keep_logits and torch.is_grad_enabled()
-        how = Projection(logit_scale, softcap, size, backend, keep)
-        logps = HeadLogProbs.apply(rows, weight, bias, targets.ids, how)  # type: ignore[no-untyped-call]
-    else:
-        of_head = (bias, logit_scale, softcap, keep_logits, backend)
-        if of_head != (None, 1.0, None, False, "auto"):
+    if logits is not None:
+        head_settings = (bias, logit_scale, softcap, keep_logits, backend)
+        if head_settings != (None, 1.0, None, False, "auto"):
             names = "bias, logit_scale, softcap, keep_logits, backend"
             raise ConfigError(f"segment_logps: {names} go with hidden only.")
-        exact = rows.to(exact_dtype(rows))
-        logps = exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+        logps = _logps_of_logits(batch, logits)
+    else:
+        assert hidden is not None
+        assert weight is not None
+        if chunk_size is None:
+            chunk_size = default_chunk(hidden.device)
+        projection = Projection(
+            scale=logit_scale,
+            softcap=softcap,
+            chunk_size=max(1, chunk_size),
+            backend=backend,
+            keep_logits=keep_logits and torch.is_grad_enabled(),
+        )
+        logps = _logps_of_hidden(batch, hidden, weight, bias, projection)
     if per_token:
         return logps
+
     # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this
     # size.
     sums = by_segment(batch, logps.to(wide_dtype(logps.device)))
@@ -130,13 +125,253 @@ def segment_logps(
 
 
 def segment_token_counts(batch: PackedBatch | ContextShard) -> Tensor:
-    """Counts the supervised tokens of each segment, int64 `[S]`: the divisor of
-    averaged losses.
+    """Count the supervised tokens of each segment, int64 `[S]`, the divisors of means
+    over tokens.
     """
     return by_segment(batch, torch.ones_like(batch.targets.segments))
 
 
 def by_segment(batch: PackedBatch | ContextShard, values: Tensor) -> Tensor:
-    """Sums values of the targets, `[n]`, by segment, `[S]`."""
+    """Sum values of the targets, `[n]`, by segment, `[S]`."""
     zeros = values.new_zeros(batch.num_segments + 1)
     return zeros.index_add(0, batch.targets.segments, values)[:-1]
+
+
+def _logps_of_logits(batch: PackedBatch | ContextShard, logits: Tensor) -> Tensor:
+    """Return the log-probs of the targets, `[n]`, from logits of all tokens, or of the
+    rows that predict targets.
+    """
+    targets = batch.targets
+    n = len(targets.ids)
+    if logits.shape[:-1] in ((n,), (1, n)) and n != batch.num_tokens:
+        rows = logits.reshape(n, -1)
+    else:
+        rows = _flatten(batch, logits, "logits")[targets.rows]
+    exact = rows.to(exact_dtype(rows))
+    return exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
+
+
+def _logps_of_hidden(
+    batch: PackedBatch | ContextShard,
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    projection: Projection,
+) -> Tensor:
+    """Return the log-probs of the targets, `[n]`, from the hidden states of all tokens
+    and the output head.
+    """
+    targets = batch.targets
+    rows = _flatten(batch, hidden, "hidden")[targets.rows]
+    width = rows.shape[1]
+    fits = weight.ndim == 2 and weight.shape[1] == width
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        shapes = [str(tuple(x.shape)) for x in (weight, bias) if x is not None]
+        rule = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
+        raise ConfigError(sentence("segment_logps", rule, " and ".join(shapes)))
+    logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, projection)  # type: ignore[no-untyped-call]
+    return logps
+
+
+def _flatten(batch: PackedBatch | ContextShard, values: Tensor, name: str) -> Tensor:
+    """Return values `[T, width]` or `[1, T, width]` as `[T, width]`; raise for others.
+
+    `name` is their argument.
+    """
+    tokens = batch.num_tokens
+    if values.shape[:-1] not in ((tokens,), (1, tokens)):
+        raise ConfigError(
+            sentence(
+                where=f"segment_logps({name}=…)",
+                rule=f"its shape must be [T, …] or [1, T, …] with T = {tokens}",
+                found=str(tuple(values.shape)),
+                remedy="Padded outputs become flat with batch.unpad(…)",
+            )
+        )
+    return values.reshape(tokens, values.shape[-1])
+
+
+class HeadLogProbs(torch.autograd.Function):
+    """``log softmax(cap(scale * (hidden @ weight.T + bias)))[target]``, `[n]`, in nats.
+
+    Arguments are hidden `[n, H]`, weight `[V, H]`, bias `[V]` or None, targets int64
+    `[n]` and a :class:`Projection`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        projection: Projection,
+    ) -> Tensor:
+        """Return the log-probs, at least in float32."""
+        exact = exact_dtype(hidden, weight)
+        operand = _operand_dtype(hidden, weight)
+        needs_hidden, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        trains_head = needs_weight or needs_bias
+        ctx.frozen_head = needs_hidden and not trains_head
+        keeps_products = projection.keep_logits and trains_head
+
+        # Rows: highest logit so far, sum of exponentials relative to it, logit of the
+        # target.
+        state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
+        # Not -inf, as a tile of such logits would be NaN.
+        state[0] = torch.finfo(exact).min
+        inputs = hidden.to(operand)
+        # Sum of the head's rows but the target's, weighted by the softmax so far.
+        weighted_rows = None
+        if ctx.frozen_head:
+            weighted_rows = torch.zeros_like(hidden, dtype=exact)
+        products: list[Tensor] = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            passes = choose_passes(inputs, weight, bias, targets, projection)
+            tile_slices = tiles(len(hidden), len(weight), projection.chunk_size)
+            for columns, row_slices in tile_slices:
+                head = weight[columns].to(operand)
+                for rows in row_slices:
+                    logits = product(inputs[rows], head.T)
+                    if keeps_products:
+                        products.append(logits)
+                    tile = _make_tile(logits, bias, targets[rows], columns, projection)
+                    if weighted_rows is None:
+                        passes.update_logsumexp(state[:, rows], tile)
+                        continue
+                    weights, factor = passes.update_logsumexp_and_weights(
+                        state[:, rows], tile, operand
+                    )
+                    weighted_rows[rows].mul_(factor[:, None])
+                    _add_product(weighted_rows[rows], weights, head)
+
+        highest, sum_of_exponentials, target_logits = state
+        log_total = highest + sum_of_exponentials.log()
+        logps = target_logits - log_total
+        ctx.projection = projection
+        ctx.operand = operand
+        ctx.passes = passes
+        ctx.dtype = hidden.dtype
+        if weighted_rows is None:
+            ctx.save_for_backward(hidden, weight, bias, targets, log_total, *products)
+            return logps
+
+        weighted_rows.mul_((highest - log_total).exp_()[:, None])
+        target_share = torch.expm1(logps).neg_()  # 1 - softmax of the target
+        if projection.softcap is not None:
+            target_share *= 1 - (target_logits / projection.softcap).square_()
+        target_rows = weight[targets].to(operand).to(exact)
+        d_logps = target_rows.mul_(target_share[:, None]).sub_(weighted_rows)
+        ctx.save_for_backward(d_logps.mul_(projection.scale))
+        return logps
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs that need one, and None for the others.
+
+        Nothing is computed for a frozen head or trunk.
+        """
+        if ctx.frozen_head:
+            (d_logps,) = ctx.saved_tensors
+            return (d_logps * grad[:, None]).to(ctx.dtype), None, None, None, None
+
+        projection = ctx.projection
+        operand = ctx.operand
+        hidden, weight, bias, targets, log_total, *products = ctx.saved_tensors
+        exact = log_total.dtype
+        needs_hidden, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
+        d_hidden = torch.zeros_like(hidden, dtype=exact) if needs_hidden else None
+        d_weight = torch.empty_like(weight) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=exact) if needs_bias else None
+
+        inputs = hidden.to(operand)
+        grad = grad * projection.scale
+        delta_dtype = exact if needs_bias else operand  # the bias sums unrounded values
+        saved_products = iter(products)
+        with torch.autocast(hidden.device.type, enabled=False):
+            tile_slices = tiles(len(hidden), len(weight), projection.chunk_size)
+            for columns, row_slices in tile_slices:
+                head = weight[columns].to(operand)
+                d_head = None
+                # With one tile of rows there is nothing to sum: see below.
+                if d_weight is not None and len(row_slices) != 1:
+                    d_head = d_weight[columns].zero_().to(exact)  # in place if exact
+                for rows in row_slices:
+                    if products:
+                        logits = next(saved_products)
+                    else:
+                        logits = product(inputs[rows], head.T)
+                    tile = _make_tile(logits, bias, targets[rows], columns, projection)
+                    delta = ctx.passes.grad_logits(
+                        tile, log_total[rows], grad[rows], delta_dtype
+                    )
+                    if d_bias is not None:
+                        d_bias[columns] += delta.sum(0)
+                    delta = delta.to(operand)
+                    if d_hidden is not None:
+                        _add_product(d_hidden[rows], delta, head)
+                    if d_head is not None:
+                        _add_product(d_head, delta.T, inputs[rows])
+                    elif d_weight is not None:
+                        _write_product(d_weight[columns], delta.T, inputs[rows])
+                if d_head is not None and d_head.dtype != weight.dtype:
+                    d_weight[columns] = d_head  # type: ignore[index]
+        if d_hidden is not None:
+            d_hidden = d_hidden.to(hidden.dtype)
+        if d_bias is not None:
+            d_bias = d_bias.to(bias.dtype)
+        return d_hidden, d_weight, d_bias, None, None
+
+
+def exact_dtype(*values: Tensor) -> torch.dtype:
+    """Return the widest dtype of the tensors, at least float32."""
+    return reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
+
+
+def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    """Return the dtype of the operands of products.
+
+    A GPU multiplies half precision and accumulates in float32.
+    """
+    device = hidden.device.type
+    if device == "cuda":
+        if torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+        if weight.dtype in HALF:
+            return weight.dtype
+    return exact_dtype(hidden, weight)
+
+
+def _make_tile(
+    logits: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    columns: slice,
+    projection: Projection,
+) -> Tile:
+    """Return the tile of some columns of the vocabulary."""
+    return Tile(
+        product=logits,
+        bias=None if bias is None else bias[columns],
+        targets=targets - columns.start,
+        projection=projection,
+    )
+
+
+def _write_product(out: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute ``out = left @ right``, summed in float32 at least, and rounded once."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    else:
+        out.copy_(product(left, right))
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Compute ``total += left @ right``, summed in the dtype of `total`, without a
+    temporary.
+    """
+    if left.dtype in HALF:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left, right)

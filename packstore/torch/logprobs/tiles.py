@@ -4,8 +4,8 @@ Triton.
 Backend ``eager`` is for any device and dtype, and the reference of ``triton``. ``auto``
 takes Triton's passes where a proof on the first tokens agrees: it runs each pass of
 both over all columns. They sum in another order, which moves the log-prob of a sequence
-no more than another size of tiles does, and less than the float32 that stores it
-resolves. So precomputed ones may come from either.
+no more than another size of tiles does, and less than float32 resolves. So log-probs
+stored by one backend are right for the other.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ GPU_CHUNK = 2**26
 
 ALIGNED = 16
 """Columns and rows of a tile are multiples of it where they can be: products of 16-bit
-operands need 8, and Triton loads 16 bytes at once only where it knows of 16.
+operands need 8, and Triton loads 16 bytes at once only if it can prove 16.
 """
 
 ALIGNED_COLUMNS = 128
@@ -46,12 +46,12 @@ PROOF_TOKENS = 16
 """Tokens of the proof: 8 MiB of logits for a vocabulary of 128k."""
 
 PROOF_TOLERANCE = 1e-4
-"""Allowed difference by norm of each row; float32 gives 1e-6. Of 16 bits, their
-resolution.
+"""Allowed difference by norm of each row; float32 gives 1e-6. For 16 bits the limit is
+their resolution.
 """
 
-_CHOSEN: dict[tuple[Any, ...], Passes] = {}
-"""The passes of each kind of head."""
+_AUTO_PASSES: dict[tuple[Any, ...], Passes] = {}
+"""Kind of head -> the passes that backend ``auto`` chose for it."""
 
 
 class Projection(NamedTuple):
@@ -76,15 +76,18 @@ class Projection(NamedTuple):
 class Tile(NamedTuple):
     """Some logits, ``cap(scale * (product + bias))``.
 
-    The product `[n, w]` of hidden states and columns of the head may be overwritten,
-    unless the projection keeps it; targets, int64 `[n]`, count from the first column
-    and may lie outside.
+    Attributes:
+        product: `[n, w]`, of hidden states and columns of the head; may be overwritten,
+            unless the projection keeps it.
+        bias: `[w]`, or None.
+        targets: int64 `[n]`, counted from the first column; may lie outside.
+        projection: scale and softcap.
     """
 
     product: Tensor
     bias: Tensor | None
     targets: Tensor
-    how: Projection
+    projection: Projection
 
 
 class Passes(NamedTuple):
@@ -120,13 +123,13 @@ HEAD_BACKENDS: Registry[Passes] = Registry(
 
 
 def default_chunk(device: torch.device) -> int:
-    """Returns the logits per tile on `device`."""
+    """Return the number of logits per tile on `device`."""
     return CPU_CHUNK if device.type == "cpu" else GPU_CHUNK
 
 
 def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[slice]]]:
-    """Column slices, each with its row slices: roughly square tiles of `chunk_size`
-    logits.
+    """Yield column slices, each with its row slices: roughly square tiles of
+    `chunk_size` logits.
 
     A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So
     widths are multiples of 128 columns, up to 15 last columns are a tile, and rows are
@@ -136,16 +139,24 @@ def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[sli
     width = max(1, chunk_size // height)
     if width > ALIGNED_COLUMNS:
         width -= width % ALIGNED_COLUMNS
-    even = math.ceil(n / math.ceil(n / height)) if n else 1
-    height = min(height, even + -even % ALIGNED)
-    rows = [slice(i, min(i + height, n)) for i in range(0, n, height)]
+
+    even_height = 1
+    if n > 0:
+        even_height = math.ceil(n / math.ceil(n / height))
+    height = min(height, even_height + -even_height % ALIGNED)
+    row_slices = [slice(i, min(i + height, n)) for i in range(0, n, height)]
+
     aligned = vocab - vocab % ALIGNED
-    cuts = [*range(0, aligned, width), *([aligned] if aligned < vocab else []), vocab]
-    return ((slice(a, b), rows) for a, b in itertools.pairwise(cuts))
+    edges = list(range(0, aligned, width))
+    if aligned < vocab:
+        edges.append(aligned)
+    edges.append(vocab)
+    for start, stop in itertools.pairwise(edges):
+        yield slice(start, stop), row_slices
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """Multiplies matrices; products of 16 bits are summed and returned in float32."""
+    """Multiply matrices; products of 16 bits are summed and returned in float32."""
     if left.dtype in HALF:
         return torch.mm(left, right, out_dtype=torch.float32)
     return left @ right
@@ -162,9 +173,10 @@ def grad_logits(
 ) -> Tensor:
     """See :class:`Passes`."""
     logits, slope = _logits(tile)
-    place, inside = _places(tile.targets, logits.shape[-1])
+    columns, is_inside = _target_columns(tile.targets, logits.shape[-1])
     delta = logits.sub_(log_total[:, None]).exp_().neg_()
-    delta.scatter_add_(-1, place, inside.to(delta.dtype)).mul_(upstream[:, None])
+    delta.scatter_add_(-1, columns, is_inside.to(delta.dtype))
+    delta.mul_(upstream[:, None])
     if slope is not None:
         delta.mul_(slope)
     return delta.to(dtype)
@@ -174,50 +186,54 @@ def update_logsumexp_and_weights(
     state: Tensor, tile: Tile, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
-    before = state[0].clone()
+    former_highest = state[0].clone()
     logits, slope = _logits(tile)
-    rest = _update_logsumexp(state, logits, tile.targets)
-    place, inside = _places(tile.targets, rest.shape[-1])
-    rest.scatter_(-1, place, rest.gather(-1, place).masked_fill_(inside, 0))
+    weights = _update_logsumexp(state, logits, tile.targets)
+    columns, is_inside = _target_columns(tile.targets, weights.shape[-1])
+    without_target = weights.gather(-1, columns).masked_fill_(is_inside, 0)
+    weights.scatter_(-1, columns, without_target)
     if slope is not None:
-        rest.mul_(slope)
-    return rest.to(dtype), before.sub_(state[0]).exp_()
+        weights.mul_(slope)
+    factor = former_highest.sub_(state[0]).exp_()
+    return weights.to(dtype), factor
 
 
 def _update_logsumexp(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """Folds finished logits into `state`; overwrites and returns them, relative to the
-    highest.
+    """Fold finished logits into `state`, and return ``exp(logits - highest)``, which
+    overwrites them.
     """
-    place, inside = _places(targets, logits.shape[-1])
-    state[2] += logits.gather(-1, place).where(inside, 0).squeeze(-1)
+    columns, is_inside = _target_columns(targets, logits.shape[-1])
+    state[2] += logits.gather(-1, columns).where(is_inside, 0).squeeze(-1)
     highest = torch.maximum(state[0], logits.amax(-1))
     state[1] *= (state[0] - highest).exp_()
-    state[1] += logits.sub_(highest[:, None]).exp_().sum(-1)
+    exponentials = logits.sub_(highest[:, None]).exp_()
+    state[1] += exponentials.sum(-1)
     state[0] = highest
-    return logits
+    return exponentials
 
 
-def _places(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Columns to read and write, clamped into the tile, and whether they are the
-    targets.
+def _target_columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the targets' columns, clamped into the tile, and whether they are inside,
+    `[n, 1]` each.
     """
-    return targets.clamp(0, width - 1)[:, None], ((targets >= 0) & (targets < width))[
-        :, None
-    ]
+    is_inside = (targets >= 0) & (targets < width)
+    return targets.clamp(0, width - 1)[:, None], is_inside[:, None]
 
 
 def _logits(tile: Tile) -> tuple[Tensor, Tensor | None]:
-    """Logits of a tile, and the derivative of the softcap at each, if there is one."""
-    how = tile.how
-    logits = tile.product.clone() if how.keep_logits else tile.product
+    """Return the logits of a tile, and the derivative of the softcap at each, or
+    None.
+    """
+    projection = tile.projection
+    logits = tile.product.clone() if projection.keep_logits else tile.product
     if tile.bias is not None:
         logits.add_(tile.bias)
-    if how.scale != 1:
-        logits.mul_(how.scale)
-    if how.softcap is None:
+    if projection.scale != 1:
+        logits.mul_(projection.scale)
+    if projection.softcap is None:
         return logits, None
-    capped = logits.div_(how.softcap).tanh_()
-    return capped * how.softcap, 1 - capped * capped
+    tanh = logits.div_(projection.softcap).tanh_()
+    return tanh * projection.softcap, 1 - tanh * tanh
 
 
 EAGER = Passes(update_logsumexp, grad_logits, update_logsumexp_and_weights)
@@ -228,54 +244,74 @@ def choose_passes(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    how: Projection,
+    projection: Projection,
 ) -> Passes:
-    """Returns the passes of `how`; arguments are those of a head, `inputs` in its
-    operands' dtype.
+    """Return the passes of the projection's backend.
 
     ``auto`` is `triton` on CUDA devices, or under Triton's interpreter, if it is
     installed and proved for this kind of head; else `eager`, and the log says why.
+
+    Args:
+        inputs: `[n, H]`, hidden states in the dtype of the products' operands.
+        weight: `[V, H]`, the head.
+        bias: `[V]`, or None.
+        targets: int64 `[n]`.
+        projection: backend, scale and softcap.
     """
-    device = inputs.device
-    name = how.backend if how.backend == "auto" else HEAD_BACKENDS.check(how.backend)
-    if inputs.dtype == torch.float64:  # Triton's compute in float32
+    backend = projection.backend
+    if backend != "auto":
+        HEAD_BACKENDS.check(backend)
+    if inputs.dtype == torch.float64:  # Triton's passes compute in float32
         return EAGER
-    if name != "auto":
-        return HEAD_BACKENDS.load(name)
-    if torch.compiler.is_compiling() or not len(inputs):  # nothing to prove it on
+    if backend != "auto":
+        return HEAD_BACKENDS.load(backend)
+    if torch.compiler.is_compiling() or len(inputs) == 0:  # nothing to prove it on
         return EAGER
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+    is_interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if inputs.device.type == "cpu" and not is_interpreted:
         return EAGER
+
     kind = (
-        device,
+        inputs.device,
         inputs.dtype,
         weight.dtype,
-        *weight.shape,
-        how.scale,
-        how.softcap,
+        weight.shape,
+        projection.scale,
+        projection.softcap,
         bias is None,
     )
-    if kind not in _CHOSEN:
-        reason = _objection(
-            inputs[:PROOF_TOKENS], weight, bias, targets[:PROOF_TOKENS], how
+    if kind not in _AUTO_PASSES:
+        first_tokens = slice(PROOF_TOKENS)
+        _AUTO_PASSES[kind] = _prove_triton(
+            inputs[first_tokens], weight, bias, targets[first_tokens], projection
         )
-        _CHOSEN[kind] = EAGER if reason else HEAD_BACKENDS.load("triton")
-        if reason:
-            logger.warning("head 'auto' is 'eager': %s", reason)
-        else:
-            logger.info("head 'auto' is 'triton': it agrees with 'eager'")
-    return _CHOSEN[kind]
+    return _AUTO_PASSES[kind]
 
 
-def _objection(*head: Any) -> str:
-    """The reason not to take Triton's passes, or nothing."""
+def _prove_triton(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    projection: Projection,
+) -> Passes:
+    """Return Triton's passes if they agree with the eager ones, else those; log it."""
+    reason = ""
+    passes = EAGER
     try:
-        gap = _difference(HEAD_BACKENDS.load("triton"), *head)
+        passes = HEAD_BACKENDS.load("triton")
+        gap = _difference(passes, inputs, weight, bias, targets, projection)
+        if not gap <= 1:
+            reason = f"its passes differ by {gap * PROOF_TOLERANCE:.2g}"
     except MissingExtraError as error:
-        return str(error)
-    except Exception as error:  # of its compiler and driver, of any class
-        return quote(f"{type(error).__name__}: {error}", 200)
-    return "" if gap <= 1 else f"its passes differ by {gap * PROOF_TOLERANCE:.2g}"
+        reason = str(error)
+    except Exception as error:  # Triton's compiler and driver raise any class
+        reason = quote(f"{type(error).__name__}: {error}", 200)
+    if reason:
+        logger.warning("head 'auto' is 'eager': %s", reason)
+        return EAGER
+    logger.info("head 'auto' is 'triton': it agrees with 'eager'")
+    return passes
 
 
 @torch.no_grad()
@@ -285,41 +321,54 @@ def _difference(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    how: Projection,
+    projection: Projection,
 ) -> float:
-    """The largest difference of `passes` from the eager ones, as a share of what is
-    allowed.
+    """Return the largest difference of `passes` from the eager ones, as a share of the
+    limit.
     """
-    how = how._replace(keep_logits=True)  # leaves the products as they are
     # A row's target has the largest value by far, so every other row is without.
-    aims = targets.masked_fill(
-        torch.arange(len(targets), device=targets.device) % 2 == 1, -1
-    )
-    vocab_tiles = []
-    for columns, _ in tiles(len(inputs), len(weight), how.chunk_size):
-        logits = product(inputs, weight[columns].to(inputs.dtype).T)
-        biases = None if bias is None else bias[columns]
-        vocab_tiles.append(Tile(logits, biases, aims - columns.start, how))
+    rows = torch.arange(len(targets), device=targets.device)
+    sparse_targets = targets.masked_fill(rows % 2 == 1, -1)
+    # Kept logits, so that all passes see the same products.
+    projection = projection._replace(keep_logits=True)
+    tiles_of_head = []
+    for columns, _ in tiles(len(inputs), len(weight), projection.chunk_size):
+        tile = Tile(
+            product=product(inputs, weight[columns].to(inputs.dtype).T),
+            bias=None if bias is None else bias[columns],
+            targets=sparse_targets - columns.start,
+            projection=projection,
+        )
+        tiles_of_head.append(tile)
 
-    def values(of: Passes) -> list[Tensor]:
-        state = torch.zeros((3, len(inputs)), device=inputs.device)
-        state[0] = torch.finfo(state.dtype).min
-        found = [state]
-        for tile in vocab_tiles:
-            found += of.update_logsumexp_and_weights(state.clone(), tile, inputs.dtype)
-            of.update_logsumexp(state, tile)
-        total, upstream = state[0] + state[1].log(), torch.ones_like(state[0])
-        types = {inputs.dtype, torch.float32}
-        return found + [
-            of.grad_logits(tile, total, upstream, kind)
-            for tile in vocab_tiles
-            for kind in types
-        ]
+    actual_values = _values_of_passes(passes, tiles_of_head, inputs)
+    expected_values = _values_of_passes(EAGER, tiles_of_head, inputs)
+    differences = []
+    for actual, expected in zip(actual_values, expected_values, strict=True):
+        limit = max(PROOF_TOLERANCE, torch.finfo(expected.dtype).eps)
+        gap = (actual.float() - expected.float()).norm(dim=-1)
+        size = expected.float().norm(dim=-1).clamp(min=1e-30)
+        differences.append((gap / size).max() / limit)
+    return float(torch.stack(differences).max())
 
-    gaps = []
-    for mine, eager in zip(values(passes), values(EAGER), strict=True):
-        limit = max(PROOF_TOLERANCE, torch.finfo(eager.dtype).eps)
-        mine, eager = mine.float(), eager.float()
-        gap, size = (mine - eager).norm(dim=-1), eager.norm(dim=-1).clamp(min=1e-30)
-        gaps.append((gap / size).max() / limit)
-    return float(torch.stack(gaps).max())
+
+def _values_of_passes(
+    passes: Passes, tiles_of_head: list[Tile], inputs: Tensor
+) -> list[Tensor]:
+    """Return all results of each pass over each tile."""
+    state = torch.zeros((3, len(inputs)), device=inputs.device)
+    state[0] = torch.finfo(state.dtype).min
+    values = [state]
+    for tile in tiles_of_head:
+        weights, factor = passes.update_logsumexp_and_weights(
+            state.clone(), tile, inputs.dtype
+        )
+        values += [weights, factor]
+        passes.update_logsumexp(state, tile)
+
+    log_total = state[0] + state[1].log()
+    upstream = torch.ones_like(state[0])
+    for tile in tiles_of_head:
+        for dtype in {inputs.dtype, torch.float32}:
+            values.append(passes.grad_logits(tile, log_total, upstream, dtype))
+    return values

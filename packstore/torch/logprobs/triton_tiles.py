@@ -3,8 +3,8 @@ once.
 
 For CUDA devices, in float32: a pass of ``eager`` reads and writes a tile several times,
 `update_logsumexp` here reads 4 bytes of each logit, and `grad_logits` reads 4 and
-writes the 2 or 4 of the operand of the next product. On an H200 the head takes 14.5 ms
-with them and 22.4 ms with `eager`, for 4,105 targets of 128,256 columns
+writes the 2 or 4 bytes of an operand of the next product. On an H200 the head takes
+14.5 ms with them and 22.4 ms with `eager`, for 4,105 targets of 128,256 columns
 (``benchmarks/gpu_session.py``).
 """
 
@@ -22,8 +22,7 @@ try:
 except ImportError as error:
     raise MissingExtraError(
         "head backend 'triton' needs the package 'triton', which is not installed; "
-        "CUDA builds of "
-        "torch for Linux bring it. Run: pip install triton"
+        "CUDA builds of torch for Linux bring it. Run: pip install triton"
     ) from error
 
 BLOCK = 4096
@@ -39,7 +38,7 @@ a CPU.
 
 @triton.jit
 def tanh(x):  # type: ignore[no-untyped-def]
-    """``tanh`` to a few units in the last place: its series up to x^9 for small x."""
+    """Return ``tanh`` to a few units in the last place; for small x its series."""
     square = x * x
     series = x * (
         1
@@ -54,8 +53,8 @@ def tanh(x):  # type: ignore[no-untyped-def]
 def logits_and_slopes(  # type: ignore[no-untyped-def]
     product, bias, at, inside, scale, softcap, BIAS: tl.constexpr, CAP: tl.constexpr
 ):
-    """Logits of columns `at`, -inf outside the tile, and the derivative of the cap
-    there.
+    """Return the logits of columns `at`, -inf outside the tile, and the derivative of
+    the cap at each.
     """
     logits = tl.load(product + at, mask=inside, other=0.0)
     if BIAS:
@@ -129,58 +128,83 @@ def softmax_kernel(  # type: ignore[no-untyped-def]
 
 def update_logsumexp(state: Tensor, tile: Tile) -> None:
     """See :class:`Passes`."""
-    product, bias, targets, _ = tile
+    product = tile.product
     if product.device.type != "cuda" and not INTERPRETED:
-        rule = "tensors must be on a CUDA device"
-        remedy = "Use backend='eager', which computes the same"
         raise BackendError(
-            sentence("head backend 'triton'", rule, product.device.type, remedy)
+            sentence(
+                where="head backend 'triton'",
+                rule="tensors must be on a CUDA device",
+                found=product.device.type,
+                remedy="Use backend='eager', which computes the same",
+            )
         )
     rows, columns = product.shape
-    size = min(BLOCK, triton.next_power_of_2(columns))
-    values = (
-        product,
-        product.stride(0),
-        columns,
-        bias,
-        targets,
-        state,
-        state.stride(0),
-    )
+    scale, softcap, has_bias, has_cap = _constants(tile)
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
-        logsumexp_kernel[(rows,)](*values, *_constants(tile), size, num_warps=WARPS)
+        logsumexp_kernel[(rows,)](
+            product,
+            product.stride(0),
+            columns,
+            tile.bias,
+            tile.targets,
+            state,
+            state.stride(0),
+            scale,
+            softcap,
+            has_bias,
+            has_cap,
+            min(BLOCK, triton.next_power_of_2(columns)),
+            num_warps=WARPS,
+        )
 
 
 def update_logsumexp_and_weights(
     state: Tensor, tile: Tile, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """See :class:`Passes`."""
-    before = state[0].clone()
+    former_highest = state[0].clone()
     update_logsumexp(state, tile)
-    return grad_logits(tile, state[0], None, dtype), before.sub_(state[0]).exp_()
+    weights = grad_logits(tile, state[0], None, dtype)
+    return weights, former_highest.sub_(state[0]).exp_()
 
 
 def grad_logits(
     tile: Tile, log_total: Tensor, upstream: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """See :class:`Passes`; with None for `upstream`, the values of REST."""
-    product, bias, targets, how = tile
-    in_place = dtype == product.dtype and not how.keep_logits
+    product = tile.product
+    in_place = dtype == product.dtype and not tile.projection.keep_logits
     out = product if in_place else torch.empty_like(product, dtype=dtype)
     rows, columns = product.shape
     size = min(BLOCK, triton.next_power_of_2(columns))
-    values = (product, product.stride(0), columns, bias, log_total, targets, upstream)
+    scale, softcap, has_bias, has_cap = _constants(tile)
     with torch.cuda.device_of(product):  # type: ignore[no-untyped-call]
         softmax_kernel[(rows, triton.cdiv(columns, size))](
-            *values, out, out.stride(0), *_constants(tile), upstream is None, size,
+            product,
+            product.stride(0),
+            columns,
+            tile.bias,
+            log_total,
+            tile.targets,
+            upstream,
+            out,
+            out.stride(0),
+            scale,
+            softcap,
+            has_bias,
+            has_cap,
+            upstream is None,
+            size,
             num_warps=WARPS,
-        )  # fmt: skip
+        )
     return out
 
 
 def _constants(tile: Tile) -> tuple[float, float, bool, bool]:
-    scale, softcap = tile.how.scale, tile.how.softcap
-    return float(scale), float(softcap or 1), tile.bias is not None, softcap is not None
+    """Return scale and softcap, and whether there are a bias and a cap."""
+    scale = float(tile.projection.scale)
+    softcap = tile.projection.softcap
+    return scale, float(softcap or 1), tile.bias is not None, softcap is not None
 
 
 PASSES = Passes(update_logsumexp, grad_logits, update_logsumexp_and_weights)

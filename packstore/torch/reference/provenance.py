@@ -26,8 +26,8 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import Side, open_side
 from packstore.registry import choice
 from packstore.torch.attention import ATTENTION, flash
-from packstore.torch.logprobs.fused_head import exact_dtype
 from packstore.torch.logprobs.head import find_head
+from packstore.torch.logprobs.logprobs import exact_dtype
 from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import (
     adapted,

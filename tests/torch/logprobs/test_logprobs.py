@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedBatch, collate, segment_logps
-from packstore.torch.logprobs import fused_head
+from packstore.torch.logprobs import logprobs
 
 HIDDEN = 16
 
@@ -206,10 +206,10 @@ def test_kept_logits_give_a_second_backward_pass(
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no product of operands of 16 bits that is summed in float32."""
-    monkeypatch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
-    monkeypatch.setattr(fused_head, "product", lambda a, b: a.float() @ b.float())
+    monkeypatch.setattr(logprobs, "_operand_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(logprobs, "product", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(
-        fused_head,
+        logprobs,
         "_add_product",
         lambda total, a, b: total.addmm_(a.float(), b.float()),
     )

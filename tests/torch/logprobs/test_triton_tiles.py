@@ -37,8 +37,8 @@ from packstore.torch import (
     train,
     use_packed_attention,
 )
-from packstore.torch.logprobs import fused_head, tiles
-from packstore.torch.logprobs.fused_head import HeadLogProbs
+from packstore.torch.logprobs import logprobs, tiles
+from packstore.torch.logprobs.logprobs import HeadLogProbs
 from packstore.torch.logprobs.tiles import (
     EAGER,
     HEAD_BACKENDS,
@@ -177,11 +177,11 @@ def on_rank(_: Any) -> dict[str, float]:
             if (
                 case.half
             ):  # as on a GPU: a CPU has no such product of operands of 16 bits
-                patch.setattr(fused_head, "_operand_dtype", lambda *_: torch.bfloat16)
-                for module in (fused_head, tiles):
+                patch.setattr(logprobs, "_operand_dtype", lambda *_: torch.bfloat16)
+                for module in (logprobs, tiles):
                     patch.setattr(module, "product", lambda a, b: a.float() @ b.float())
                 patch.setattr(
-                    fused_head,
+                    logprobs,
                     "_add_product",
                     lambda t, a, b: t.addmm_(a.float(), b.float()),
                 )
@@ -379,7 +379,7 @@ def test_auto_takes_what_agrees_and_says_so(
         )
         monkeypatch.setitem(sys.modules, "in_its_place", module)
         monkeypatch.setitem(HEAD_BACKENDS, "triton", "in_its_place:PASSES")
-    monkeypatch.setattr(tiles, "_CHOSEN", {})
+    monkeypatch.setattr(tiles, "_AUTO_PASSES", {})
     policy = PackedPolicy(use_packed_attention(kit.tiny_model(dtype=torch.float32)))
     with caplog.at_level(logging.INFO, logger="packstore"):
         found = [policy(batch) for _ in range(2)]

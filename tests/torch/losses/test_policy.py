@@ -377,10 +377,6 @@ def test_swapped_arguments_are_named(kit: Any) -> None:
             lambda: packed_logps(batch, model),
             "model: it must be Module; found PackedBatch",
         ),
-        (
-            lambda: packed_logps(model, [batch]),
-            "batch: it must be PackedBatch; found list",
-        ),
         (lambda: PackedPolicy("model"), "model: it must be Module; found 'model'"),
         (lambda: use_packed_attention(None), "it must be a Hugging Face model"),
         (lambda: evaluate(model, "data"), "dataset: it must be Dataset; found 'data'"),
