@@ -311,7 +311,9 @@ def _candidate_heads(model: Any) -> list[Head]:
     """Return heads after the base model, and after its decoder, which some families
     call.
     """
-    output = getattr(model, "get_output_embeddings", lambda: None)()
+    output = None
+    if hasattr(model, "get_output_embeddings"):
+        output = model.get_output_embeddings()
     backbone = backbone_of(model)
     if output is None or backbone is model or not hasattr(model, "config"):
         rule = "it must be a causal LM with get_output_embeddings() and a base model"
@@ -463,8 +465,8 @@ def _check_score_head(model: nn.Module) -> None:
         sentence(
             where=f"scores of {type(inner).__name__}",
             rule=(
-                f"it must be a sequence-classification model, whose {SCORE} is a "
-                "matrix of one row"
+                "it must be a sequence-classification model with a matrix of one row "
+                f"as {SCORE}"
             ),
             found=actual,
             remedy="Load it by AutoModelForSequenceClassification with num_labels=1",

@@ -61,8 +61,8 @@ def segment_logps(
     Args:
         batch: the batch, or a rank's share of one; token t predicts token t + 1 of its
             segment.
-        logits: `[T, V]` or `[1, T, V]`; or those of the rows ``batch.targets.rows``
-            alone.
+        logits: `[T, V]` or `[1, T, V]`; or only of the rows ``batch.targets.rows``,
+            `[n, V]` or `[1, n, V]`.
         hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
         weight: `[V, H]`, the output head.
         bias: `[V]`, its bias, if it has one.
@@ -94,7 +94,8 @@ def segment_logps(
         MissingExtraError: `backend` is `triton`, which is not installed.
         BackendError: `backend` is `triton`, and the tensors are not on a CUDA device.
     """
-    if (logits is None) == (hidden is None) or (hidden is None) != (weight is None):
+    has_one_input = (logits is None) != (hidden is None)
+    if not has_one_input or (hidden is None) != (weight is None):
         raise ConfigError("segment_logps takes either logits, or hidden and weight.")
     if logits is not None:
         head_settings = (bias, logit_scale, softcap, keep_logits, backend)
@@ -164,8 +165,9 @@ def _logps_of_hidden(
     targets = batch.targets
     rows = _flatten(batch, hidden, "hidden")[targets.rows]
     width = rows.shape[1]
-    fits = weight.ndim == 2 and weight.shape[1] == width
-    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+    weight_fits = weight.ndim == 2 and weight.shape[1] == width
+    bias_fits = bias is None or bias.shape == weight.shape[:1]
+    if not weight_fits or not bias_fits:
         shapes = [str(tuple(x.shape)) for x in (weight, bias) if x is not None]
         rule = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
         raise ConfigError(sentence("segment_logps", rule, " and ".join(shapes)))
