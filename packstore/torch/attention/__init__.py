@@ -2,9 +2,8 @@
 
 Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of
 K: grouped queries), H head size; values and output may have another head size, except
-with flash kernels. A backend raises :class:`~packstore.errors.BackendError` for
-anything it cannot compute exactly. Capabilities and tested versions are in
-``docs/attention.md``.
+with flash kernels. A backend raises :class:`~packstore.errors.BackendError` where it
+would not be exact. Capabilities and tested versions are in ``docs/attention.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Settings(NamedTuple):
         softcap: c of scores ``c * tanh(score / c)``.
         chunk: a query sees the tokens before it from the last multiple of this in its
             sequence.
-        sinks: `[N]`, one more score in each softmax, of a key whose value is zero:
+        sinks: `[N]`, one more score in each softmax, of a key with the value zero:
             ``o * sigmoid(log_sum_exp - sink)``.
     """
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,12 +25,19 @@ from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore.torch.attention")
 
-_ASKED: ContextVar[tuple[torch.device, set[str]] | None] = ContextVar(
-    "asked", default=None
-)
-"""A device, and the backends that this thread's calls would choose on it."""
+_BACKENDS: dict[str, Attend] = {}
+"""The backends that were chosen, by name."""
 
-_LOADED: dict[str, Attend] = {}
+
+@dataclass(frozen=True)
+class _Recording:
+    """The backends that calls would choose on another device."""
+
+    device: torch.device
+    names: set[str] = field(default_factory=set)
+
+
+_RECORDING: ContextVar[_Recording | None] = ContextVar("recording", default=None)
 
 
 def attend(
@@ -39,32 +47,45 @@ def attend(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Computes attention with the chosen backend."""
-    supported = (
-        flash.fits(q_TNH, v_TKH) and settings.chunk is None and settings.sinks is None
+    """Compute attention with the chosen backend."""
+    is_plain = settings.chunk is None and settings.sinks is None
+    name = _choose_and_load(
+        q_TNH.device,
+        q_TNH.dtype,
+        supported=flash.fits(q_TNH, v_TKH) and is_plain,
+        capped=settings.softcap is not None,
     )
-    name = _chosen(q_TNH.device, q_TNH.dtype, supported, settings.softcap is not None)
-    return _LOADED[name](q_TNH, k_TKH, v_TKH, layout, settings)
+    return _BACKENDS[name](q_TNH, k_TKH, v_TKH, layout, settings)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _chosen(
+def _choose_and_load(
     device: torch.device, dtype: torch.dtype, supported: bool, capped: bool
 ) -> str:
-    """Returns the backend of a call, loaded and logged; records what :func:`chosen_on`
-    asks.
+    """Return the name of a call's backend, once it is loaded and logged.
+
+    Inside :func:`chosen_on`, record the choice for its device, too.
     """
     name = choose(flash.runs_on(device), dtype, supported, capped)
-    if name not in _LOADED:
-        _LOADED[name] = ATTENTION.load(name)
+    if name not in _BACKENDS:
+        _BACKENDS[name] = ATTENTION.load(name)
         logger.info("packed attention: backend 'auto' is %r", name)
-    if asked := _ASKED.get():
-        asked[1].add(choose(flash.runs_on(asked[0]), dtype, supported, capped))
+    recording = _RECORDING.get()
+    if recording is not None:
+        on_gpu = flash.runs_on(recording.device)
+        recording.names.add(choose(on_gpu, dtype, supported, capped))
     return name
 
 
 def choose(on_gpu: bool, dtype: torch.dtype, supported: bool, capped: bool) -> str:
-    """Returns the backend for a device with or without flash kernels."""
+    """Return the backend for a call.
+
+    Args:
+        on_gpu: flash kernels run on the device.
+        dtype: dtype of the tensors.
+        supported: flash kernels support head sizes and settings.
+        capped: scores are soft-capped.
+    """
     if on_gpu and dtype in flash.DTYPES:
         return "torch_varlen" if supported and not capped else "flex"
     return "reference" if capped else "sdpa"
@@ -72,12 +93,12 @@ def choose(on_gpu: bool, dtype: torch.dtype, supported: bool, capped: bool) -> s
 
 @contextmanager
 def chosen_on(device: torch.device) -> Iterator[set[str]]:
-    """Yields a set to which attention calls inside add the backend they would use on
+    """Yield a set that collects the backends that calls inside would use on
     `device`.
     """
-    names: set[str] = set()
-    token = _ASKED.set((device, names))
+    recording = _Recording(device)
+    token = _RECORDING.set(recording)
     try:
-        yield names
+        yield recording.names
     finally:
-        _ASKED.reset(token)
+        _RECORDING.reset(token)

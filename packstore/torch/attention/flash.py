@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import importlib
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from packstore.errors import BackendError, MissingExtraError
+from packstore.errors import BackendError, MissingExtraError, sentence
 from packstore.torch.attention import Attend, Settings
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -20,35 +21,47 @@ DEVICES = ("cuda",)
 DTYPES = (torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
 
+
+class Package(NamedTuple):
+    """The package of a version of FlashAttention: its module, and how to install it."""
+
+    module: str
+    install: str
+
+
 PACKAGES = {
-    "flash_attn": (
+    "flash_attn": Package(
         "flash_attn",
         "its build needs nvcc and the installed torch. Run: pip install ninja "
-        "packaging setuptools "
-        "wheel && pip install --no-build-isolation 'packstore[flash]'",
+        "packaging setuptools wheel && pip install --no-build-isolation "
+        "'packstore[flash]'",
     ),
-    "flash_attn_3": (
+    "flash_attn_3": Package(
         "flash_attn_interface",
         "it is for Hopper, and not on PyPI. Run: git clone --recursive "
         "https://github.com/Dao-AILab/flash-attention && pip install "
-        "--no-build-isolation "
-        "./flash-attention/hopper",
+        "--no-build-isolation ./flash-attention/hopper",
     ),
 }
-"""The module of each version, and how to install it."""
+"""Backend -> package."""
 
 
 def __getattr__(name: str) -> Attend:
-    """Returns the backend of this name, whose package is imported only then."""
+    """Return the backend of this name, so that its package is imported only then."""
     if name not in PACKAGES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, install = PACKAGES[name]
+    return _load_backend(name)
+
+
+def _load_backend(name: str) -> Attend:
+    """Return the backend `name`; raise MissingExtraError without its package."""
+    package = PACKAGES[name]
     try:
-        kernel = importlib.import_module(module).flash_attn_varlen_func
+        kernel = importlib.import_module(package.module).flash_attn_varlen_func
     except (ImportError, AttributeError) as error:
         raise MissingExtraError(
-            f"attention backend {name!r} needs the module {module!r}, which is not "
-            "installed; " + install
+            f"attention backend {name!r} needs the module {package.module!r}, which is "
+            f"not installed; {package.install}"
         ) from error
 
     def attend(
@@ -59,7 +72,7 @@ def __getattr__(name: str) -> Attend:
         settings: Settings,
     ) -> Tensor:
         check(name, q_TNH, k_TKH, v_TKH, settings)
-        left = window_left(layout, settings.window)
+        keys_before = count_keys_before(layout, settings.window)
         output = kernel(
             q_TNH,
             layout.keys(k_TKH),
@@ -69,7 +82,7 @@ def __getattr__(name: str) -> Attend:
             max_seqlen_q=layout.max_seqlen_q,
             max_seqlen_k=layout.max_seqlen_k,
             causal=True,
-            window_size=(-1, -1) if left < 0 else (left, 0),
+            window_size=(-1, -1) if keys_before < 0 else (keys_before, 0),
             softmax_scale=settings.scale,
             softcap=settings.softcap or 0.0,
             deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -82,23 +95,20 @@ def __getattr__(name: str) -> Attend:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """Returns the compute capability of a CUDA device; (0, 0) for others."""
-    if (
-        device.type != "cuda"
-        or torch.version.cuda is None
-        or not torch.cuda.is_available()
-    ):
+    """Return the compute capability of a CUDA device; (0, 0) for others."""
+    has_cuda = torch.version.cuda is not None and torch.cuda.is_available()
+    if device.type != "cuda" or not has_cuda:
         return 0, 0
     return torch.cuda.get_device_capability(device)
 
 
 def runs_on(device: torch.device) -> bool:
-    """Returns True for a CUDA device of compute capability 8 or newer."""
+    """Return True for a CUDA device of compute capability 8 or newer."""
     return capability(device) >= (8, 0)
 
 
 def fits(q: Tensor, v: Tensor) -> bool:
-    """Returns True if the kernels support these head sizes."""
+    """Return True if the kernels support these head sizes."""
     size = q.shape[-1]
     # A branch, as torch.compile may have symbols for sizes: the answer is then a
     # constant.
@@ -108,39 +118,61 @@ def fits(q: Tensor, v: Tensor) -> bool:
 
 
 def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> None:
-    """Refuses chunks, sinks, and tensors that the kernels do not support or
-    would cast.
+    """Raise BackendError for chunks, sinks, and tensors that the kernels do not support
+    or would cast.
     """
     where = f"attention backend {backend!r}"
     if settings.chunk is not None or settings.sinks is not None:
-        extra = (
-            "sinks, whose gradient it ignores" if settings.chunk is None else "chunks"
-        )
+        extra = "chunks"
+        if settings.chunk is None:
+            extra = "sinks, with a gradient that it ignores"
         raise BackendError(
-            f"{where}: attention must be a softmax over all tokens before, or over a "
-            "window of "
-            f"them; found {extra}. Use backend='flex' or 'sdpa'."
+            sentence(
+                where=where,
+                rule=(
+                    "attention must be a softmax over all tokens before, or over a "
+                    "window of them"
+                ),
+                found=extra,
+                remedy="Use backend='flex' or 'sdpa'",
+            )
         )
-    kinds = {x.dtype for x in (q, k, v)}
-    if q.device.type not in DEVICES or len(kinds) != 1 or not kinds <= set(DTYPES):
+
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    is_supported = len(dtypes) == 1 and q.dtype in DTYPES
+    if q.device.type not in DEVICES or not is_supported:
+        names = " and ".join(sorted(str(dtype) for dtype in dtypes))
         raise BackendError(
-            f"{where}: tensors must be float16 or bfloat16, all the same, on a CUDA "
-            "device; found "
-            f"{' and '.join(sorted(map(str, kinds)))} on {q.device.type}. Load the "
-            "model in "
-            "bfloat16 on a GPU, use torch.autocast, or choose backend='sdpa'."
+            sentence(
+                where=where,
+                rule=(
+                    "tensors must be float16 or bfloat16, all the same, on a CUDA "
+                    "device"
+                ),
+                found=f"{names} on {q.device.type}",
+                remedy=(
+                    "Load the model in bfloat16 on a GPU, use torch.autocast, or "
+                    "choose backend='sdpa'"
+                ),
+            )
         )
     if not fits(q, v):
         raise BackendError(
-            f"{where}: heads must have one size, a multiple of 8 up to {LARGEST_HEAD}; "
-            "found "
-            f"{q.shape[-1]} for queries and {v.shape[-1]} for values. "
-            "Use backend='flex' or 'sdpa'."
+            sentence(
+                where=where,
+                rule=(
+                    f"heads must have one size, a multiple of 8 up to {LARGEST_HEAD}"
+                ),
+                found=f"{q.shape[-1]} for queries and {v.shape[-1]} for values",
+                remedy="Use backend='flex' or 'sdpa'",
+            )
         )
 
 
-def window_left(layout: AttentionLayout, window: int | None) -> int:
-    """Number of keys before its own that a query sees, as the kernels count windows;
-    -1: all.
+def count_keys_before(layout: AttentionLayout, window: int | None) -> int:
+    """Return the number of keys before its own that a query sees, as the kernels count
+    windows; -1: all.
     """
-    return -1 if window is None or window >= layout.max_seqlen_k else window - 1
+    if window is None or window >= layout.max_seqlen_k:
+        return -1
+    return window - 1

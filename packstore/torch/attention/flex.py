@@ -4,7 +4,7 @@ head size.
 Every query of a layout sees one contiguous run of keys, windows and chunks included. So
 the mask is two numbers per query, and the blocks that the kernel may skip follow from
 their minimum and maximum in each block, without evaluating queries times keys. Both are
-made once per layout, window and chunk, and reused by all layers and by gradient
+computed once per layout, window and chunk, and reused by all layers and by gradient
 checkpointing.
 
 On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two
@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
-from packstore.errors import BackendError
+from packstore.errors import BackendError, sentence
 from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout, segment_ids
 
@@ -33,8 +33,13 @@ BLOCK = 128
 together.
 """
 
-_masks: WeakKeyDictionary[AttentionLayout, dict[Any, BlockMask]] = WeakKeyDictionary()
-"""The masks of a layout, by window and chunk."""
+MaskKey = tuple[int | None, int | None]
+"""Window and chunk."""
+
+_MASKS: WeakKeyDictionary[AttentionLayout, dict[MaskKey, BlockMask]] = (
+    WeakKeyDictionary()
+)
+"""The masks of each layout that lives."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -45,24 +50,26 @@ def attend(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Computes all segments in one call; torch.compile is kept out, as it has
-    its own.
+    """Compute all segments in one call; torch.compile is kept out, as the kernel is
+    compiled by itself.
     """
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
-    training = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
-    if training and q_TNH.device.type == "cpu":
+    needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
+    if needs_gradients and q_TNH.device.type == "cpu":
         raise BackendError(
-            "attention backend 'flex': on CPU it has a forward pass only; found "
-            "tensors that need "
-            "gradients. Use backend='sdpa' or 'reference' on CPU."
+            sentence(
+                where="attention backend 'flex'",
+                rule="on CPU it has a forward pass only",
+                found="tensors that need gradients",
+                remedy="Use backend='sdpa' or 'reference' on CPU",
+            )
         )
-    heads_first = (
-        pad(x, (0, 0, 0, 0, 0, rounded(len(x)) - len(x))).transpose(0, 1)[None]
-        for x in rows
-    )
+    queries, keys, values = (_heads_first(x) for x in rows)
     output = _kernel(q_TNH.device.type)(
-        *heads_first,
-        score_mod=None if settings.softcap is None else _capped(settings.softcap),
+        queries,
+        keys,
+        values,
+        score_mod=None if settings.softcap is None else _softcap(settings.softcap),
         block_mask=block_mask(layout, settings.window, settings.chunk),
         scale=settings.scale,
         enable_gqa=q_TNH.shape[1] != k_TKH.shape[1],
@@ -70,13 +77,21 @@ def attend(
     )
     if settings.sinks is not None:
         output, aux = output
-        share = torch.sigmoid(aux.lse - settings.sinks.to(aux.lse.dtype)[:, None])
-        output = (output * share[..., None]).to(q_TNH.dtype)
+        sinks = settings.sinks.to(aux.lse.dtype)[:, None]
+        share_of_keys = torch.sigmoid(aux.lse - sinks)
+        output = (output * share_of_keys[..., None]).to(q_TNH.dtype)
     return output[0].transpose(0, 1)[: len(q_TNH)]  # type: ignore[no-any-return]
 
 
+def _heads_first(rows: Tensor) -> Tensor:
+    """Return rows `[n, heads, H]` as `[1, heads, rounded n, H]`, padded with zeros."""
+    padding = rounded(len(rows)) - len(rows)
+    padded = pad(rows, (0, 0, 0, 0, 0, padding))
+    return padded.transpose(0, 1)[None]
+
+
 def rounded(tokens: int) -> int:
-    """Rounds `tokens` up to a quarter of the power of two below it, and to whole
+    """Round `tokens` up to a quarter of the power of two below it, and to whole
     blocks.
     """
     step = max(BLOCK, 1 << max(0, tokens.bit_length() - 3))
@@ -86,48 +101,72 @@ def rounded(tokens: int) -> int:
 def block_mask(
     layout: AttentionLayout, window: int | None, chunk: int | None = None
 ) -> BlockMask:
-    """Returns the mask of a layout, made on first use."""
-    masks = _masks.setdefault(layout, {})
-    if (window, chunk) not in masks:
-        masks[window, chunk] = _block_mask(layout, window, chunk)
-    return masks[window, chunk]
+    """Return the mask of a layout, which is computed on first use."""
+    masks = _MASKS.setdefault(layout, {})
+    key = (window, chunk)
+    if key not in masks:
+        masks[key] = _compute_block_mask(layout, window, chunk)
+    return masks[key]
 
 
-def _block_mask(
+def _compute_block_mask(
     layout: AttentionLayout, window: int | None, chunk: int | None
 ) -> BlockMask:
-    """From the first and last key of each query, `[rounded T]`."""
-    starts_q, starts_k = layout.cu_seqlens_q.long(), layout.cu_seqlens_k.long()
-    tokens = layout.num_queries
-    keys = tokens if layout.kv_index is None else len(layout.kv_index)
-    segment = segment_ids(starts_q.diff(), tokens)
-    query = torch.arange(tokens, device=starts_q.device)
+    """Compute the mask from the first and last key of each query."""
+    num_tokens = layout.num_queries
+    num_keys = num_tokens if layout.kv_index is None else len(layout.kv_index)
+    first, last = _visible_keys(layout, window, chunk)
+    # Padding queries see the last key, as the softmax over no keys is undefined.
+    padding = (0, rounded(num_tokens) - num_tokens)
+    first = pad(first, padding, value=num_keys - 1)
+    last = pad(last, padding, value=num_keys - 1)
+
+    def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key >= first[query]) & (key <= last[query])
+
+    # Of each block of queries, against the first key of each block of keys.
+    lowest_first, highest_first = first.view(-1, BLOCK).aminmax(dim=1)
+    lowest_last, highest_last = last.view(-1, BLOCK).aminmax(dim=1)
+    starts = torch.arange(0, rounded(num_keys), BLOCK, device=first.device)
+    ends = starts + BLOCK
+    is_partly_visible = (ends > lowest_first[:, None]) & (
+        starts <= highest_last[:, None]
+    )
+    is_fully_visible = (starts >= highest_first[:, None]) & (
+        ends <= lowest_last[:, None] + 1
+    )
+    num_partial, partial_blocks = _block_list(is_partly_visible & ~is_fully_visible)
+    num_full, full_blocks = _block_list(is_fully_visible)
+    return BlockMask.from_kv_blocks(
+        num_partial,
+        partial_blocks,
+        num_full,
+        full_blocks,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=is_visible,
+    )
+
+
+def _visible_keys(
+    layout: AttentionLayout, window: int | None, chunk: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return the first and last key that each query sees, int64 `[T]` each."""
+    starts_q = layout.cu_seqlens_q.long()
+    starts_k = layout.cu_seqlens_k.long()
+    segment = segment_ids(starts_q.diff(), layout.num_queries)
+    query = torch.arange(layout.num_queries, device=starts_q.device)
     last = starts_k[segment + 1] - (starts_q[segment + 1] - query)
     first = starts_k[segment]
     if chunk is not None:
         first = first + (last - first) // chunk * chunk
     if window is not None:
         first = torch.maximum(first, last - window + 1)
-    # Padding queries see the last key, as the softmax over no keys is undefined.
-    extra = (0, rounded(tokens) - tokens)
-    first, last = (pad(x, extra, value=keys - 1) for x in (first, last))
-
-    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key >= first[query]) & (key <= last[query])
-
-    starts = torch.arange(0, rounded(keys), BLOCK, device=first.device)
-    lowest, highest = first.view(-1, BLOCK).aminmax(dim=1)
-    least, greatest = last.view(-1, BLOCK).aminmax(dim=1)
-    some = (starts + BLOCK > lowest[:, None]) & (starts <= greatest[:, None])
-    whole = (starts >= highest[:, None]) & (starts + BLOCK <= least[:, None] + 1)
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~whole), *_listed(whole), BLOCK_SIZE=BLOCK, mask_mod=visible
-    )
+    return first, last
 
 
-def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Number of blocks of each row, and indices with those blocks first: `[1, 1, rows(,
-    n)]`.
+def _block_list(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of marked blocks of each row, int32 `[1, 1, rows]`, and the
+    indices of all blocks, the marked ones first, `[1, 1, rows, n]`.
     """
     order = blocks.int().argsort(dim=1, descending=True, stable=True)
     return blocks.sum(1).int()[None, None], order.int()[None, None].contiguous()
@@ -135,15 +174,20 @@ def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _kernel(device: str) -> Any:
-    # fullgraph: raises instead of running the uncompiled kernel, which makes all scores
-    # of a row.
-    compiler = "eager" if device == "cpu" else "inductor"
-    return torch.compile(flex_attention, fullgraph=True, backend=compiler)
+    """Return the compiled kernel; on a CPU it runs as it is."""
+    # fullgraph: raises instead of running the uncompiled kernel, which computes all
+    # scores of a row.
+    backend = "eager" if device == "cpu" else "inductor"
+    return torch.compile(flex_attention, fullgraph=True, backend=backend)
 
 
 @cache
-def _capped(softcap: float) -> Any:
-    def capped(score: Tensor, *_: Tensor) -> Tensor:
+def _softcap(softcap: float) -> Any:
+    """Return the function that caps a score; one object a softcap, as the kernel is
+    compiled for each function.
+    """
+
+    def cap(score: Tensor, *_: Tensor) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    return capped
+    return cap

@@ -1,6 +1,6 @@
 """Attention one segment at a time: by its definition, and by torch's kernel.
 
-`reference` is slow, exact, and what tests compare with: any dtype (float64 stays
+`reference` is slow, exact, and the standard of all tests: any dtype (float64 stays
 float64, half precision is computed in float32), windows, softcaps, chunks and sinks.
 `sdpa` calls torch's scaled_dot_product_attention once per segment: the cost is the sum
 of the squares of their lengths, where one call with a block-diagonal mask would cost
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from packstore.errors import BackendError
+from packstore.errors import BackendError, sentence
 from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -23,8 +23,8 @@ from packstore.torch.batch.layout import AttentionLayout
 def visible(
     queries: int, keys: int, settings: Settings, device: torch.device
 ) -> Tensor:
-    """Returns a bool mask `[queries, keys]`, causal and aligned at the end; see
-    `Attend`.
+    """Return a bool mask `[queries, keys]`, causal and aligned at the end, with the
+    window and chunk of `settings`.
     """
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
@@ -32,7 +32,8 @@ def visible(
     if settings.window is not None:
         mask &= query - key < settings.window
     if settings.chunk is not None:
-        mask &= key >= query // settings.chunk * settings.chunk
+        first_of_chunk = query // settings.chunk * settings.chunk
+        mask &= key >= first_of_chunk
     return mask
 
 
@@ -44,23 +45,24 @@ def reference(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Computes softmax(cap(q k^T * scale)) v over the visible keys of each segment."""
-    softcap, sinks = settings.softcap, settings.sinks
+    """Compute softmax(cap(q k^T * scale)) v over the visible keys of each segment."""
     exact = torch.promote_types(q_TNH.dtype, torch.float32)
-    group = q_TNH.shape[1] // k_TKH.shape[1]
+    group_size = q_TNH.shape[1] // k_TKH.shape[1]
     outputs = []
     for q, k, v in layout.split(q_TNH, layout.keys(k_TKH), layout.keys(v_TKH)):
-        k, v = (x.to(exact).repeat_interleave(group, dim=1) for x in (k, v))
-        scores = torch.einsum("qnh,knh->nqk", q.to(exact), k) * settings.scale
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
+        keys = k.to(exact).repeat_interleave(group_size, dim=1)
+        values = v.to(exact).repeat_interleave(group_size, dim=1)
+        scores = torch.einsum("qnh,knh->nqk", q.to(exact), keys) * settings.scale
+        if settings.softcap is not None:
+            scores = settings.softcap * torch.tanh(scores / settings.softcap)
         mask = visible(len(q), len(k), settings, q.device)
         scores = scores.masked_fill(~mask, float("-inf"))
-        if sinks is not None:
-            extra = sinks.to(exact)[:, None, None].expand(-1, len(q), 1)
-            scores = torch.cat([scores, extra], dim=-1)
+        if settings.sinks is not None:
+            sink_scores = settings.sinks.to(exact)[:, None, None]
+            sink_scores = sink_scores.expand(-1, len(q), 1)
+            scores = torch.cat([scores, sink_scores], dim=-1)
         weights = scores.softmax(dim=-1)[..., : len(k)]
-        outputs.append(torch.einsum("nqk,knh->qnh", weights, v))
+        outputs.append(torch.einsum("nqk,knh->qnh", weights, values))
     return torch.cat(outputs).to(q_TNH.dtype)
 
 
@@ -72,38 +74,61 @@ def sdpa(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Calls torch's kernel for each segment, which has no softcap.
-
-    A sink is one more key, whose value is zero. Heads get one more component: ``sink /
-    scale`` in queries; in keys 1 at the sink and 0 elsewhere. So its score is the sink,
-    with its gradient.
-    """
+    """Call torch's kernel for each segment; it has no softcap."""
     if settings.softcap is not None:
         raise BackendError(
-            "attention backend 'sdpa': attention scores must not be soft-capped; found "
-            "softcap "
-            f"{settings.softcap}. Use backend='reference', or 'flex' on a GPU."
+            sentence(
+                where="attention backend 'sdpa'",
+                rule="attention scores must not be soft-capped",
+                found=f"softcap {settings.softcap}",
+                remedy="Use backend='reference', or 'flex' on a GPU",
+            )
         )
-    sinks = settings.sinks
-    if sinks is not None:
-        extra = (
-            (sinks / settings.scale)
-            .to(q_TNH.dtype)[None, :, None]
-            .expand(len(q_TNH), -1, 1)
-        )
-        q_TNH, k_TKH = torch.cat([q_TNH, extra], dim=-1), pad(k_TKH, (0, 1))
-    grouped, outputs = q_TNH.shape[1] != k_TKH.shape[1], []
+    has_sinks = settings.sinks is not None
+    is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
+    if settings.sinks is not None:
+        q_TNH = _append_sinks(q_TNH, settings.sinks / settings.scale)
+        k_TKH = pad(k_TKH, (0, 1))
+
+    outputs = []
     for q, k, v in layout.split(q_TNH, layout.keys(k_TKH), layout.keys(v_TKH)):
-        within = len(k) <= min(settings.window or len(k), settings.chunk or len(k))
-        plain = within and sinks is None and len(q) == len(k)
-        mask = None if plain else visible(len(q), len(k), settings, q.device)
-        if sinks is not None and mask is not None:
-            mask = pad(mask, (1, 0), value=True)
-            first = pad(torch.zeros_like(k[:1, :, 1:]), (0, 1), value=1.0)
-            k, v = torch.cat([first, k]), pad(v, (0, 0, 0, 0, 1, 0))
-        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        window = settings.window or len(k)
+        chunk = settings.chunk or len(k)
+        sees_all_before = len(k) <= min(window, chunk) and len(q) == len(k)
+        is_causal = sees_all_before and not has_sinks
+        mask = None
+        if not is_causal:
+            mask = visible(len(q), len(k), settings, q.device)
+            if has_sinks:
+                k, v, mask = _prepend_sink_key(k, v, mask)
         output = scaled_dot_product_attention(
-            q, k, v, mask, is_causal=plain, scale=settings.scale, enable_gqa=grouped
+            q.transpose(0, 1)[None],
+            k.transpose(0, 1)[None],
+            v.transpose(0, 1)[None],
+            mask,
+            is_causal=is_causal,
+            scale=settings.scale,
+            enable_gqa=is_grouped,
         )
         outputs.append(output[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+def _append_sinks(q_TNH: Tensor, sinks: Tensor) -> Tensor:
+    """Return queries with one more component, the sink over the scale.
+
+    A sink is one more key with the value zero: its last component is 1, and 0 in all
+    other keys. So its score is the sink, with the sink's gradient.
+    """
+    component = sinks.to(q_TNH.dtype)[None, :, None].expand(len(q_TNH), -1, 1)
+    return torch.cat([q_TNH, component], dim=-1)
+
+
+def _prepend_sink_key(
+    k: Tensor, v: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys, values and mask of a segment with the sink before its tokens."""
+    sink_key = pad(torch.zeros_like(k[:1, :, 1:]), (0, 1), value=1.0)
+    keys = torch.cat([sink_key, k])
+    values = pad(v, (0, 0, 0, 0, 1, 0))
+    return keys, values, pad(mask, (1, 0), value=True)

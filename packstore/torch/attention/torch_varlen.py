@@ -2,12 +2,12 @@
 needed.
 
 CUDA and half precision only; no softcap. The kernels need each sequence's keys in one
-run, so those of a shared prefix are copied once per response. ``varlen_attn`` would
+run, so the keys of a shared prefix are copied once per response. ``varlen_attn`` would
 keep the copies until the backward pass; here the rows are kept, and gathered twice. The
 gradient of a row is the sum over its copies, in float32 and in order.
 
-The gathering kernels are operators of their own, as in a traced graph both gathers
-would be one, which the compiler may keep.
+Both passes are operators of their own: in a traced graph both gathers would be one, and
+the compiler might keep its result.
 """
 
 from __future__ import annotations
@@ -22,27 +22,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from packstore.errors import BackendError, quote
+from packstore.errors import BackendError, quote, sentence
 from packstore.torch.attention import Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
 logger = logging.getLogger("packstore")
 
-# Later versions require the keyword for grouped queries; torch 2.11 has neither it nor
-# the check, and the same kernel.
-GROUPS: dict[str, Any] = (
-    {"enable_gqa": True}
-    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
-    else {}
-)
+GROUPED_QUERIES: dict[str, Any] = {}
+"""Keyword for grouped queries: torch 2.11 has neither it nor the check that later
+versions make, and the same kernel."""
+
+if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
+    GROUPED_QUERIES["enable_gqa"] = True
 
 COPIES = "Tensor? index, Tensor? places, Tensor? starts"
-"""The key runs as `kv_index`, `places` and `place_offsets` of a layout; None: they are
-the rows.
+"""Arguments of both operators: `kv_index`, `places` and `place_offsets` of a layout;
+None: each row is a place of the key runs.
 """
 
-SIZES = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt left"
-"""Arguments of both operators; `left` counts the keys before its own that a query sees,
+SIZES = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt keys_before"
+"""Arguments of both operators; `keys_before` counts the keys before its own that a query sees,
 -1: all.
 """
 
@@ -54,32 +53,50 @@ def attend(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Computes all segments in one call."""
+    """Compute attention of all segments in one call."""
     flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, settings)
     if settings.softcap is not None:
         raise BackendError(
-            "attention backend 'torch_varlen': attention scores must not be "
-            "soft-capped; found "
-            f"softcap {settings.softcap}. Use backend='flex' or 'flash_attn'."
+            sentence(
+                where="attention backend 'torch_varlen'",
+                rule="attention scores must not be soft-capped",
+                found=f"softcap {settings.softcap}",
+                remedy="Use backend='flex' or 'flash_attn'",
+            )
         )
-    left = flash.window_left(layout, settings.window)
-    cu_q, cu_k = layout.cu_seqlens_q, layout.cu_seqlens_k
-    longest = (layout.max_seqlen_q, layout.max_seqlen_k)
+    keys_before = flash.count_keys_before(layout, settings.window)
     # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic
     # backward pass.
-    if layout.kv_index is not None or torch.are_deterministic_algorithms_enabled():
-        rows = layout.rows(k_TKH), layout.rows(v_TKH)
-        copies = layout.kv_index, layout.places, layout.place_offsets
-        sizes = cu_q, cu_k, *longest, settings.scale, left
-        output: Tensor = gathered(q_TNH, *rows, *copies, *sizes)[0]
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    if layout.kv_index is not None or is_deterministic:
+        output: Tensor
+        output, _ = attend_gathered(
+            q_TNH,
+            layout.rows(k_TKH),
+            layout.rows(v_TKH),
+            layout.kv_index,
+            layout.places,
+            layout.place_offsets,
+            layout.cu_seqlens_q,
+            layout.cu_seqlens_k,
+            layout.max_seqlen_q,
+            layout.max_seqlen_k,
+            settings.scale,
+            keys_before,
+        )
         return output
-    window: dict[str, Any] = {
-        "scale": settings.scale,
-        "window_size": (left, 0),
-        **GROUPS,
-    }
-    whole: Any = varlen.varlen_attn(q_TNH, k_TKH, v_TKH, cu_q, cu_k, *longest, **window)
-    return whole  # type: ignore[no-any-return]
+    return varlen.varlen_attn(  # type: ignore[no-any-return]
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        layout.cu_seqlens_q,
+        layout.cu_seqlens_k,
+        layout.max_seqlen_q,
+        layout.max_seqlen_k,
+        scale=settings.scale,
+        window_size=(keys_before, 0),
+        **GROUPED_QUERIES,
+    )
 
 
 @torch.library.custom_op(
@@ -87,100 +104,151 @@ def attend(
     mutates_args=(),
     schema=f"(Tensor q, Tensor k, Tensor v, {COPIES}, {SIZES}) -> (Tensor, Tensor)",
 )
-def gathered(
-    q: Tensor, k: Tensor, v: Tensor, index: Tensor | None, *rest: Any
+def attend_gathered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    index: Tensor | None,
+    places: Tensor | None,
+    starts: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    keys_before: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the output `[T, N, H]` and its log-sum-exp.
+    """Return the output `[T, N, H]` and its log-sum-exp.
 
-    `k` and `v` are rows `[R, K, H]`, of which `index` takes one for each place of the
-    key runs, or the runs if it is None.
+    `k` and `v` are rows `[R, K, H]`; `index` is the row of each place of the key runs.
     """
-    *offsets, scale, left = rest[2:]
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(q, _taken(k, index), _taken(v, index), *offsets),
-        *(0.0, left < 0, False),  # without dropout
+    output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
+        q,
+        _gather(k, index),
+        _gather(v, index),
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p=0.0,
+        is_causal=keys_before < 0,
+        return_debug_mask=False,
         scale=scale,
-        window_size_left=left,
+        window_size_left=keys_before,
         window_size_right=0,
     )
-    return out, lse
+    return output, log_sum_exp
 
 
 @torch.library.custom_op(
     "packstore::varlen_backward",
     mutates_args=(),
     schema="(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{COPIES}, "
-    f"{SIZES}) -> (Tensor, Tensor, Tensor)",
+    f"{COPIES}, {SIZES}) -> (Tensor, Tensor, Tensor)",
 )
-def gathered_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+def attend_gathered_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: Tensor | None,
+    places: Tensor | None,
+    starts: Tensor | None,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float,
+    keys_before: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradients of `q`, `k` and `v` of :func:`gathered`."""
-    index, places, starts, *offsets, scale, left = rest
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(grad, q, _taken(k, index), _taken(v, index), out, lse, *offsets),
-        *(0.0, left < 0, state, q.new_empty(0)),
+    """Return the gradients of `q`, `k` and `v` of :func:`attend_gathered`."""
+    d_queries, d_keys, d_values = torch.ops.aten._flash_attention_backward(
+        grad,
+        q,
+        _gather(k, index),
+        _gather(v, index),
+        out,
+        lse,
+        cu_q,
+        cu_k,
+        max_q,
+        max_k,
+        dropout_p=0.0,
+        is_causal=keys_before < 0,
+        # Random numbers of dropout, without any.
+        rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
+        unused=q.new_empty(0),
         scale=scale,
-        window_size_left=left,
+        window_size_left=keys_before,
         window_size_right=0,
     )
-    return dq, summed(dk, places, starts), summed(dv, places, starts)
+    return (
+        d_queries,
+        sum_over_copies(d_keys, places, starts),
+        sum_over_copies(d_values, places, starts),
+    )
 
 
-def _taken(rows: Tensor, index: Tensor | None) -> Tensor:
+def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
+    """Return the rows of the key runs."""
     return rows if index is None else rows.index_select(0, index)
 
 
-def summed(grad: Tensor, places: Tensor | None, starts: Tensor | None) -> Tensor:
-    """Sums the gradients of the places of each row, `[R, K, H]`, in float32 at
-    least.
+def sum_over_copies(
+    grad: Tensor, places: Tensor | None, starts: Tensor | None
+) -> Tensor:
+    """Sum the gradients of the places of each row, `[R, K, H]`, in float32 at least.
+
+    Without places the rows have no copies.
     """
     if places is None:
         return grad
-    sums = _sum_copies(grad.device)(grad.flatten(1), places, starts)
+    sum_copies = _load_sum_copies(grad.device)
+    sums = sum_copies(grad.flatten(1), places, starts)
     return sums.view(-1, *grad.shape[1:])
 
 
 @cache
-def _sum_copies(device: torch.device) -> Callable[..., Tensor]:
-    """Triton's kernel if it computes the same on this device, else
+def _load_sum_copies(device: torch.device) -> Callable[..., Tensor]:
+    """Return Triton's kernel if it computes the same on this device, else
     ``embedding_bag``.
     """
     if device.type != "cuda":
-        return _bag
+        return _sum_copies_by_bag
     try:
         from packstore.torch.attention._copies import sum_copies
 
         copies = torch.linspace(-1, 1, 24, device=device).bfloat16().view(3, 8)
-        sample = (
-            copies,
-            *(torch.tensor(x, device=device) for x in ([2, 0, 1], [0, 2, 2, 3])),
-        )
-        if torch.equal(sum_copies(*sample), _bag(*sample)):
+        places = torch.tensor([2, 0, 1], device=device)
+        starts = torch.tensor([0, 2, 2, 3], device=device)
+        actual = sum_copies(copies, places, starts)
+        if torch.equal(actual, _sum_copies_by_bag(copies, places, starts)):
             return sum_copies
         reason = "the results differ"
-    except Exception as error:  # a compiler fails in any way
+    except Exception as error:  # Triton's compiler and driver raise any class
         reason = quote(f"{type(error).__name__}: {error}", 300)
     logger.warning(
         "gradients of shared prefixes are summed without Triton, slower: %s", reason
     )
-    return _bag
+    return _sum_copies_by_bag
 
 
-def _bag(copies: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+def _sum_copies_by_bag(copies: Tensor, places: Tensor, starts: Tensor) -> Tensor:
+    """Sum rows as ``_copies.sum_copies`` does, on any device."""
     return nn.functional.embedding_bag(
         places, copies, starts, mode="sum", include_last_offset=True
     )
 
 
-@gathered.register_fake
+@attend_gathered.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    log_sum_exp = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return torch.empty_like(q), log_sum_exp
 
 
-@gathered_backward.register_fake
+@attend_gathered_backward.register_fake
 def _(
     _grad: Tensor,
     q: Tensor,
@@ -197,15 +265,25 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, index, places, starts, cu_q, cu_k, *ctx.sizes = inputs
-    ctx.save_for_backward(q, k, v, *output, index, places, starts, cu_q, cu_k)
+    """Save the tensors in the order of the backward operator's arguments."""
+    q, k, v, index, places, starts, cu_q, cu_k, *sizes = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, index, places, starts, cu_q, cu_k)
+    ctx.sizes = sizes  # max_q, max_k, scale, keys_before
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _backward(
+    ctx: Any, grad: Tensor | None, _grad_lse: None
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of q, k and v; the nine arguments after them have none."""
     if grad is None:
         return (None,) * 12
-    return *gathered_backward(grad, *ctx.saved_tensors, *ctx.sizes), *(None,) * 9
+    d_queries, d_keys, d_values = attend_gathered_backward(
+        grad, *ctx.saved_tensors, *ctx.sizes
+    )
+    no_gradients = (None,) * 9
+    return d_queries, d_keys, d_values, *no_gradients
 
 
-gathered.register_autograd(_backward, setup_context=_save)
+attend_gathered.register_autograd(_backward, setup_context=_save)

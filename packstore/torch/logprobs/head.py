@@ -333,8 +333,8 @@ def _check_output_module(model: Any, output: nn.Module) -> None:
     # PEFT's copy, for modules_to_save.
     linear_layer = getattr(output, "original_module", output)
     weight = getattr(linear_layer, "weight", None)
-    is_plain = isinstance(linear_layer, nn.Linear) and type(weight) is nn.Parameter
-    if is_plain and weight.is_floating_point():
+    is_linear = isinstance(linear_layer, nn.Linear)
+    if is_linear and type(weight) is nn.Parameter and weight.is_floating_point():
         return
     kind = type(linear_layer)
     actual = f"{kind.__name__} of {type(weight).__name__}"

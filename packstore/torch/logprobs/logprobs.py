@@ -249,7 +249,7 @@ class HeadLogProbs(torch.autograd.Function):
 
         highest, sum_of_exponentials, target_logits = state
         log_total = highest + sum_of_exponentials.log()
-        logps = target_logits - log_total
+        logps: Tensor = target_logits - log_total
         ctx.projection = projection
         ctx.operand = operand
         ctx.passes = passes

@@ -218,7 +218,7 @@ def test_gradients_of_copies_are_summed_in_float32() -> None:
     """256 + 1 + ... + 1: with bfloat16 sums each 1 is lost."""
     places, starts = torch.tensor([9, *range(9)]), torch.tensor([0, 1, 10, 10])
     grad = torch.tensor([256.0] + [1.0] * 8 + [5.0]).bfloat16()[:, None, None]
-    found = torch_varlen.summed(grad, places, starts)
+    found = torch_varlen.sum_over_copies(grad, places, starts)
     assert found.flatten().tolist() == [5, 264, 0]
     assert found.dtype == torch.bfloat16
 
