@@ -40,9 +40,12 @@ COPIES = "Tensor? index, Tensor? places, Tensor? starts"
 None: each row is a place of the key runs.
 """
 
-SIZES = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, SymInt keys_before"
-"""Arguments of both operators; `keys_before` counts the keys before its own that a query sees,
--1: all.
+SIZES = (
+    "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k, float scale, "
+    "SymInt keys_before"
+)
+"""Arguments of both operators; `keys_before` is the number of keys before its own that
+a query sees, -1: all.
 """
 
 

@@ -2,14 +2,14 @@
 
 Each rank computes its own tokens, and gathers the keys and values of the others in
 every attention layer. For attention backends that is an ordinary layout: each run of a
-rank's tokens is a query segment, whose keys are its sequence up to the run's last
+rank's tokens is a query segment, and its keys are the sequence up to the run's last
 token. So every backend and both layouts work unchanged. A rank copies the keys that its
 queries see, about one row.
 
-Its gradient is that of the sum of the losses of all ranks. All ranks of a group get the
-same sums and the same loss, which that sum counts once per rank. So average gradients
-of parameters over the group, as DDP and FSDP do: they then equal those of one process.
-For counts and divisors a group is one rank.
+The gradient belongs to the sum of the losses of all ranks. All ranks of a group get the
+same sums and the same loss, so that the sum counts it once per rank. So average
+gradients of parameters over the group, as DDP and FSDP do: they then equal the
+gradients of one process. For counts and divisors a group is one rank.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
 from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, segment_ids
 
-How = Literal["zigzag", "contiguous"]
+SplitMethod = Literal["zigzag", "contiguous"]
 
 # torch 2.13 renamed both, and warns about the old names.
 _gather_into: Any = (
@@ -63,11 +63,11 @@ class ContextSplit:
 
     @classmethod
     def zigzag(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Splits each segment into ``2 * size`` equal chunks; rank r holds chunks r and
+        """Split each segment into ``2 * size`` equal chunks; rank r holds chunks r and
         -1 - r.
 
         So all ranks have equally many tokens, and about equally many causal scores. The
-        order is that of Transformer Engine.
+        order is the same as in Transformer Engine.
 
         Args:
             cu_seqlens: int `[S + 1]`, offsets of the segments.
@@ -77,26 +77,34 @@ class ContextSplit:
             ConfigError: a segment is not a multiple of ``2 * size`` tokens.
         """
         lengths = cu_seqlens.long().diff()
-        if (lengths % (2 * size)).any():
-            odd = int(lengths[lengths % (2 * size) != 0][0])
+        num_chunks = 2 * size
+        is_odd = lengths % num_chunks != 0
+        if is_odd.any():
             raise ConfigError(
-                f"zig-zag split over {size} ranks: every segment must be a multiple of "
-                f"{2 * size} "
-                f"tokens; found one of {odd}. Use pad_segments(batch, {2 * size}) "
-                "first."
+                sentence(
+                    where=f"zig-zag split over {size} ranks",
+                    rule=f"every segment must be a multiple of {num_chunks} tokens",
+                    found=f"one of {int(lengths[is_odd][0])}",
+                    remedy=f"Use pad_segments(batch, {num_chunks}) first",
+                )
             )
         ranks = torch.arange(size, device=lengths.device)
-        chunks = torch.stack([ranks, 2 * size - 1 - ranks], dim=1)
-        chunk = lengths // (2 * size)
-        starts = cu_seqlens.long()[:-1, None] + chunks[:, None] * chunk[:, None]
-        segments = torch.arange(len(chunk), device=lengths.device).repeat_interleave(2)
-        return cls._of(
-            starts.flatten(1), chunk[segments].expand(size, -1), segments, 2 * size
+        chunks = torch.stack([ranks, num_chunks - 1 - ranks], dim=1)  # [C, 2]
+        chunk_lengths = lengths // num_chunks
+        chunk_offsets = chunks[:, None] * chunk_lengths[:, None]  # [C, S, 2]
+        starts = cu_seqlens.long()[:-1, None] + chunk_offsets
+        segments = torch.arange(len(lengths), device=lengths.device)
+        segments = segments.repeat_interleave(2)
+        return cls._from_runs(
+            starts=starts.flatten(1),
+            lengths=chunk_lengths[segments].expand(size, -1),
+            segments=segments,
+            cuts=num_chunks,
         )
 
     @classmethod
     def contiguous(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Splits the row into `size` equal parts, ignoring segments.
+        """Split the row into `size` equal parts, ignoring segments.
 
         Only the row must be divisible, not each segment; but the last rank of a long
         segment computes the most scores.
@@ -104,25 +112,42 @@ class ContextSplit:
         Raises:
             ConfigError: the row is not a multiple of `size` tokens.
         """
-        total = int(cu_seqlens[-1])
-        if total % size:
+        num_tokens = int(cu_seqlens[-1])
+        if num_tokens % size:
             raise ConfigError(
-                f"split over {size} ranks: the row must be a multiple of {size} "
-                "tokens; found "
-                f"{total}. Use pad_batch(batch, num_tokens=…) first."
+                sentence(
+                    where=f"split over {size} ranks",
+                    rule=f"the row must be a multiple of {size} tokens",
+                    found=str(num_tokens),
+                    remedy="Use pad_batch(batch, num_tokens=…) first",
+                )
             )
-        first = torch.arange(0, total, total // size, device=cu_seqlens.device)[:, None]
-        edges = cu_seqlens.long().clamp(first, first + total // size)
-        segments = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
-        return cls._of(edges[:, :-1], edges.diff(), segments, 1)
+        part = num_tokens // size
+        part_starts = torch.arange(0, num_tokens, part, device=cu_seqlens.device)
+        part_starts = part_starts[:, None]
+        edges = cu_seqlens.long().clamp(part_starts, part_starts + part)  # [C, S + 1]
+        return cls._from_runs(
+            starts=edges[:, :-1],
+            lengths=edges.diff(),
+            segments=torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device),
+            cuts=1,
+        )
 
     @classmethod
-    def _of(cls, starts: Tensor, lengths: Tensor, segments: Tensor, cuts: int) -> Self:
-        index = _ranges(starts.flatten(), lengths.flatten())
+    def _from_runs(
+        cls, *, starts: Tensor, lengths: Tensor, segments: Tensor, cuts: int
+    ) -> Self:
+        """Return a split with the index of its runs, and the inverse."""
+        index = _range_indices(starts.flatten(), lengths.flatten())
         places = torch.arange(len(index), device=index.device)
         inverse = torch.empty_like(index).index_copy_(0, index, places)
         return cls(
-            starts, lengths, segments, index.view(len(starts), -1), inverse, cuts
+            starts=starts,
+            lengths=lengths,
+            segments=segments,
+            index=index.view(len(starts), -1),
+            inverse=inverse,
+            cuts=cuts,
         )
 
 
@@ -135,7 +160,7 @@ class GatheredLayout(AttentionLayout):
     group: Any = None
 
     def rows(self, rows_TKH: Tensor) -> Tensor:
-        """Gathers K or V over all ranks."""
+        """Gather K or V over all ranks."""
         return gather_rows(rows_TKH, self.group)
 
 
@@ -145,7 +170,7 @@ class ContextShard:
     tokens.
 
     Its log-probs, from :func:`~packstore.torch.segment_logps`, are sums over its own
-    tokens; :func:`reduce_segment_sums` returns those of the batch. Losses take the
+    tokens; :func:`reduce_segment_sums` returns the sums over the batch. Losses take the
     whole batch.
 
     Attributes:
@@ -170,36 +195,22 @@ class ContextShard:
     def of(
         cls, batch: PackedBatch, split: ContextSplit, rank: int, group: Any = None
     ) -> Self:
-        """Makes the share of `rank`; see :func:`context_shard`."""
-        index, targets = split.index[rank], batch.targets
-        queries, segments = split.lengths[rank], split.segments
-        starts, key_starts = batch.cu_seqlens.long(), batch.cu_seqlens_k.long()
-        shared_tokens = (key_starts.diff() - starts.diff())[segments]
-        seen = shared_tokens + split.starts[rank] + queries - starts[segments]
-        keys = torch.where(queries > 0, seen, 0)
-        tokens = _ranges(key_starts[segments], keys)
-        if batch.kv_index is not None:
-            tokens = batch.kv_index[tokens]
-        layout = GatheredLayout(
-            cu_seqlens_q=offsets(queries).int(),
-            cu_seqlens_k=offsets(keys).int(),
-            max_seqlen_q=min(-(-batch.max_seqlen // split.cuts), len(index)),
-            max_seqlen_k=batch.max_seqlen_k,
-            num_queries=len(index),
-            kv_index=split.inverse[tokens],
-            num_rows=len(split.inverse),
-            group=group,
+        """Return the share of `rank`; see :func:`context_shard`."""
+        index = split.index[rank]
+        places = split.inverse[batch.targets.rows]
+        is_mine = places // len(index) == rank
+        targets = Targets(
+            rows=places[is_mine] % len(index),
+            ids=batch.targets.ids[is_mine],
+            segments=batch.targets.segments[is_mine],
         )
-        places = split.inverse[targets.rows]
-        mine = places // len(index) == rank
-        rows = places[mine] % len(index)
         return cls(
             index=index,
             input_ids=batch.input_ids[index],
             position_ids=batch.position_ids[index],
             segment_ids=batch.segment_ids[index],
-            layout=layout,
-            targets=Targets(rows, targets.ids[mine], targets.segments[mine]),
+            layout=_layout_of_rank(batch, split, rank, group),
+            targets=targets,
             num_segments=batch.num_segments,
         )
 
@@ -209,32 +220,31 @@ class ContextShard:
         return len(self.index)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
-        """Returns the share with all tensors on `device`."""
+        """Return the share with all tensors on `device`."""
 
-        def moved(values: Any) -> Any:
-            if isinstance(values, Tensor):
-                return values.to(device, non_blocking=non_blocking)
-            if not is_dataclass(values):
-                return values
-            parts = {
-                field.name: moved(getattr(values, field.name))
-                for field in fields(values)
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            if not is_dataclass(value):
+                return value
+            changes = {
+                field.name: move(getattr(value, field.name)) for field in fields(value)
             }
-            return replace(values, **parts)  # type: ignore[type-var]
+            return replace(value, **changes)  # type: ignore[type-var]
 
-        return moved(self)  # type: ignore[no-any-return]
+        return move(self)  # type: ignore[no-any-return]
 
     def model_inputs(self) -> dict[str, Any]:
-        """Returns keyword arguments for a model prepared by
+        """Return keyword arguments for a model prepared by
         :func:`use_packed_attention`.
         """
         return hf(self)
 
 
 def context_shard(
-    batch: PackedBatch, group: Any = None, how: How = "zigzag"
+    batch: PackedBatch, group: Any = None, how: SplitMethod = "zigzag"
 ) -> ContextShard:
-    """Returns this rank's share of a batch that all ranks of `group` hold whole.
+    """Return this rank's share of a batch that all ranks of `group` hold whole.
 
     Args:
         batch: the batch, the same on all ranks of the group.
@@ -245,21 +255,57 @@ def context_shard(
     Raises:
         ConfigError: the batch is not divisible, or `how` is unknown.
     """
-    choice("context_shard: how", how, get_args(How))
-    split = ContextSplit.zigzag if how == "zigzag" else ContextSplit.contiguous
-    size, rank = dist.get_world_size(group), dist.get_rank(group)
-    return ContextShard.of(batch, split(batch.cu_seqlens, size), rank, group)
+    choice("context_shard: how", how, get_args(SplitMethod))
+    size = dist.get_world_size(group)
+    if how == "zigzag":
+        split = ContextSplit.zigzag(batch.cu_seqlens, size)
+    else:
+        split = ContextSplit.contiguous(batch.cu_seqlens, size)
+    return ContextShard.of(batch, split, dist.get_rank(group), group)
 
 
-def _ranges(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenates the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
+def _layout_of_rank(
+    batch: PackedBatch, split: ContextSplit, rank: int, group: Any
+) -> GatheredLayout:
+    """Return the layout of a rank's runs: each sees its sequence up to its last
+    token.
+    """
+    segments = split.segments
+    run_starts = split.starts[rank]
+    run_lengths = split.lengths[rank]
+    starts = batch.cu_seqlens.long()
+    key_starts = batch.cu_seqlens_k.long()
+
+    num_shared = (key_starts.diff() - starts.diff())[segments]
+    keys_up_to_run = num_shared + run_starts - starts[segments]
+    num_keys = torch.where(run_lengths > 0, keys_up_to_run + run_lengths, 0)
+    tokens = _range_indices(key_starts[segments], num_keys)
+    if batch.kv_index is not None:
+        tokens = batch.kv_index[tokens]
+
+    num_queries = len(split.index[rank])
+    longest_run = -(-batch.max_seqlen // split.cuts)  # rounded up
+    return GatheredLayout(
+        cu_seqlens_q=offsets(run_lengths).int(),
+        cu_seqlens_k=offsets(num_keys).int(),
+        max_seqlen_q=min(longest_run, num_queries),
+        max_seqlen_k=batch.max_seqlen_k,
+        num_queries=num_queries,
+        kv_index=split.inverse[tokens],
+        num_rows=len(split.inverse),
+        group=group,
+    )
+
+
+def _range_indices(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenate the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
     run = segment_ids(lengths)
     places = torch.arange(len(run), device=run.device)
     return places + (starts - offsets(lengths)[:-1])[run]
 
 
 def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
-    """Sums the log-probs of segments over all ranks of the group.
+    """Sum the log-probs of segments over all ranks of the group.
 
     Call it before anything that is not linear in the sums, such as the loss.
 
@@ -277,23 +323,25 @@ def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:
 
 
 def gather_rows(rows: Tensor, group: Any = None) -> Tensor:
-    """Gathers the rows `[n, ...]` of all ranks: `[ranks * n, ...]`; differentiable."""
+    """Gather the rows `[n, ...]` of all ranks: `[ranks * n, ...]`; differentiable."""
     return _AllGather.apply(rows, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _AllGather(torch.autograd.Function):
+    """All-gather; its gradient is a reduce-scatter, the sum over the ranks."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
         ctx.group = group
-        ranks = dist.get_world_size(group)
-        out = rows.new_empty((ranks * len(rows), *rows.shape[1:]))
+        num_ranks = dist.get_world_size(group)
+        out = rows.new_empty((num_ranks * len(rows), *rows.shape[1:]))
         _gather_into(out, rows.contiguous(), group=group)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        ranks = dist.get_world_size(ctx.group)
-        out = grad.new_empty((len(grad) // ranks, *grad.shape[1:]))
+        num_ranks = dist.get_world_size(ctx.group)
+        out = grad.new_empty((len(grad) // num_ranks, *grad.shape[1:]))
         _scatter_sum(out, grad.contiguous(), group=ctx.group)
         return out, None
