@@ -205,7 +205,7 @@ def _check_averages(name: str, variant: Variant) -> None:
         sentence(
             where=f"loss {name!r}",
             rule="average_logps goes with losses on sums over tokens",
-            found="one that says itself how it averages",
+            found="one with an average of its own",
             remedy=remedy,
         )
     )
