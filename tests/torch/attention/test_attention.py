@@ -103,9 +103,7 @@ def test_values_and_gradients(
             sinks = settings.sinks.clone().requires_grad_()
             settings, leaves = settings._replace(sinks=sinks), [*leaves, sinks]
         if backend == "sdpa" and settings.softcap is not None:
-            with pytest.raises(
-                BackendError, match=r"found softcap 0.7. Use backend='reference'"
-            ):
+            with pytest.raises(BackendError, match=r"'sdpa': .*softcap"):
                 attend(*leaves[:3], layout_of, settings)
             continue
         expected = dense(*leaves[:3], layout_of, settings)
@@ -141,8 +139,7 @@ def test_values_of_flex(kit: SimpleNamespace, layout: str, cases: str) -> None:
         settings = Settings(0.3, **case)
         found = attend(*qkv, layout_of, settings)
         assert (found - dense(*qkv, layout_of, settings)).abs().max() < 1e-12
-    message = r"'flex': on CPU it has a forward pass only; found tensors that need gradients. Use"
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match="'flex'"):
         attend(*(x.requires_grad_() for x in qkv), layout_of, Settings(0.3))
 
 

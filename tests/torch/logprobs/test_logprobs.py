@@ -308,16 +308,16 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
             {},
             "either logits, or hidden and weight",
         ),
-        ({"logits": 50}, {"softcap": 3.0}, "go with hidden only"),
+        ({"logits": 50}, {"softcap": 3.0}, "softcap"),
         (
             {"hidden": 15, "weight": 16},
             {},
-            r"weight must be \[V, 15\], as hidden is \[T, 15\]",
+            "weight",
         ),
         (
             {},
             {"logits": torch.zeros(2, 3, 50)},
-            r"must be \[T, …\] or \[1, T, …\] with T = .*; found \(2, 3, 50\).*unpad",
+            r"logits=.*unpad",
         ),
     ],
 )

@@ -118,14 +118,10 @@ def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
     )
     n, ref_logps = first.num_examples, with_reference(first)
     assert count_step([first], loss_fn).averaged(4) == StepDivisor(n / 4, None, n / 4)
-    with pytest.raises(
-        ConfigError, match=r"of one optimizer step; found steps \[0, 1\]"
-    ):
+    with pytest.raises(ConfigError, match="count_step"):
         count_step([first, second], loss_fn)
     for divisor in (10, StepDivisor(10)):
-        with pytest.raises(
-            ConfigError, match="the SFT term needs a count of its own; found none"
-        ):
+        with pytest.raises(ConfigError, match=r"divisor: .*SFT"):
             loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
 
 
@@ -166,7 +162,7 @@ def test_who_sums_gradients_says_so(kit: SimpleNamespace, tmp_path: Path) -> Non
             sums[gradients, world] = total
     assert sums["sum", 1] == sums["mean", 1] == pytest.approx(sums["sum", 2], abs=1e-12)
     assert sums["mean", 2] == pytest.approx(2 * sums["sum", 2], abs=1e-12)
-    with pytest.raises(ConfigError, match="gradients must be one of: mean, sum"):
+    with pytest.raises(ConfigError, match="gradients"):
         PreferenceLoss("dpo", gradients="max")  # type: ignore[arg-type]
 
 
@@ -181,12 +177,10 @@ def test_a_step_that_nobody_counted(kit: SimpleNamespace, tmp_path: Path) -> Non
         )
     )
     logps = with_reference(step[0])
-    with pytest.raises(
-        ConfigError, match=r"a step of 4 batches on 1 ranks that nobody counted"
-    ):
+    with pytest.raises(ConfigError, match="count_step"):
         loss_fn(logps, step[0], logps)
     for some in (step[:1], step[:3], [step[0]] * 4):
-        with pytest.raises(ConfigError, match="must get all 4 batches of the step"):
+        with pytest.raises(ConfigError, match="count_step"):
             count_step(some, loss_fn)
     divisor = count_step(step, loss_fn)
     assert divisor.sft_count == sum(

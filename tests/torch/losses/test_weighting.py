@@ -229,7 +229,7 @@ def test_scores_without_any_gap_gives_zero(kit: SimpleNamespace) -> None:
 
 def test_reference(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [2, 3])
-    with pytest.raises(ConfigError, match="loss 'dpo' compares with a reference model"):
+    with pytest.raises(ConfigError, match=r"'dpo' .*ref_logps"):
         PreferenceLoss("dpo")(logps, batch)
     PreferenceLoss("simpo")(logps, batch)
     ref.requires_grad_()
@@ -248,16 +248,12 @@ def test_reference(kit: SimpleNamespace) -> None:
 
 def test_refusals(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [2, 3])
-    with pytest.raises(
-        ConfigError, match=r"logps: must be one number .* 10 segments; .*\(9,\)"
-    ):
+    with pytest.raises(ConfigError, match=r"^logps: "):
         PreferenceLoss("dpo")(logps[:9], batch, ref)
-    with pytest.raises(ConfigError, match="ref_logps: must be one number"):
+    with pytest.raises(ConfigError, match=r"^ref_logps: "):
         PreferenceLoss("dpo")(logps, batch, ref[:, None])
     single, logps, ref = make(kit, [2, 3], "sft")
-    with pytest.raises(
-        CompatibilityError, match=r"kind 'sft'. Use PreferenceLoss\('sft'\)"
-    ):
+    with pytest.raises(CompatibilityError, match="kind 'sft'"):
         PreferenceLoss("dpo")(logps, single, ref)
 
 
@@ -310,7 +306,7 @@ def test_a_column_of_weights(kit: SimpleNamespace, name: str) -> None:
     torch.testing.assert_close(sum(halves), out.loss)
     assert loss_fn(logps, weighted(batch, [0.0] * 4), ref).loss == 0
     step = StepInfo(index=0, batch=0, batches=2, examples=4)
-    with pytest.raises(ConfigError, match="Pass divisor=count_step"):
+    with pytest.raises(ConfigError, match="count_step"):
         loss_fn(logps, weighted(batch, weights).replace(step=step), ref)
 
 
@@ -320,10 +316,10 @@ def test_a_column_of_weights(kit: SimpleNamespace, name: str) -> None:
         (
             [1, -0.5, 1, 1],
             "w",
-            r"column 'w', example \d+: a weight must be finite and at least 0",
+            r"column 'w', example \d+",
         ),
-        ([1, math.nan, 1, 1], "w", "found nan"),
-        ([1, 1, 1, 1], "v", "loss setting weight_field: .*'v', where columns are: w"),
+        ([1, math.nan, 1, 1], "w", "column 'w'"),
+        ([1, 1, 1, 1], "v", "weight_field: .*'v'"),
     ],
 )
 def test_weights_that_may_not_be(

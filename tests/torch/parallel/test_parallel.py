@@ -187,20 +187,17 @@ def test_shares_of_a_row(
 
 def test_splits_refuse_what_does_not_divide(kit: SimpleNamespace) -> None:
     batch = pad_segments(make(kit, 0), 2)
-    advice = r"multiple of 4 tokens; found one of .*pad_segments\(batch, 4\)"
-    with pytest.raises(ConfigError, match=advice):
+    with pytest.raises(ConfigError, match=r"pad_segments\(batch, 4\)"):
         ContextSplit.zigzag(batch.cu_seqlens, 2)
     odd = pad_batch(batch, num_tokens=batch.num_tokens + 1)
-    with pytest.raises(ConfigError, match="the row must be a multiple of 2 tokens"):
+    with pytest.raises(ConfigError, match="pad_batch"):
         ContextSplit.contiguous(odd.cu_seqlens, 2)
-    with pytest.raises(ConfigError, match="one of: zigzag, contiguous; found 'ring'"):
+    with pytest.raises(ConfigError, match="context_shard: how"):
         context_shard(batch, how="ring")  # type: ignore[arg-type]
-    for call in (
-        lambda: pad_segments(batch, 0),
-        lambda: padding_multiple(context_parallel=0),
-    ):
-        with pytest.raises(ConfigError, match="at least 1; found"):
-            call()
+    with pytest.raises(ConfigError, match="pad_segments"):
+        pad_segments(batch, 0)
+    with pytest.raises(ConfigError, match="context_parallel"):
+        padding_multiple(context_parallel=0)
 
 
 def test_fixed_shapes(kit: SimpleNamespace) -> None:
@@ -237,13 +234,10 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
     for sizes, found in (
         (
             {"num_tokens": 50},
-            r"pad_batch\(num_tokens=50\): the batch must fit; found \d+",
+            r"pad_batch\(num_tokens=50\)",
         ),
-        ({"num_segments": 31}, r"multiple of 2, as examples.*found 31"),
-        *(
-            ({name: 3}, rf"{name}=3\): the batch must fit")
-            for name in ("max_seqlen", "num_targets")
-        ),
+        ({"num_segments": 31}, "num_segments"),
+        *(({name: 3}, rf"{name}=3") for name in ("max_seqlen", "num_targets")),
     ):
         with pytest.raises(ConfigError, match=found):
             pad_batch(batch, **{"num_tokens": 400, **sizes})
@@ -328,7 +322,7 @@ def test_sizes_from_the_manifest(
                 )
             )
     assert shapes == {(*sizes.values(), sizes["max_seqlen"])}
-    with pytest.raises(ConfigError, match="at least one pack"):
+    with pytest.raises(ConfigError, match="static_sizes"):
         static_sizes(manifest, 0)
 
 
