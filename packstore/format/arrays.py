@@ -34,29 +34,37 @@ in it``.
 
 
 def example_id(source: int, ordinal: int) -> int:
-    """Returns the id of record `ordinal` (0-based; line number - 1 for JSONL) of file
-    `source`.
+    """Return the id of a record: `ordinal` counts from 0 in the file numbered `source`,
+    and is the line number - 1 for JSONL.
     """
     return (source << SOURCE_SHIFT) + ordinal
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Consecutive parsed records of one input, with their places."""
+    """Consecutive parsed records of one input, with their places.
 
-    source: int  # ordinal of the input file
-    path: str  # name of the input in error texts
-    unit: str  # unit of the ordinals: `line`, `row` or `item`
-    ordinals: Sequence[int]  # 0-based ordinal of each record in its file
-    # the records: dicts, or any other values (the tokenizer's policies handle them)
+    Attributes:
+        source: ordinal of the input file.
+        path: name of the input in error texts.
+        unit: unit of the ordinals: ``line``, ``row`` or ``item``.
+        ordinals: ordinal of each record in its file, from 0.
+        values: the records: dicts, or any other values (the tokenizer's policies handle
+            them).
+    """
+
+    source: int
+    path: str
+    unit: str
+    ordinals: Sequence[int]
     values: Sequence[object]
 
     def where(self, i: int) -> str:
-        """Returns the place of record `i` for error texts, counted from 1."""
+        """Return the place of record `i` for error texts, counted from 1."""
         return f"{self.path}, {self.unit} {self.ordinals[i] + 1}"
 
     def first(self, number: int) -> Rows:
-        """Return the first records."""
+        """Return the first `number` records."""
         return replace(
             self, ordinals=self.ordinals[:number], values=self.values[:number]
         )
@@ -115,15 +123,14 @@ class Examples:
 
     @classmethod
     def empty(cls, columns: Mapping[str, Column] | None = None) -> Examples:
-        """Makes an instance without examples; `columns` sets names and types of carried
-        columns.
+        """Return an instance without examples; `columns` sets names and types of
+        carried columns.
         """
-        zero = np.zeros(1, np.int64)
         return cls(
             input_ids=np.empty(0, np.int32),
             supervised=np.empty(0, np.bool_),
-            sequence_offsets=zero,
-            example_offsets=zero.copy(),
+            sequence_offsets=np.zeros(1, np.int64),
+            example_offsets=np.zeros(1, np.int64),
             reward=np.empty(0, np.float32),
             example_ids=np.empty(0, np.int64),
             columns={name: column[:0] for name, column in (columns or {}).items()},
@@ -131,58 +138,60 @@ class Examples:
 
     @classmethod
     def concat(cls, parts: Sequence[Examples]) -> Examples:
-        """Concatenates the examples of `parts`, which carry the same columns."""
+        """Concatenate the examples of `parts`, which carry the same columns."""
         if not parts:
             return cls.empty()
-        keys = [p.keys for p in parts if p.keys is not None]
-        lengths = [p.lengths for p in parts], [p.num_responses for p in parts]
-        sequence_offsets, example_offsets = (
-            to_offsets(np.concatenate(x)) for x in lengths
-        )
+        lengths = np.concatenate([part.lengths for part in parts])
+        num_responses = np.concatenate([part.num_responses for part in parts])
+        columns = {
+            name: np.concatenate([part.columns[name] for part in parts])
+            for name in parts[0].columns
+        }
+        keys = [part.keys for part in parts if part.keys is not None]
         return cls(
-            input_ids=np.concatenate([p.input_ids for p in parts]),
-            supervised=np.concatenate([p.supervised for p in parts]),
-            sequence_offsets=sequence_offsets,
-            example_offsets=example_offsets,
-            reward=np.concatenate([p.reward for p in parts]),
-            example_ids=np.concatenate([p.example_ids for p in parts]),
-            columns={
-                n: np.concatenate([p.columns[n] for p in parts])
-                for n in parts[0].columns
-            },
+            input_ids=np.concatenate([part.input_ids for part in parts]),
+            supervised=np.concatenate([part.supervised for part in parts]),
+            sequence_offsets=to_offsets(lengths),
+            example_offsets=to_offsets(num_responses),
+            reward=np.concatenate([part.reward for part in parts]),
+            example_ids=np.concatenate([part.example_ids for part in parts]),
+            columns=columns,
             keys=np.concatenate(keys) if len(keys) == len(parts) else None,
         )
 
     def take(self, order: Int32 | Int64) -> Examples:
-        """Returns the examples at positions `order` (repeats allowed), in that
-        order.
-        """
-        taken, starts = self.without_tokens(order)
-        tokens = range_indices(starts, taken.lengths)
-        ids, supervised = self.input_ids[tokens], self.supervised[tokens]
-        return replace(taken, input_ids=ids, supervised=supervised)
+        """Return the examples at positions `order` (repeats allowed), in that order."""
+        examples, starts = self.without_tokens(order)
+        tokens = range_indices(starts, examples.lengths)
+        return replace(
+            examples,
+            input_ids=self.input_ids[tokens],
+            supervised=self.supervised[tokens],
+        )
 
     def without_tokens(self, order: Int32 | Int64) -> tuple[Examples, Int64]:
-        """Returns :meth:`take` without tokens, and where those of each sequence begin,
-        `[S]`.
+        """Return :meth:`take` without tokens, and the positions in `input_ids` where
+        the tokens of each sequence begin: int64 `[S]`.
         """
         sequences = ragged_indices(self.example_offsets, order)
-        taken = Examples(
+        lengths = _row_lengths(self.sequence_offsets, sequences)
+        num_responses = _row_lengths(self.example_offsets, order)
+        examples = Examples(
             input_ids=self.input_ids[:0],
             supervised=self.supervised[:0],
-            sequence_offsets=to_offsets(_row_lengths(self.sequence_offsets, sequences)),
-            example_offsets=to_offsets(_row_lengths(self.example_offsets, order)),
+            sequence_offsets=to_offsets(lengths),
+            example_offsets=to_offsets(num_responses),
             reward=self.reward[sequences],
             example_ids=self.example_ids[order],
             columns={name: column[order] for name, column in self.columns.items()},
             keys=None if self.keys is None else self.keys[order],
         )
-        return taken, self.sequence_offsets[sequences]
+        return examples, self.sequence_offsets[sequences]
 
 
 @dataclass(slots=True, eq=False)
 class Packs:
-    """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes a
+    """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes per
     token.
 
     Attributes:
@@ -202,7 +211,7 @@ class Packs:
             each.
         ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in
             nats, if joined.
-        stand_in: True if they replace packs that could not be read; their weight is 0.
+        stand_in: whether they replace packs that could not be read; they have weight 0.
     """
 
     signed_ids: Int32
@@ -248,31 +257,34 @@ class Packs:
         return np.add.reduceat(self.segment_lengths.astype(np.int64), starts)
 
     def row(self, i: int) -> Packs:
-        """Returns pack `i`, as views."""
-        token, tokens_end = self.token_offsets[i : i + 2].tolist()
-        sequence, sequences_end = self.sequence_offsets[i : i + 2].tolist()
-        example, examples_end = self.example_offsets[i : i + 2].tolist()
-        sequences, examples = (
-            slice(sequence, sequences_end),
-            slice(example, examples_end),
-        )
-        ref_logps, columns = self.ref_logps, self.columns
+        """Return pack `i`, as views."""
+        first_token, end_token = self.token_offsets[i : i + 2].tolist()
+        first_sequence, end_sequence = self.sequence_offsets[i : i + 2].tolist()
+        first_example, end_example = self.example_offsets[i : i + 2].tolist()
+        tokens = slice(first_token, end_token)
+        sequences = slice(first_sequence, end_sequence)
+        boundaries = slice(first_sequence + i, end_sequence + i + 1)
+        examples = slice(first_example, end_example)
+
+        columns = {name: column[examples] for name, column in self.columns.items()}
+        sequence_columns = {
+            name: column[sequences] for name, column in self.sequence_columns.items()
+        }
+        ref_logps = None if self.ref_logps is None else self.ref_logps[sequences]
         return Packs(
-            self.signed_ids[token:tokens_end],
-            self.reward[sequences],
-            self.lengths[sequences],
-            self.seq_boundaries[sequence + i : sequences_end + i + 1],
-            self.example_ids[examples],
-            self.num_responses[examples],
-            np.array((0, tokens_end - token)),
-            np.array((0, sequences_end - sequence)),
-            np.array((0, examples_end - example)),
-            {name: column[examples] for name, column in columns.items()}
-            if columns
-            else {},
-            None if ref_logps is None else ref_logps[sequences],
-            self.stand_in,
-            {name: column[sequences] for name, column in self.sequence_columns.items()},
+            signed_ids=self.signed_ids[tokens],
+            reward=self.reward[sequences],
+            lengths=self.lengths[sequences],
+            seq_boundaries=self.seq_boundaries[boundaries],
+            example_ids=self.example_ids[examples],
+            num_responses=self.num_responses[examples],
+            token_offsets=np.array((0, end_token - first_token)),
+            sequence_offsets=np.array((0, end_sequence - first_sequence)),
+            example_offsets=np.array((0, end_example - first_example)),
+            columns=columns,
+            ref_logps=ref_logps,
+            stand_in=self.stand_in,
+            sequence_columns=sequence_columns,
         )
 
     @property
@@ -284,9 +296,10 @@ class Packs:
     def segment_lengths(self) -> Int32:
         """Physical tokens of each segment, int32 `[S]`."""
         steps = self.seq_boundaries[1:] - self.seq_boundaries[:-1]
-        inside = np.ones(len(steps), np.bool_)
-        inside[self.boundary_offsets[1:-1] - 1] = False
-        return steps[inside]
+        # The step from the end of a pack to the start of the next one is no segment.
+        is_segment = np.ones(len(steps), np.bool_)
+        is_segment[self.boundary_offsets[1:-1] - 1] = False
+        return steps[is_segment]
 
     @property
     def segment_offsets(self) -> Int32:
@@ -296,15 +309,19 @@ class Packs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackSizes:
-    """Sizes and loss counts of packs, known without reading them.
+    """Sizes and loss counts of packs, which need no reading of the packs.
 
-    All are int64 `[P]` except the last.
+    Attributes:
+        tokens: int64 `[P]`, physical tokens.
+        examples: int64 `[P]`, examples (for kind ``preference``: pairs).
+        squares: int64 `[P]`, sum of the squared lengths of the segments: the cost of
+            attention.
+        counts: int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown.
     """
 
-    tokens: Int64  # physical tokens
-    examples: Int64  # examples (for kind `preference`: pairs)
-    squares: Int64  # sum of the squared lengths of the segments, the attention cost
-    # int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown
+    tokens: Int64
+    examples: Int64
+    squares: Int64
     counts: Int64 | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
@@ -312,41 +329,45 @@ class PackSizes:
 
     @classmethod
     def concat(cls, parts: Sequence[PackSizes]) -> PackSizes:
-        """Concatenates sizes; if the counts of a part are unknown, all are."""
-        none, names = np.empty(0, np.int64), ("tokens", "examples", "squares")
+        """Concatenate sizes; the counts are unknown if those of a part are."""
+        if not parts:
+            empty = np.empty(0, np.int64)
+            return cls(empty, empty, empty)
         counts = [part.counts for part in parts if part.counts is not None]
         return cls(
-            *(
-                np.concatenate([none, *(getattr(part, name) for part in parts)])
-                for name in names
-            ),
-            counts=np.concatenate(counts) if len(counts) == len(parts) > 0 else None,
+            tokens=np.concatenate([part.tokens for part in parts]),
+            examples=np.concatenate([part.examples for part in parts]),
+            squares=np.concatenate([part.squares for part in parts]),
+            counts=np.concatenate(counts) if len(counts) == len(parts) else None,
         )
 
     def take(self, indices: Int64 | slice) -> PackSizes:
-        """Returns the sizes of the packs at `indices`."""
-        columns = self.tokens, self.examples, self.squares
-        counts = None if self.counts is None else self.counts[indices]
-        return PackSizes(*(column[indices] for column in columns), counts=counts)
+        """Return the sizes of the packs at `indices`."""
+        return PackSizes(
+            tokens=self.tokens[indices],
+            examples=self.examples[indices],
+            squares=self.squares[indices],
+            counts=None if self.counts is None else self.counts[indices],
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class BrokenLine:
-    """A line of the input that is no JSON, in place of its record."""
+    """Stands for the record of an input line that is not valid JSON."""
 
     detail: str
     remedy: str
 
 
 def ids_of(signed_ids: Any) -> Any:
-    """Returns the token ids of signed ids, an array or a tensor."""
+    """Return the token ids of signed ids, an array or a tensor."""
     ids = signed_ids >> 31
     ids ^= signed_ids
     return ids
 
 
 def labels_of(signed_ids: Any) -> Any:
-    """Returns the labels of signed ids, an array or a tensor."""
+    """Return the labels of signed ids, an array or a tensor."""
     labels = signed_ids >> 31
     labels &= signed_ids ^ IGNORE_INDEX  # the bits that turn negative ids into -100
     labels ^= signed_ids
@@ -354,7 +375,7 @@ def labels_of(signed_ids: Any) -> Any:
 
 
 def to_offsets(lengths: npt.NDArray[np.integer]) -> Int64:
-    """Returns the offsets of rows with these lengths, int64 `[n + 1]`."""
+    """Return the offsets of rows with these lengths, int64 `[n + 1]`."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
@@ -371,7 +392,7 @@ def flatten(rows: Sequence[Sequence[int]]) -> tuple[Int32, Int64]:
 
 
 def ragged_indices(offsets: Int64, rows: Int32 | Int64) -> Int64:
-    """Returns the positions of all elements of `rows` of a ragged array, row by row:
+    """Return the positions of all elements of `rows` of a ragged array, row by row:
     int64.
     """
     return range_indices(offsets[rows], _row_lengths(offsets, rows))
@@ -382,14 +403,15 @@ def _row_lengths(offsets: Int64, rows: Int32 | Int64) -> Int64:
 
 
 def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
-    """Concatenates the ranges ``starts[i] .. starts[i] + lengths[i]``, int64."""
-    out = to_offsets(lengths)
-    return np.arange(out[-1], dtype=np.int64) + np.repeat(starts - out[:-1], lengths)
+    """Concatenate the ranges ``starts[i] .. starts[i] + lengths[i]``, int64."""
+    offsets = to_offsets(lengths)
+    shifts = np.repeat(starts - offsets[:-1], lengths)
+    return np.arange(offsets[-1], dtype=np.int64) + shifts
 
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
-"""Divisors of losses, stored so that a loader has those of a step before it reads the
-packs.
+"""Divisors of losses, stored so that a loader knows them before it reads the packs of a
+step.
 
 Supervised tokens of each example's best sequence (the first one; for kind ``scored``
 the first of highest reward), and numbers of pairs. Pairs are counted for the three
@@ -399,31 +421,58 @@ example for kind ``preference``; 0 for kind ``sft``.
 
 
 def count_packs(packs: Packs, kind: str) -> Int64:
-    """Counts the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
-    starts, firsts = to_offsets(packs.num_responses)[:-1], packs.example_offsets
-    edges = to_offsets(packs.segment_lengths)
-    # As bytes to int32: it takes a third of the time.
-    on = packs.supervised.view(np.int8)
-    supervised = np.add.reduceat(on, edges[:-1], dtype=np.int32).astype(np.int64)
+    """Return the columns of :data:`COUNTS` for each pack: int64 `[P, 4]`."""
+    first_sequences = to_offsets(packs.num_responses)[:-1]
+    first_examples = packs.example_offsets[:-1]
+    token_starts = to_offsets(packs.segment_lengths)[:-1]
+
+    # Sums of bytes in int32 take a third of the time of sums in int64.
+    is_supervised = packs.supervised.view(np.int8)
+    supervised = np.add.reduceat(is_supervised, token_starts, dtype=np.int32)
+    supervised_tokens = supervised.astype(np.int64)
+
     if kind == "scored":
-        counted = _count_pairs(supervised, packs.reward, starts)
-        return np.add.reduceat(counted, firsts[:-1], axis=0)
-    counts = np.empty((len(packs), len(COUNTS)), np.int64)
-    counts[:, 0] = np.add.reduceat(supervised[starts], firsts[:-1])
-    counts[:, 1:] = (firsts[1:] - firsts[:-1])[:, None] if kind == "preference" else 0
+        counts = _count_scored_examples(
+            supervised_tokens, packs.reward, first_sequences
+        )
+        return np.add.reduceat(counts, first_examples, axis=0)
+
+    counts = np.zeros((len(packs), len(COUNTS)), np.int64)
+    counts[:, 0] = np.add.reduceat(supervised_tokens[first_sequences], first_examples)
+    if kind == "preference":
+        num_pairs = np.diff(packs.example_offsets)
+        counts[:, 1:] = num_pairs[:, None]
     return counts
 
 
-def _count_pairs(supervised: Int64, rewards: Float32, starts: Int64) -> Int64:
-    sequences = np.arange(len(rewards))
-    example = np.searchsorted(starts, sequences, side="right") - 1
-    order = np.lexsort((-rewards, example))
-    falling, first = rewards[order], starts[example]
-    falls = (sequences > first) & (falling < np.roll(falling, 1))
-    # Start of each rank's run of equal rewards: all before it are better.
-    runs = np.maximum.accumulate(np.where(falls | (sequences == first), sequences, 0))
-    of_places = np.stack(
-        [falling < falling[first], runs - first, falls], axis=1
-    ).astype(np.int64)
-    best = supervised[order[starts]]
-    return np.column_stack([best, np.add.reduceat(of_places, starts, axis=0)])
+def _count_scored_examples(
+    supervised_tokens: Int64, rewards: Float32, first_sequences: Int64
+) -> Int64:
+    """Return the columns of :data:`COUNTS` for each example of kind ``scored``.
+
+    Args:
+        supervised_tokens: int64 `[S]`.
+        rewards: float32 `[S]`.
+        first_sequences: int64 `[E]`, the first sequence of each example.
+    """
+    places = np.arange(len(rewards))
+    example = np.searchsorted(first_sequences, places, side="right") - 1
+    first_place = first_sequences[example]
+
+    # By example, and in it from the highest reward to the lowest.
+    ranking = np.lexsort((-rewards, example))
+    ranked_rewards = rewards[ranking]
+    is_first = places == first_place
+    is_below_previous = ~is_first & (ranked_rewards < np.roll(ranked_rewards, 1))
+    # The place where the run of equal rewards starts; all before it are better.
+    run_start = np.maximum.accumulate(np.where(is_first | is_below_previous, places, 0))
+
+    # A sequence is the worse one of so many pairs, by the choice of pairs.
+    pairs_best_vs_rest = ranked_rewards < ranked_rewards[first_place]
+    pairs_all = run_start - first_place
+    pairs_adjacent = is_below_previous
+    pairs = np.stack([pairs_best_vs_rest, pairs_all, pairs_adjacent], axis=1)
+
+    best_tokens = supervised_tokens[ranking[first_sequences]]
+    pairs_of_examples = np.add.reduceat(pairs.astype(np.int64), first_sequences, axis=0)
+    return np.column_stack([best_tokens, pairs_of_examples])

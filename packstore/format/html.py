@@ -1,6 +1,4 @@
-"""A table and a bar in HTML: how plans, manifests, datasets and batches show in a
-notebook.
-"""
+"""A table and a bar in HTML, for the objects that notebooks show."""
 
 from __future__ import annotations
 
@@ -8,42 +6,45 @@ from collections.abc import Iterable, Mapping
 from html import escape
 
 _COLOURS = ("#5aa88f", "#dd8d6c", "#7f9fc4", "#c9a84c")
-_FREE = "#d9dee3"
+_FREE_COLOUR = "#d9dee3"
 
 
 def card(
     title: str, facts: Mapping[str, object], parts: Iterable[int] = (), size: int = 0
 ) -> str:
-    """Returns `title`, a bar of a pack with a segment for each of `parts` of `size`,
-    and `facts`.
+    """Return a title, a bar for a pack, and a table.
 
-    Parts are tokens; what is left of `size` is grey. There is no bar without parts.
+    Args:
+        title: text of the title.
+        facts: name -> value, a row of the table each; whole numbers get separators.
+        parts: tokens of each segment of the bar; without parts there is no bar.
+        size: tokens that the bar stands for; the free part is grey.
     """
     rows = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(_text(value))}</td></tr>'
         for name, value in facts.items()
     )
-    return (
-        f"<div><b>{escape(title)}</b>{_bar([*parts], size)}<table>{rows}</table></div>"
-    )
+    bar = _bar(list(parts), size)
+    return f"<div><b>{escape(title)}</b>{bar}<table>{rows}</table></div>"
 
 
 def _bar(parts: list[int], size: int) -> str:
     if not parts:
         return ""
     size = max(size, sum(parts))
-    drawn = "".join(
-        f'<span title="{tokens:,} tokens" '
-        f'style="width:{100 * tokens / size:.3f}%;background:'
-        f"{_COLOURS[i % len(_COLOURS)]};border-right:1px solid "
-        '#fff;box-sizing:border-box"></span>'
-        for i, tokens in enumerate(parts)
-    )
-    style = f"display:flex;height:16px;max-width:640px;margin:6px 0;background:{_FREE}"
-    return (
-        f'<div title="{sum(parts):,} of {size:,} tokens" style="{style}">{drawn}</div>'
-    )
+    segments = []
+    for i, tokens in enumerate(parts):
+        width = f"width:{100 * tokens / size:.3f}%"
+        colour = f"background:{_COLOURS[i % len(_COLOURS)]}"
+        border = "border-right:1px solid #fff;box-sizing:border-box"
+        segments.append(
+            f'<span title="{tokens:,} tokens" style="{width};{colour};{border}"></span>'
+        )
+    title = f"{sum(parts):,} of {size:,} tokens"
+    layout = "display:flex;height:16px;max-width:640px;margin:6px 0"
+    style = f"{layout};background:{_FREE_COLOUR}"
+    return f'<div title="{title}" style="{style}">{"".join(segments)}</div>'
 
 
 def _text(value: object) -> str:

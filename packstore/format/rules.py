@@ -6,9 +6,7 @@ vectorised over the packs of a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,16 +14,19 @@ from packstore.errors import FormatError, sentence
 from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, Packs, to_offsets
 
 RULES: dict[str, str] = {
-    "columns-agree": "labels must be as many as input_ids, lengths as reward, carried "
-    "values as "
-    "example_ids",
+    "columns-agree": (
+        "labels must be as many as input_ids, lengths as reward, carried values as "
+        "example_ids"
+    ),
     "spans-ordered": "label_spans must hold ordered start, end pairs inside their pack",
-    "boundaries-count": "seq_boundaries must hold one offset more than the pack has "
-    "sequences",
+    "boundaries-count": (
+        "seq_boundaries must hold one offset more than the pack has sequences"
+    ),
     "boundaries-span": "seq_boundaries must run from 0 to the number of tokens",
     "segments-nonempty": "seq_boundaries must increase strictly",
-    "responses-count": "the sequences must be those of its examples: K times, or "
-    "num_responses",
+    "responses-count": (
+        "the sequences must be those of its examples: K times, or num_responses"
+    ),
     "pack-nonempty": "a pack must hold at least one example",
     "pack-size": "a pack must not exceed pack_size tokens",
     "ids-range": "token ids must be at least 0 and below the vocabulary size",
@@ -33,21 +34,50 @@ RULES: dict[str, str] = {
     "first-unsupervised": "the first token of every segment must have label -100",
     "supervised-nonempty": "every sequence must have at least one supervised token",
     "lengths-concat": "in layout concat a length must equal the tokens of its segment",
-    "prefix-first-whole": "in layout shared_prefix the first segment of an example "
-    "must be whole",
-    "prefix-offset": "a segment must leave out all shared prompt tokens but the last, "
-    "and no more",
+    "prefix-first-whole": (
+        "in layout shared_prefix the first segment of an example must be whole"
+    ),
+    "prefix-offset": (
+        "a segment must leave out all shared prompt tokens but the last, and no more"
+    ),
     "reward-finite": "rewards must be finite numbers",
 }
 """Rule -> its text in errors."""
 
-Need = Callable[..., None]
-"""``need(rule, ok, offsets=None)`` raises unless all of `ok` are true, see
-:func:`_require`.
-"""
+_LABELS_AT_ONCE = 1 << 16
+"""Labels compared at once: they stay in the processor's cache until they are signed."""
 
-_AT_ONCE = 1 << 16
-"""Labels compared at once: they stay in the processor's cache till they are signed."""
+
+@dataclass(frozen=True)
+class _Place:
+    """The place of packs for errors: a shard's path, and the row of the first pack."""
+
+    where: str
+    first_row: int = 0
+
+    def require(self, rule: str, ok: Bool, offsets: Int64 | None = None) -> None:
+        """Raise FormatError at the first False of `ok`.
+
+        Args:
+            rule: a name of :data:`RULES`.
+            ok: bool, one value per pack; or one per element, with `offsets`.
+            offsets: int64 `[P + 1]`, offsets of the packs in `ok`.
+        """
+        if np.count_nonzero(ok) == len(ok):
+            return
+        position = int(np.argmin(ok))
+        pack = position
+        element = ""
+        if offsets is not None:
+            pack = int(np.searchsorted(offsets, position, "right")) - 1
+            element = f"element {position - int(offsets[pack])} of the row"
+        raise FormatError(
+            sentence(
+                where=f"{self.where}, row {self.first_row + pack}",
+                rule=f"{RULES[rule]} [{rule}]",
+                found=element,
+            )
+        )
 
 
 def check_packs(
@@ -59,19 +89,22 @@ def check_packs(
     where: str = "packs",
     first_row: int = 0,
 ) -> None:
-    """Checks every rule on every pack.
+    """Check every rule on every pack.
 
     Args:
         packs: the packs.
         layout: ``concat`` or ``shared_prefix``.
-        pack_size: most tokens of a pack, if known.
-        vocab_size: upper bound of ids, if known.
+        pack_size: maximum tokens per pack; None: not checked.
+        vocab_size: upper bound of ids; None: not checked.
         where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
+
+    Raises:
+        FormatError: a pack breaks a rule; names the rule and the row.
     """
     check_structure(packs, layout, pack_size, where, first_row)
-    need = partial(_require, where, first_row)
-    _check_ids(packs.input_ids, packs.token_offsets, vocab_size, need)
+    place = _Place(where, first_row)
+    _check_ids(packs.input_ids, packs.token_offsets, vocab_size, place)
     if layout == "shared_prefix":
         check_prefix(packs, where, first_row)
 
@@ -84,145 +117,164 @@ def check_and_sign(
     vocab_size: int | None,
     where: str,
 ) -> None:
-    """Checks ids and labels (None: all -100), int32 `[N]`; writes the signed ids to
-    `out`.
+    """Check ids and labels, and write the signed ids to `out`.
+
+    Args:
+        ids: int32 `[N]`.
+        labels: int32 `[N]`; None: all are -100.
+        offsets: int64 `[P + 1]`, offsets of the packs in `ids`.
+        out: int32 `[N]`.
+        vocab_size: upper bound of ids; None: not checked.
+        where: name of the packs in error texts.
+
+    Raises:
+        FormatError: an id or a label breaks a rule.
     """
-    need, known = partial(_require, where, 0), 0
-    _check_ids(ids, offsets, vocab_size, need)
+    place = _Place(where)
+    _check_ids(ids, offsets, vocab_size, place)
     if labels is None:
         np.invert(ids, out=out)
         return
-    for start in range(0, len(ids), _AT_ONCE):
-        part = slice(start, start + _AT_ONCE)
-        some, their_ids = labels[part], ids[part]
-        # No token is counted twice, as ids are not negative.
-        known += int(
-            np.count_nonzero(some == their_ids) + np.count_nonzero(some == IGNORE_INDEX)
-        )
-        joint = np.right_shift(some, 31, out=out[part])
-        joint ^= their_ids
-    if known != len(labels):
-        need("labels-are-ids", (labels == ids) | (labels == IGNORE_INDEX), offsets)
+
+    num_valid = 0
+    for start in range(0, len(ids), _LABELS_AT_ONCE):
+        part = slice(start, start + _LABELS_AT_ONCE)
+        labels_part = labels[part]
+        ids_part = ids[part]
+        # No label is counted twice, as ids are not negative.
+        num_valid += int(np.count_nonzero(labels_part == ids_part))
+        num_valid += int(np.count_nonzero(labels_part == IGNORE_INDEX))
+        # All bits of the sign are set where the label is negative.
+        signed = np.right_shift(labels_part, 31, out=out[part])
+        signed ^= ids_part
+    if num_valid != len(labels):
+        is_valid = (labels == ids) | (labels == IGNORE_INDEX)
+        place.require("labels-are-ids", is_valid, offsets)
 
 
 def check_structure(
     packs: Packs, layout: str, pack_size: int | None, where: str, first_row: int = 0
 ) -> Int32:
-    """Checks the rules that cost little, of tokens only labels; returns
-    `segment_lengths`.
+    """Check the rules that need no tokens but the first of each segment, and the signs
+    of all.
+
+    Returns:
+        int32 `[S]`, ``packs.segment_lengths``.
     """
-    need = partial(_require, where, first_row)
-    segments = _check_boundaries(packs, pack_size, need)
-    need("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-    _check_supervision(packs, segments, need)
-    _check_lengths(packs, segments, layout, need)
-    return segments
-
-
-def _require(
-    where: str, first_row: int, rule: str, ok: Bool, offsets: Int64 | None = None
-) -> None:
-    """Raises at the first False of `ok`: one value per pack, or per element with
-    offsets.
-    """
-    if np.count_nonzero(ok) == len(ok):
-        return
-    bad = int(np.argmin(ok))
-    pack = bad if offsets is None else int(np.searchsorted(offsets, bad, "right")) - 1
-    found = "" if offsets is None else f"element {bad - int(offsets[pack])} of the row"
-    place = f"{where}, row {first_row + pack}"
-    raise FormatError(sentence(place, f"{RULES[rule]} [{rule}]", found))
-
-
-def _check_ids(ids: Int32, offsets: Int64, vocab_size: int | None, need: Need) -> None:
-    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size
-    # As unsigned, a negative id is a large one.
-    if len(ids) and ids.view(np.uint32).max() >= top:
-        need("ids-range", (ids >= 0) & (ids < top), offsets)
-
-
-def _check_boundaries(packs: Packs, pack_size: int | None, need: Need) -> Int32:
-    """Checks the rules that the other checks assume; returns the segments' tokens,
-    `[S]`.
-    """
-    bounds, rows, k = packs.seq_boundaries, packs.sequence_offsets, packs.num_responses
-    need("columns-agree", np.array([len(packs.reward) == len(packs.lengths)]))
-    need("boundaries-count", np.array([len(bounds) == len(packs.lengths) + len(packs)]))
-    if not len(packs):
-        return np.empty(0, np.int32)
-    where, tokens = packs.boundary_offsets, _steps(packs.token_offsets)
-    need("boundaries-span", bounds >= 0, where)  # so that no difference overflows
-    need("boundaries-span", bounds[where[:-1]] == 0)
-    need("boundaries-span", bounds[where[1:] - 1] == tokens)
-    segments = packs.segment_lengths
-    need("segments-nonempty", segments > 0, rows)
-    need("pack-nonempty", _steps(packs.example_offsets) > 0)
-    if pack_size is not None:
-        need("pack-size", tokens <= pack_size)
-    need("responses-count", k > 0, packs.example_offsets)
-    firsts = to_offsets(k)  # first sequence of each example
-    need("responses-count", firsts[packs.example_offsets[1:]] == rows[1:])
-    return segments
-
-
-def _steps(offsets: Any) -> Any:
-    return (
-        offsets[1:] - offsets[:-1]
-    )  # as np.diff, in a fifth of the time for few values
-
-
-def _check_supervision(packs: Packs, segments: Int32, need: Need) -> None:
-    """Checks which tokens are supervised: those whose signed ids are not negative."""
-    if len(segments):
-        starts, rows = to_offsets(segments)[:-1], packs.sequence_offsets
-        need("first-unsupervised", packs.signed_ids[starts] < 0, rows)
-        need(
-            "supervised-nonempty",
-            np.maximum.reduceat(packs.signed_ids, starts) >= 0,
-            rows,
-        )
-
-
-def _check_lengths(packs: Packs, segments: Int32, layout: str, need: Need) -> None:
-    """Checks the tokens that segments omit, for packs with correct shapes."""
-    rows, k = packs.sequence_offsets, packs.num_responses
+    place = _Place(where, first_row)
+    segment_lengths = _check_boundaries(packs, pack_size, place)
+    place.require("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
+    if len(segment_lengths):
+        _check_supervision(packs, segment_lengths, place)
     if layout == "concat":
-        need("lengths-concat", packs.lengths == segments, rows)
-        return
-    left_out = (
-        packs.lengths.astype(np.int64) - segments
-    )  # int64, as a bad length may overflow
-    firsts = to_offsets(k)
-    need("prefix-first-whole", left_out[firsts[:-1]] == 0, packs.example_offsets)
-    need(
-        "prefix-offset",
-        (left_out >= 0) & (left_out < np.repeat(segments[firsts[:-1]], k)),
-        rows,
-    )
+        matches = packs.lengths == segment_lengths
+        place.require("lengths-concat", matches, packs.sequence_offsets)
+    else:
+        _check_prefix_lengths(packs, segment_lengths, place)
+    return segment_lengths
 
 
 def check_prefix(packs: Packs, where: str, first_row: int) -> None:
-    """Checks that the offsets of layout shared_prefix follow the definition; the others
-    hold.
+    """Check that segments in layout shared_prefix omit the shared prompt, and no more.
 
-    A prompt is the tokens before the first supervised one. Two sequences share the
-    common prefix of their prompts, and ``offset = max(shared - 1, 0)``. Given the
-    offset, two tokens decide: the repeated one must agree (if offset > 0), and the next
-    must not be shared.
+    The other rules must hold. A prompt is the tokens before the first supervised one.
+    Two sequences share the common prefix of their prompts, and
+    ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the repeated
+    one must agree (if offset > 0), and the next must not be shared.
     """
-    offsets, k = packs.segment_offsets, packs.num_responses
-    starts, firsts = to_offsets(packs.segment_lengths)[:-1], to_offsets(k)[:-1]
-    first = np.repeat(starts[firsts], k)
-    where_on = np.flatnonzero(packs.supervised)
-    prompt = where_on[np.searchsorted(where_on, starts)] - starts
-    first_prompt = np.repeat(prompt[firsts], k)
-    ids, end = packs.input_ids, len(packs.input_ids) - 1
+    offsets = packs.segment_offsets
+    num_responses = packs.num_responses
+    starts = to_offsets(packs.segment_lengths)[:-1]
+    firsts = to_offsets(num_responses)[:-1]  # the first segment of each example
+
+    supervised_places = np.flatnonzero(packs.supervised)
+    first_supervised = supervised_places[np.searchsorted(supervised_places, starts)]
+    # Without the omitted tokens, but for the first segments, which omit none.
+    stored_prompts = first_supervised - starts
+    first_prompts = np.repeat(stored_prompts[firsts], num_responses)
+
     # The first segment has a token at each offset, as its length was checked.
-    repeated = ids[starts] == ids[first + offsets]
-    following = (
-        ids[np.minimum(first + offsets + 1, end)] == ids[np.minimum(starts + 1, end)]
+    ids = packs.input_ids
+    end = len(ids) - 1
+    repeated_places = np.repeat(starts[firsts], num_responses) + offsets
+    repeats_token = ids[starts] == ids[repeated_places]
+    next_is_equal = (
+        ids[np.minimum(repeated_places + 1, end)] == ids[np.minimum(starts + 1, end)]
     )
-    more = repeated & following & (offsets + 1 < first_prompt) & (prompt > 1)
-    right = ((offsets == 0) | (repeated & (offsets + 1 <= first_prompt))) & ~more
-    right[firsts] = True
-    _require(where, first_row, "prefix-offset", right, packs.sequence_offsets)
+    next_is_prompt = (offsets + 1 < first_prompts) & (stored_prompts > 1)
+
+    omits_too_few = repeats_token & next_is_equal & next_is_prompt
+    is_shared = repeats_token & (offsets + 1 <= first_prompts)
+    is_right = ((offsets == 0) | is_shared) & ~omits_too_few
+    is_right[firsts] = True
+    place = _Place(where, first_row)
+    place.require("prefix-offset", is_right, packs.sequence_offsets)
+
+
+def _check_ids(
+    ids: Int32, offsets: Int64, vocab_size: int | None, place: _Place
+) -> None:
+    if not len(ids):
+        return
+    limit = np.iinfo(np.int32).max if vocab_size is None else vocab_size
+    # As unsigned, a negative id is a large one.
+    if ids.view(np.uint32).max() >= limit:
+        place.require("ids-range", (ids >= 0) & (ids < limit), offsets)
+
+
+def _check_boundaries(packs: Packs, pack_size: int | None, place: _Place) -> Int32:
+    """Check the rules that the other checks assume; return the tokens of the segments,
+    int32 `[S]`.
+    """
+    boundaries = packs.seq_boundaries
+    num_sequences = len(packs.lengths)
+    has_rewards = len(packs.reward) == num_sequences
+    has_boundaries = len(boundaries) == num_sequences + len(packs)
+    place.require("columns-agree", np.array([has_rewards]))
+    place.require("boundaries-count", np.array([has_boundaries]))
+    if not len(packs):
+        return np.empty(0, np.int32)
+
+    rows = packs.boundary_offsets
+    tokens = _steps(packs.token_offsets)
+    # First, so that no difference overflows.
+    place.require("boundaries-span", boundaries >= 0, rows)
+    place.require("boundaries-span", boundaries[rows[:-1]] == 0)
+    place.require("boundaries-span", boundaries[rows[1:] - 1] == tokens)
+    segment_lengths = packs.segment_lengths
+    place.require("segments-nonempty", segment_lengths > 0, packs.sequence_offsets)
+
+    place.require("pack-nonempty", _steps(packs.example_offsets) > 0)
+    if pack_size is not None:
+        place.require("pack-size", tokens <= pack_size)
+
+    place.require("responses-count", packs.num_responses > 0, packs.example_offsets)
+    sequence_edges = to_offsets(packs.num_responses)
+    ends = sequence_edges[packs.example_offsets[1:]]
+    place.require("responses-count", ends == packs.sequence_offsets[1:])
+    return segment_lengths
+
+
+def _steps(offsets: Int64) -> Int64:
+    # For few values, np.diff takes five times as long.
+    return offsets[1:] - offsets[:-1]
+
+
+def _check_supervision(packs: Packs, segment_lengths: Int32, place: _Place) -> None:
+    """Check the supervised tokens, the ones with signed ids that are not negative."""
+    starts = to_offsets(segment_lengths)[:-1]
+    is_unsupervised = packs.signed_ids[starts] < 0
+    place.require("first-unsupervised", is_unsupervised, packs.sequence_offsets)
+    has_supervised = np.maximum.reduceat(packs.signed_ids, starts) >= 0
+    place.require("supervised-nonempty", has_supervised, packs.sequence_offsets)
+
+
+def _check_prefix_lengths(packs: Packs, segment_lengths: Int32, place: _Place) -> None:
+    """Check that segments in layout shared_prefix omit tokens of the first one only."""
+    # int64, as a bad length may overflow.
+    omitted = packs.lengths.astype(np.int64) - segment_lengths
+    firsts = to_offsets(packs.num_responses)[:-1]
+    place.require("prefix-first-whole", omitted[firsts] == 0, packs.example_offsets)
+    limits = np.repeat(segment_lengths[firsts], packs.num_responses)
+    is_inside = (omitted >= 0) & (omitted < limits)
+    place.require("prefix-offset", is_inside, packs.sequence_offsets)

@@ -31,8 +31,7 @@ FEATURES = ("label_spans",)
 """Supported required features; a dataset that names another one is refused."""
 
 KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "scored": None}
-"""Kind -> K, the responses per example (None: stored per example in ``num_responses``).
-"""
+"""Kind -> K, the responses per example; None: stored in column ``num_responses``."""
 
 LAYOUTS = ("concat", "shared_prefix")
 
@@ -49,8 +48,9 @@ COLUMNS = (
 """All columns of the format; a carried column must not have any of these names."""
 
 COLUMN_NAME = re.compile("[A-Za-z][A-Za-z0-9_]*")
-"""Names of carried columns and of side data; one that begins with _ is of a later
-release.
+"""Pattern of the names of carried columns and of side data.
+
+Names that begin with _ are reserved for later releases.
 """
 
 CARRY_TYPES: dict[str, pa.DataType] = {
@@ -61,12 +61,15 @@ CARRY_TYPES: dict[str, pa.DataType] = {
 }
 """Types of carried scalar columns."""
 
-ANY, ANY_LIST = pa.null(), pa.list_(pa.null())
-"""Types of columns of a later release, which readers skip."""
+ANY = pa.null()
+"""Type of an expected column: any type, as a later release may store it."""
+
+ANY_LIST = pa.list_(pa.null())
+"""Type of an expected column: a list of any type, as a later release may store it."""
 
 
 def list_of(value: pa.DataType) -> pa.DataType:
-    """Returns the Arrow type of a column: a list with 32-bit offsets and non-null
+    """Return the Arrow type of a column: a list with 32-bit offsets and non-null
     elements.
     """
     return pa.list_(pa.field("element", value, nullable=False))
@@ -79,63 +82,93 @@ def pack_schema(
     label_spans: bool = False,
     carry: Mapping[str, str] | None = None,
 ) -> pa.Schema:
-    """Returns the Arrow schema of a shard; `carry`: column -> a name in `CARRY_TYPES`.
+    """Return the Arrow schema of a shard.
 
-    Another name gives the type :data:`ANY_LIST`.
+    Args:
+        kind: a name in :data:`KINDS`.
+        layout: a name in :data:`LAYOUTS`.
+        label_spans: whether labels are stored as spans.
+        carry: column -> a name in :data:`CARRY_TYPES`; any other name gives the type
+            :data:`ANY_LIST`.
     """
-    int32, int64 = list_of(pa.int32()), list_of(pa.int64())
+    int32 = list_of(pa.int32())
+    labels_column = "label_spans" if label_spans else "labels"
     columns: dict[str, pa.DataType] = {
         "input_ids": int32,
-        "label_spans" if label_spans else "labels": int32,
+        labels_column: int32,
         "reward": list_of(pa.float32()),
         "lengths": int32,
         "seq_boundaries": int32,
-        "example_ids": int64,
+        "example_ids": list_of(pa.int64()),
     }
     if KINDS[kind] is None:
         columns["num_responses"] = int32
     for name, type_name in (carry or {}).items():
-        known = CARRY_TYPES.get(type_name)
-        columns[name] = ANY_LIST if known is None else list_of(known)
+        if type_name in CARRY_TYPES:
+            columns[name] = list_of(CARRY_TYPES[type_name])
+        else:
+            columns[name] = ANY_LIST
+
+    fields = [pa.field(name, type_, nullable=False) for name, type_ in columns.items()]
     metadata = {
         "packstore.format_version": str(FORMAT_VERSION),
         "packstore.kind": kind,
         "packstore.layout": layout,
         "packstore.features": "label_spans" if label_spans else "",
     }
-    return pa.schema(
-        [pa.field(n, t, nullable=False) for n, t in columns.items()], metadata
-    )
+    return pa.schema(fields, metadata)
 
 
-def schema_difference(found: pa.Schema, expected: pa.Schema) -> str:
-    """Returns the first difference of a file's columns from those expected, or an empty
-    text.
+def schema_difference(actual: pa.Schema, expected: pa.Schema) -> str:
+    """Return the first difference of a file's columns from the expected ones, or an
+    empty text.
 
-    These may be :data:`ANY`.
+    The type of an expected column may be :data:`ANY` or :data:`ANY_LIST`.
     """
-    if found.names != expected.names:
-        return f"columns {', '.join(found.names)}; not {', '.join(expected.names)}"
-    have, need = found.metadata or {}, expected.metadata or {}
-    for key in sorted({*have, *need}):
-        if have.get(key) != need.get(key):
-            value = "that is not there" if key in need else "of another writer"
-            value = "of another value" if key in have and key in need else value
-            return f"a key {key.decode(errors='replace')} in its metadata {value}"
-    for field, asked in zip(found, expected, strict=True):
+    if actual.names != expected.names:
+        return f"columns {', '.join(actual.names)}; not {', '.join(expected.names)}"
+    difference = _metadata_difference(actual.metadata or {}, expected.metadata or {})
+    if difference:
+        return difference
+    for field, expected_field in zip(actual, expected, strict=True):
         # As texts: `equals` ignores the names of the elements of lists.
-        is_list = asked.type == ANY_LIST and field.type.id in _LISTS
-        if asked.type != ANY and not is_list and _text(field) != _text(asked):
-            return f"a column {_text(field)}; not {_text(asked)}"
+        text = _field_text(field)
+        expected_text = _field_text(expected_field)
+        if text != expected_text and not _accepts_type(expected_field.type, field.type):
+            return f"a column {text}; not {expected_text}"
     return ""
 
 
-def _text(field: pa.Field) -> str:
-    return f"{field.name}: {field.type}{'' if field.nullable else ' not null'}"
+def _metadata_difference(
+    actual: Mapping[bytes, bytes], expected: Mapping[bytes, bytes]
+) -> str:
+    for key in sorted({*actual, *expected}):
+        if actual.get(key) == expected.get(key):
+            continue
+        if key not in actual:
+            state = "that is not there"
+        elif key not in expected:
+            state = "of another writer"
+        else:
+            state = "of another value"
+        return f"a key {key.decode(errors='replace')} in its metadata {state}"
+    return ""
+
+
+def _accepts_type(expected: pa.DataType, actual: pa.DataType) -> bool:
+    """Return True if the expected type stands for any type, or for any list."""
+    if expected == ANY_LIST:
+        return actual.id in _LISTS
+    return bool(expected == ANY)
+
+
+def _field_text(field: pa.Field) -> str:
+    nullability = "" if field.nullable else " not null"
+    return f"{field.name}: {field.type}{nullability}"
 
 
 def require_kind(kind: str) -> None:
-    """Raises :class:`UnknownNameError` unless `kind`, of a call, is in `KINDS`."""
+    """Raise :class:`UnknownNameError` unless the argument `kind` is in `KINDS`."""
     if kind not in KINDS:
         raise UnknownNameError(
             f"unknown kind {quote(kind)}; choose from: {', '.join(KINDS)}."
@@ -143,49 +176,65 @@ def require_kind(kind: str) -> None:
 
 
 def check_features(version: int, features: list[str], where: str) -> None:
-    """Raises UnsupportedFormatError for a higher version, or an unknown required
+    """Raise UnsupportedFormatError for a higher version, or an unknown required
     feature.
     """
     if not 1 <= version <= FORMAT_VERSION:
-        rule = f"the format version must be 1 to {FORMAT_VERSION}"
-        raise UnsupportedFormatError(sentence(where, rule, repr(version), UPGRADE))
+        raise UnsupportedFormatError(
+            sentence(
+                where,
+                rule=f"the format version must be 1 to {FORMAT_VERSION}",
+                found=repr(version),
+                remedy=UPGRADE,
+            )
+        )
     for name in features:
         if name not in FEATURES:
-            rule = f"required features must be among: {', '.join(FEATURES)}"
-            raise UnsupportedFormatError(sentence(where, rule, repr(name), UPGRADE))
+            raise UnsupportedFormatError(
+                sentence(
+                    where,
+                    rule=f"required features must be among: {', '.join(FEATURES)}",
+                    found=repr(name),
+                    remedy=UPGRADE,
+                )
+            )
 
 
 def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
-    """Converts packs to an Arrow batch of `schema`, one row per pack."""
+    """Convert packs to an Arrow batch of `schema`, one row per pack."""
     if len(packs.signed_ids) > np.iinfo(np.int32).max:
         raise FormatError(
             "one batch of packs holds over 2^31 - 1 tokens; write fewer at once."
         )
-    values: dict[str, tuple[Any, Int64]] = {
+    columns: dict[str, tuple[Any, Int64]] = {
         "input_ids": (packs.input_ids, packs.token_offsets),
         "reward": (packs.reward, packs.sequence_offsets),
         "lengths": (packs.lengths, packs.sequence_offsets),
         "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
         "example_ids": (packs.example_ids, packs.example_offsets),
         "num_responses": (packs.num_responses, packs.example_offsets),
-        **{
-            name: (column, packs.example_offsets)
-            for name, column in packs.columns.items()
-        },
     }
+    for name, column in packs.columns.items():
+        columns[name] = (column, packs.example_offsets)
     if "labels" in schema.names:
-        values["labels"] = (packs.labels, packs.token_offsets)
+        columns["labels"] = (packs.labels, packs.token_offsets)
     else:
-        values["label_spans"] = _spans(packs.supervised, packs.token_offsets)
+        columns["label_spans"] = _spans(packs.supervised, packs.token_offsets)
+
     arrays = []
     for field in schema:
-        column, offsets = values[field.name]
-        flat, starts = (
-            as_arrow(column, field.type.value_type),
+        values, offsets = columns[field.name]
+        array = pa.ListArray.from_arrays(
             as_arrow(offsets, pa.int32()),
+            as_arrow(values, field.type.value_type),
+            type=field.type,
         )
-        arrays.append(pa.ListArray.from_arrays(starts, flat, type=field.type))
+        arrays.append(array)
     return pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _allocate(length: int) -> Int32:
+    return np.empty(length, np.int32)
 
 
 def from_arrow(
@@ -194,50 +243,59 @@ def from_arrow(
     *,
     vocab_size: int | None = None,
     where: str = "packs",
-    allocate: Callable[[int], Int32] = lambda n: np.empty(n, np.int32),
+    allocate: Callable[[int], Int32] = _allocate,
 ) -> Packs:
-    """Converts an Arrow batch to packs, with arrays of their own, signed ids from
-    `allocate`.
+    """Convert an Arrow batch to packs, with arrays of their own.
 
     The copies free the decoder's buffers (or the mapped file) at once, in the thread
     that allocated them; allocators keep the gaps between such buffers, about half as
     much memory again.
+
+    Args:
+        batch: the columns of a shard.
+        kind: a name in :data:`KINDS`.
+        vocab_size: upper bound of ids; None: not checked.
+        where: name of the packs in error texts.
+        allocate: returns an int32 array of a length, for the signed ids.
+
+    Raises:
+        FormatError: a column is absent or damaged, or an id or a label is invalid.
     """
-    ids, tokens = flat_column(batch, "input_ids", pa.int32())
-    reward, sequences = flat_column(batch, "reward", pa.float32())
-    example_ids, examples = flat_column(batch, "example_ids", pa.int64())
+    ids, token_offsets = flat_column(batch, "input_ids", pa.int32())
+    reward, sequence_offsets = flat_column(batch, "reward", pa.float32())
+    example_ids, example_offsets = flat_column(batch, "example_ids", pa.int64())
 
-    def column(
-        name: str, type_: pa.DataType | None, rule_name: str, expected: Int64
-    ) -> Any:
-        values, rows = flat_column(batch, name, type_)
-        if not np.array_equal(rows, expected):
-            sizes, required = np.diff(rows), np.diff(expected)
-            row = int(np.argmax(sizes != required))
-            rule = (
-                f"column {name} must have {required[row]} elements there [{rule_name}]"
-            )
-            raise FormatError(sentence(f"row {row}", rule, str(sizes[row])))
-        return values
-
-    lengths = column("lengths", pa.int32(), "columns-agree", sequences)
-    one_more = sequences + np.arange(len(sequences))
-    boundaries = column("seq_boundaries", pa.int32(), "boundaries-count", one_more)
-    if (fixed := KINDS[kind]) is None:
-        num_responses = column(
-            "num_responses", pa.int32(), "responses-count", examples
-        ).copy()
+    lengths = _column(
+        batch, "lengths", pa.int32(), sequence_offsets, rule="columns-agree"
+    )
+    boundary_offsets = sequence_offsets + np.arange(len(sequence_offsets))
+    boundaries = _column(
+        batch, "seq_boundaries", pa.int32(), boundary_offsets, rule="boundaries-count"
+    )
+    fixed_responses = KINDS[kind]
+    if fixed_responses is not None:
+        num_responses = np.full(len(example_ids), fixed_responses, np.int32)
     else:
-        num_responses = np.full(len(example_ids), fixed, np.int32)
-    carried = [name for name in batch.schema.names if name not in COLUMNS]
+        num_responses = _column(
+            batch, "num_responses", pa.int32(), example_offsets, rule="responses-count"
+        ).copy()
+
     signed_ids = allocate(len(ids))
     if "labels" in batch.schema.names:
-        labels = column("labels", pa.int32(), "columns-agree", tokens)
-        check_and_sign(ids, labels, tokens, signed_ids, vocab_size, where)
+        labels = _column(
+            batch, "labels", pa.int32(), token_offsets, rule="columns-agree"
+        )
+        check_and_sign(ids, labels, token_offsets, signed_ids, vocab_size, where)
     else:
-        runs = _runs(*flat_column(batch, "label_spans", pa.int32()), tokens)
-        check_and_sign(ids, None, tokens, signed_ids, vocab_size, where)
-        np.copyto(signed_ids, ids, where=np.repeat(np.arange(len(runs)) % 2 == 1, runs))
+        is_supervised = _supervised_in_spans(batch, token_offsets)
+        check_and_sign(ids, None, token_offsets, signed_ids, vocab_size, where)
+        np.copyto(signed_ids, ids, where=is_supervised)
+
+    columns = {}
+    for name in batch.schema.names:
+        if name not in COLUMNS:
+            column = _column(batch, name, None, example_offsets, rule="columns-agree")
+            columns[name] = column.copy()
     return Packs(
         signed_ids=signed_ids,
         reward=reward.copy(),
@@ -245,75 +303,116 @@ def from_arrow(
         seq_boundaries=boundaries.copy(),
         example_ids=example_ids.copy(),
         num_responses=num_responses,
-        token_offsets=tokens,
-        sequence_offsets=sequences,
-        example_offsets=examples,
-        columns={n: column(n, None, "columns-agree", examples).copy() for n in carried},
+        token_offsets=token_offsets,
+        sequence_offsets=sequence_offsets,
+        example_offsets=example_offsets,
+        columns=columns,
     )
 
 
-def _spans(on: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Converts supervision to flat start, end pairs in their pack, and their offsets
-    `[P + 1]`.
+def _column(
+    batch: pa.RecordBatch,
+    name: str,
+    type_: pa.DataType | None,
+    expected_offsets: Int64,
+    rule: str,
+) -> Any:
+    """Return the values of a list column; raise unless its lists have the expected
+    lengths.
     """
-    before, after = np.zeros_like(on), np.zeros_like(on)
-    before[1:], after[:-1] = on[:-1], on[1:]
-    before[token_offsets[:-1]] = after[token_offsets[1:] - 1] = False  # of other packs
-    starts, stops = np.flatnonzero(on & ~before), np.flatnonzero(on & ~after) + 1
+    values, offsets = flat_column(batch, name, type_)
+    if np.array_equal(offsets, expected_offsets):
+        return values
+    lengths = np.diff(offsets)
+    expected_lengths = np.diff(expected_offsets)
+    row = int(np.argmax(lengths != expected_lengths))
+    raise FormatError(
+        sentence(
+            where=f"row {row}",
+            rule=f"column {name} must have {expected_lengths[row]} elements there "
+            f"[{rule}]",
+            found=str(lengths[row]),
+        )
+    )
+
+
+def _spans(is_supervised: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
+    """Convert supervision to the column ``label_spans``.
+
+    Returns:
+        int32, start and end of each span in its pack, flat; and int64 `[P + 1]`, the
+        offsets of the packs in these numbers.
+    """
+    previous_is_supervised = np.zeros_like(is_supervised)
+    previous_is_supervised[1:] = is_supervised[:-1]
+    previous_is_supervised[token_offsets[:-1]] = False  # of another pack
+    next_is_supervised = np.zeros_like(is_supervised)
+    next_is_supervised[:-1] = is_supervised[1:]
+    next_is_supervised[token_offsets[1:] - 1] = False  # of another pack
+
+    starts = np.flatnonzero(is_supervised & ~previous_is_supervised)
+    ends = np.flatnonzero(is_supervised & ~next_is_supervised) + 1
     pack = np.searchsorted(token_offsets, starts, side="right") - 1
-    spans = np.stack([starts, stops], axis=1) - token_offsets[pack][:, None]
-    runs = np.bincount(pack, minlength=len(token_offsets) - 1)
-    return spans.astype(np.int32).ravel(), to_offsets(2 * runs)
+    spans = np.stack([starts, ends], axis=1) - token_offsets[pack][:, None]
+    spans_per_pack = np.bincount(pack, minlength=len(token_offsets) - 1)
+    return spans.astype(np.int32).ravel(), to_offsets(2 * spans_per_pack)
 
 
-def _runs(spans: Int32, span_offsets: Int64, token_offsets: Int64) -> Int64:
-    """Lengths of alternating runs of tokens outside and inside spans."""
-    counts = np.diff(span_offsets)
-    base = np.repeat(token_offsets[:-1], counts)
-    limit = np.repeat(np.diff(token_offsets), counts)
-    inside = (spans >= 0) & (spans <= limit)
-    flat = spans + base
-    steps = np.diff(flat)
-    if (
-        np.any(counts % 2)
-        or not inside.all()
-        or np.any(steps < 0)
-        or np.any(steps[::2] == 0)
-    ):
+def _supervised_in_spans(batch: pa.RecordBatch, token_offsets: Int64) -> Bool:
+    """Return the supervision of each token, bool `[N]`, from column ``label_spans``."""
+    spans, span_offsets = flat_column(batch, "label_spans", pa.int32())
+    edges_per_pack = np.diff(span_offsets)
+    pack_starts = np.repeat(token_offsets[:-1], edges_per_pack)
+    pack_lengths = np.repeat(np.diff(token_offsets), edges_per_pack)
+    edges = spans + pack_starts
+    steps = np.diff(edges)
+
+    are_pairs = not np.any(edges_per_pack % 2)
+    are_inside = bool(np.all((spans >= 0) & (spans <= pack_lengths)))
+    are_ordered = not np.any(steps < 0)
+    are_nonempty = not np.any(steps[::2] == 0)
+    if not (are_pairs and are_inside and are_ordered and are_nonempty):
         raise FormatError(
             "label_spans must hold ordered start, end pairs inside their pack "
             "[spans-ordered]."
         )
-    return np.diff(flat, prepend=0, append=token_offsets[-1])
+    # Runs of tokens outside and inside of spans, in turns.
+    runs = np.diff(edges, prepend=0, append=token_offsets[-1])
+    is_span = np.arange(len(runs)) % 2 == 1
+    return np.repeat(is_span, runs)
 
 
 def flat_column(
     batch: pa.RecordBatch, name: str, value: pa.DataType | None
 ) -> tuple[Any, Int64]:
-    """Returns values and int64 `[P + 1]` offsets of a list column; numbers are views.
+    """Return the values of a list column, and the offsets of its rows.
 
-    Value type None: any. Raises FormatError for anything else than lists of it without
-        nulls.
+    Args:
+        batch: the columns of a file.
+        name: name of the column.
+        value: type of the values; None: any.
+
+    Returns:
+        The values, numbers as a view; and int64 `[P + 1]`.
+
+    Raises:
+        FormatError: the column is absent, has another type, or holds nulls.
     """
     position = batch.schema.get_field_index(name)
     if position < 0:
         raise FormatError(
-            sentence(f"column {name!r}", "every shard must have it", "none")
+            sentence(f"column {name!r}", rule="every shard must have it", found="none")
         )
     column = batch.column(position)
-    # Types of few kinds: comparing numbers is faster than comparing types.
-    child = column.values if column.type.id in _LISTS else None
-    if child is None or (value is not None and child.type.id != value.id):
-        rule = (
-            f"its type must be list<{value}>"
-            if value is not None
-            else "its type must be a list"
-        )
-        raise FormatError(sentence(f"column {name!r}", rule, str(column.type)))
+    _check_column_type(name, column.type, value)
+
+    child = column.values
     offsets = as_numpy(column.offsets).astype(np.int64)
-    first, last = int(offsets[0]), int(offsets[-1])
+    first = int(offsets[0])
+    last = int(offsets[-1])
     # Arrow's own check covers the first and last offset only.
-    if first < 0 or last > len(child) or np.count_nonzero(offsets[1:] < offsets[:-1]):
+    is_decreasing = np.count_nonzero(offsets[1:] < offsets[:-1]) > 0
+    if first < 0 or last > len(child) or is_decreasing:
         raise FormatError(
             sentence(f"column {name!r}", "its offsets must rise inside its values")
         )
@@ -322,14 +421,28 @@ def flat_column(
         offsets -= first
     if column.null_count or child.null_count:
         raise FormatError(
-            sentence(f"column {name!r}", "it must not hold nulls", "nulls")
+            sentence(f"column {name!r}", rule="it must not hold nulls", found="nulls")
         )
     return as_numpy(child), offsets
 
 
+def _check_column_type(
+    name: str, actual: pa.DataType, value: pa.DataType | None
+) -> None:
+    # Of the few possible types, comparing numbers is faster than comparing types.
+    is_list = actual.id in _LISTS
+    if is_list and (value is None or actual.value_type.id == value.id):
+        return
+    rule = "its type must be a list"
+    if value is not None:
+        rule = f"its type must be list<{value}>"
+    raise FormatError(sentence(f"column {name!r}", rule=rule, found=str(actual)))
+
+
 def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
-    """Views numbers as an Arrow array of a type (``pa.array`` imports pandas); copies
-    the rest.
+    """View numbers as an Arrow array of a type; copy booleans and texts.
+
+    Without ``pa.array`` for numbers, which imports pandas.
     """
     dtype = _NUMPY.get(type_.id)
     if dtype is None:
@@ -339,15 +452,15 @@ def as_arrow(values: Column, type_: pa.DataType) -> pa.Array:
 
 
 def as_numpy(array: pa.Array) -> Any:
-    """Views numbers of an Arrow array (``to_numpy`` imports pandas); copies booleans
-    and texts.
+    """View numbers of an Arrow array; copy booleans and texts.
+
+    Without ``to_numpy``, which imports pandas.
     """
     dtype = _NUMPY.get(array.type.id)
     if dtype is None:
         array.validate(full=True)  # offsets of strings may be out of bounds
-        return np.array(
-            array.to_pylist(), bool if pa.types.is_boolean(array.type) else object
-        )
+        is_boolean = pa.types.is_boolean(array.type)
+        return np.array(array.to_pylist(), bool if is_boolean else object)
     buffer = array.buffers()[1]
     if buffer is None or len(array) == 0:
         return np.empty(0, dtype)

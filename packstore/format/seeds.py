@@ -21,36 +21,36 @@ _BLOCK = 1 << 15
 
 
 def derive(seed: int, *purpose: str | int) -> int:
-    """Derives an independent 64-bit seed for a purpose, e.g. ``derive(seed, "pack
+    """Derive an independent 64-bit seed for a purpose, e.g. ``derive(seed, "pack
     order")``.
     """
-    text = "\x1f".join([str(int(seed)), *(str(p) for p in purpose)])
-    return int.from_bytes(
-        hashlib.blake2b(text.encode(), digest_size=8).digest(), "little"
-    )
+    parts = [int(seed), *purpose]
+    text = "\x1f".join(str(part) for part in parts)
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
 
 
 def keys(n: int, seed: int, *purpose: str | int) -> U64:
-    """Returns `n` pseudo-random 64-bit integers: splitmix64 at counter positions
-    0..n-1.
+    """Return `n` pseudo-random 64-bit integers: splitmix64 at counter positions 0..n-1.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA
         2014.
     """
-    out = np.empty(n, np.uint64)
+    numbers = np.empty(n, np.uint64)
     for start in range(0, n, _BLOCK):  # blocks fit the cache: several times faster
         places = np.arange(start, min(start + _BLOCK, n), dtype=np.uint64)
-        out[start : start + _BLOCK] = keys_at(places, seed, *purpose)
-    return out
+        numbers[start : start + _BLOCK] = keys_at(places, seed, *purpose)
+    return numbers
 
 
 def keys_at(places: U64, seed: int, *purpose: str | int) -> U64:
-    """The numbers that :func:`keys` has at these places."""
-    return mixed((places + np.uint64(1)) * GOLDEN + np.uint64(derive(seed, *purpose)))
+    """Return the numbers of :func:`keys` at these places."""
+    start = np.uint64(derive(seed, *purpose))
+    return mixed((places + np.uint64(1)) * GOLDEN + start)
 
 
 def mixed(values: U64) -> U64:
-    """Maps each value to a pseudo-random one, by the finalizer of splitmix64; a
+    """Map each value to a pseudo-random one, by the finalizer of splitmix64; a
     bijection.
     """
     z = values ^ (values >> np.uint64(30))
@@ -62,18 +62,21 @@ def mixed(values: U64) -> U64:
 
 
 def permutation(n: int, seed: int, *purpose: str | int) -> npt.NDArray[np.int64]:
-    """Returns a uniformly random permutation of 0..n-1, int64 `[n]`.
+    """Return a uniformly random permutation of 0..n-1, int64 `[n]`.
 
     Sorts distinct numbers with a hash in the high bits and the index in the low bits,
     which is several times faster than an indirect sort and does not depend on the
     sorting algorithm. The hash has enough bits that for 1e6 numbers about one pair is
     equal, and so in index order.
     """
-    bits = np.uint64(max(n - 1, 0).bit_length())
-    table = keys(n, seed, *purpose)
-    table >>= bits
-    table <<= bits
-    table |= np.arange(n, dtype=np.uint64)
-    table.sort()
-    table &= (np.uint64(1) << bits) - np.uint64(1)
-    return table.view(np.int64)
+    index_bits = np.uint64(max(n - 1, 0).bit_length())
+    index_mask = (np.uint64(1) << index_bits) - np.uint64(1)
+
+    # In place, as `n` may be large.
+    numbers = keys(n, seed, *purpose)
+    numbers >>= index_bits
+    numbers <<= index_bits
+    numbers |= np.arange(n, dtype=np.uint64)
+    numbers.sort()
+    numbers &= index_mask
+    return numbers.view(np.int64)

@@ -25,18 +25,19 @@ PROBES = (
     "aaaaaaaaaaaaaaaa      -----------====\t\t\t",
     "camelCaseWord snake_case_word HTTPServer v1.2.3-rc4",
 )
-"""Texts whose ids distinguish tokenizers: words, cases, digits, spaces, code, scripts,
-symbols.
+"""Texts that distinguish tokenizers by their ids: words, cases, digits, spaces, code,
+scripts and symbols.
 """
 
 
 def vocabulary_sha256(tokens: Iterable[str | None]) -> str:
-    """Returns the sha256 (hex) of the token of each id from 0 on, None for a gap."""
-    return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()
+    """Return the sha256 (hex) of the token of each id from 0 on, None for a gap."""
+    text = json.dumps(list(tokens))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def probe_sha256(ids: Sequence[Sequence[int]]) -> str:
-    """Returns the sha256 (hex) of the ids of each of `PROBES`, encoded without special
+    """Return the sha256 (hex) of the ids of each of `PROBES`, encoded without special
     tokens.
     """
     text = json.dumps([[int(i) for i in row] for row in ids])
