@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any
 
 from packstore.errors import ConfigError, quote, sentence
+from packstore.tokenizer.records.forms import first_paragraph
 from packstore.tokenizer.records.reading import Answers, Chat, Drop, Pair
 
 Function = Callable[[dict[str, Any]], Pair | Answers | Chat | Drop]
@@ -40,8 +41,8 @@ class Adapter:
 
     @property
     def summary(self) -> str:
-        """The first line of the function's docstring."""
-        return (inspect.getdoc(self._function) or "").partition("\n")[0]
+        """The first paragraph of the function's docstring, on one line."""
+        return first_paragraph(self._function)
 
     def apply(self, record: Mapping[str, Any]) -> AdaptedRecord:
         """Return a record with the function's result, or the text of its error."""

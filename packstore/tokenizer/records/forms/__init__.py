@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -229,8 +230,14 @@ class Form:
 
     @property
     def summary(self) -> str:
-        """The first line of the function's docstring."""
-        return (self.function.__doc__ or "").strip().partition("\n")[0]
+        """The first paragraph of the function's docstring, on one line."""
+        return first_paragraph(self.function)
+
+
+def first_paragraph(function: Callable[..., object]) -> str:
+    """Return the first paragraph of a docstring, on one line; empty without one."""
+    paragraph = (inspect.getdoc(function) or "").partition("\n\n")[0]
+    return " ".join(paragraph.split())
 
 
 FORMS: dict[str, Form] = {}
