@@ -44,10 +44,8 @@ from packstore.io.inputs.hugging_face import (
 )
 from packstore.io.inputs.in_memory import (
     MemorySource,
-    only_split,
     open_in_memory,
     record_pieces,
-    without_format,
 )
 from packstore.io.manifest.commit import FOLDER
 from packstore.io.store.location import Entry, Location
@@ -156,7 +154,6 @@ class InputReader:
         self.num_records: int | None = None
         self.is_finite = True
 
-        source = without_format(only_split(source))
         paths = source if isinstance(source, list | tuple) else [source]
         if paths and all(isinstance(path, str | os.PathLike) for path in paths):
             self.inputs = tuple(expand(paths, storage_options))

@@ -55,11 +55,13 @@ def open_in_memory(source: Any) -> MemorySource:
     """Return the records of any source other than paths.
 
     Raises:
-        InputError: the source has no records.
+        InputError: the source is neither a table, an iterable of records nor a stream,
+            or has several splits.
     """
+    source = _without_format(_only_split(source))
     num_records = len(source) if hasattr(source, "__len__") else None
     is_sized = num_records is not None
-    if is_table(source):
+    if _is_table(source):
         return MemorySource(
             path="<table>",
             records=_table_records(source),
@@ -190,7 +192,7 @@ def _without_struct_nulls(value: Any) -> Any:
 # Arrow tables and Polars frames
 
 
-def is_table(source: object) -> bool:
+def _is_table(source: object) -> bool:
     """Return True for an Arrow table or reader, a Polars frame, or a similar object."""
     return hasattr(source, "__arrow_c_stream__") or _is_lazy_frame(source)
 
@@ -245,7 +247,7 @@ def _is_dataset(source: object) -> bool:
     return hasattr(source, "with_format") and hasattr(source, "features")
 
 
-def only_split(source: Any) -> Any:
+def _only_split(source: Any) -> Any:
     """Return the only split of a ``DatasetDict``, and any other source unchanged.
 
     Raises:
@@ -263,7 +265,7 @@ def only_split(source: Any) -> Any:
     return source[first]
 
 
-def without_format(source: Any) -> Any:
+def _without_format(source: Any) -> Any:
     """Return a ``Dataset`` that yields Python's types, and any other source unchanged.
 
     The format of torch would round rewards. The transform of a user stays.
