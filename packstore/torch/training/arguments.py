@@ -99,9 +99,9 @@ def check_settings(args: Any, refusals: Refusals) -> None:
         raise ConfigError(
             sentence(
                 where="setting optim",
-                rule="it must step after all batches of a step",
+                rule="the optimizer must step after all batches of a step",
                 found=str(args.optim),
-                remedy="Take another",
+                remedy="Choose another",
             )
         )
     for name, (allowed_values, remedy) in refusals.items():
@@ -136,8 +136,7 @@ def _check_accelerate(args: Any) -> None:
             raise ConfigError(
                 sentence(
                     where=f"setting accelerator_config: {name}",
-                    rule="a packed batch is whole, and cannot be cut up for other "
-                    "ranks",
+                    rule="a packed batch cannot be split over ranks",
                     found="True",
                 )
             )
@@ -161,7 +160,7 @@ def check_trainer_arguments(arguments: Mapping[str, Any]) -> None:
 def check_packed_trainer_arguments(
     trainer: type, args: Any, arguments: Mapping[str, Any]
 ) -> None:
-    """Raise for settings and arguments that PackedTrainer, or its subclass, has not.
+    """Raise for settings and arguments that PackedTrainer does not have.
 
     Args:
         trainer: the class.
@@ -187,7 +186,7 @@ def check_packed_trainer_arguments(
         raise ConfigError(
             sentence(
                 where="argument processing_class",
-                rule="it must be a tokenizer, which is saved",
+                rule="it must be a tokenizer, to be saved with the model",
                 found=quote(tokenizer),
                 remedy="AutoTokenizer.from_pretrained loads one",
             )
@@ -207,9 +206,9 @@ def _check_no_trl_settings(args: Any) -> None:
             raise ConfigError(
                 sentence(
                     where=f"setting {field.name}",
-                    rule="it must be one of TrainingArguments",
+                    rule="it must be a field of TrainingArguments",
                     found=f"{value!r} in {type(args).__name__}",
-                    remedy="Give it as loss or loss_parameters, or take "
+                    remedy="Give it as loss or loss_parameters, or use "
                     "PackedDPOTrainer",
                 )
             )

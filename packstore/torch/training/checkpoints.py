@@ -131,7 +131,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             raise ConfigError(
                 sentence(
                     where=f"checkpoint {checkpoint}",
-                    rule=f"a run that goes on must keep its {name}, {old_value}",
+                    rule=f"a resumed run must keep its {name}, {old_value}",
                     found=quote(new_run[name], 200),
                     remedy="Choose another output_dir to begin a new run",
                 )

@@ -197,7 +197,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
         args = self.args
         is_cuda = args.device.type == "cuda"
         return PackedDataLoader(
-            self._deal(data, part),
+            self._packs_of_rank(data, part),
             packs_per_batch=self.packs_per_batch,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -210,7 +210,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
             balance=True,
         )
 
-    def _deal(self, data: Any, part: str) -> PackedDataset:
+    def _packs_of_rank(self, data: Any, part: str) -> PackedDataset:
         """Return the packs of this rank, in the order of the run."""
         args = self.args
         if not isinstance(data, PackedDataset):
@@ -225,7 +225,8 @@ class DataMixin(Trainer):  # type: ignore[misc]
             raise ConfigError(
                 sentence(
                     where=f"{type(self).__name__}, dataset of {part}",
-                    rule=f"it must be dealt to the {args.world_size} ranks of the run",
+                    rule="it must be distributed over the "
+                    f"{args.world_size} ranks of the run",
                     found=f"world_size={data.world_size}",
                     remedy="Make the PackedDataset without rank and world_size",
                 )

@@ -197,7 +197,7 @@ class PackedTrainer(PackedSteps):
             self._reference = copy.deepcopy(model)
         if peft_config is not None:
             model = self._add_adapter(model, peft_config)
-        self._let_take_batches(model, head)
+        self._prepare_forward(model, head)
 
         super().__init__(
             model,
@@ -210,7 +210,7 @@ class PackedTrainer(PackedSteps):
         self._finish_init()
         self._prove_and_compile(compile)
 
-    def _let_take_batches(self, model: Any, head: str) -> None:
+    def _prepare_forward(self, model: Any, head: str) -> None:
         """Let the model take packed batches, and return log-probs for the loss."""
         self._head_settings = {"backend": head}
         if isinstance(self.loss_fn, PolicyLoss):
@@ -237,7 +237,7 @@ class PackedTrainer(PackedSteps):
             raise ConfigError(
                 sentence(
                     where="dataset",
-                    rule="it must be a packed one",
+                    rule="it must be packed",
                     found=type(data).__name__,
                     remedy="Pack the records: packstore.pack(records, folder, "
                     "tokenizer); of several datasets, PackedDataset.mix makes one",
@@ -327,7 +327,7 @@ class PackedTrainer(PackedSteps):
                 raise ConfigError(
                     sentence(
                         where="argument eval_ref_logps",
-                        rule="it must go with a dataset",
+                        rule="it needs a dataset",
                         found="none",
                         remedy="Give eval_dataset, or leave it out",
                     )
@@ -448,9 +448,9 @@ def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
         raise ConfigError(
             sentence(
                 where="argument loss_parameters",
-                rule="it must be left out beside a loss that is made",
+                rule="it must be left out with a loss object",
                 found=repr(loss),
-                remedy="Make the loss with them",
+                remedy="Pass them to the loss",
             )
         )
     return loss
@@ -464,8 +464,8 @@ def _dtype_of(model: Any, dtype: Any) -> Any:
         raise ConfigError(
             sentence(
                 where="argument dtype",
-                rule="it is of a model that is loaded",
-                found=f"{dtype!r} beside {type(model).__name__}",
+                rule="it must be left out with a loaded model",
+                found=f"{dtype!r} with {type(model).__name__}",
                 remedy="Give model.to(dtype)",
             )
         )
@@ -479,9 +479,9 @@ def check_apart(reference: Any, policy: Any) -> None:
         raise CompatibilityError(
             sentence(
                 where="reference",
-                rule="it must stay as it is while the policy is trained",
-                found="weights that are trained",
-                remedy="Give a copy, or none: the trainer then makes one",
+                rule="its weights must not change while the policy is trained",
+                found="weights of the policy",
+                remedy="Give a copy, or leave it out: the trainer makes one",
             )
         )
 

@@ -360,9 +360,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
             raise ConfigError(
                 sentence(
                     where=type(self).__name__,
-                    rule="prediction_step must stay",
-                    found="one of its own",
-                    remedy="Override evaluation_loop, which calls none",
+                    rule="prediction_step must not be overridden",
+                    found="an override",
+                    remedy="Override evaluation_loop, which does not call it",
                 )
             )
         if self.args.deepspeed and not self.is_deepspeed_enabled:
@@ -484,17 +484,17 @@ class PackedSteps(DataMixin, CheckpointMixin):
         is_prepared = hasattr(self.optimizer, "accelerator_state")
         if self.optimizer is not None and not is_prepared:
             where = "argument optimizers"
-            check_class(where, self.optimizer, Optimizer, "Give one that is made")
+            check_class(where, self.optimizer, Optimizer, "Give an instance")
             for_optimizer: set[int] = set()
             for group in self.optimizer.param_groups:
                 for_optimizer.update(id(p) for p in group["params"])
             trained &= for_optimizer
-            remedy = "Make the optimizer of this model's parameters, or leave it out"
+            remedy = "Make the optimizer from this model's parameters, or leave it out"
         if not trained:
             raise CompatibilityError(
                 sentence(
                     where=type(self.model).__name__,
-                    rule="some of its weights must be trained",
+                    rule="some of its weights must require gradients",
                     found="none",
                     remedy=remedy,
                 )
@@ -578,7 +578,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
                 # A whole step. DeepSpeed's engine steps where gradients are synced.
                 gradient_state._set_sync_gradients(is_last)
             with self._gradient_reduction(model, is_last=is_last):
-                placed = self._place(batch)
+                placed = self._to_device(batch)
                 total += super().training_step(model, placed, num_items_in_batch)
         return total
 
@@ -591,8 +591,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
             sentence(
                 where="get_train_dataloader",
                 rule="it must yield whole steps",
-                found=f"{len(batches)} of the {info.batches} batches of one",
-                remedy="Return the loader of PackedTrainer, or a similar one",
+                found=f"{len(batches)} of the {info.batches} batches of a step",
+                remedy="Return the loader of PackedTrainer, or one like it",
             )
         )
 
@@ -609,7 +609,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         without_reduction: AbstractContextManager[Any] = self.accelerator.no_sync(model)
         return without_reduction
 
-    def _place(self, batch: PackedBatch) -> PackedBatch:
+    def _to_device(self, batch: PackedBatch) -> PackedBatch:
         """Return the batch on the device of the run."""
         check_ids(batch, self.model)
         return batch.to(self.accelerator.device, non_blocking=True)
@@ -751,7 +751,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
                 raise ConfigError(
                     sentence(
                         where="predict",
-                        rule="it must be asked for rows of a packed dataset",
+                        rule="it needs a packed dataset",
                         found="another dataset",
                         remedy="Give its folder",
                     )
@@ -802,7 +802,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         logps = []
         with torch.no_grad(), evaluating(model):
             for batch in _as_list(inputs):
-                placed = self._place(batch)
+                placed = self._to_device(batch)
                 loss, logps_of_batch = self.compute_loss(
                     model, placed, return_outputs=True
                 )
@@ -888,7 +888,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
 def check_evaluated(where: str, loss_fn: StepLoss) -> None:
     """Raise for a loss that is not of pairs, and so has no metrics of an evaluation."""
     if not isinstance(loss_fn, PreferenceLoss):
-        rule = "it must be of a PreferenceLoss"
+        rule = "the loss must be a PreferenceLoss"
         raise ConfigError(sentence(where, rule, repr(loss_fn), "Leave it out"))
 
 

@@ -296,7 +296,7 @@ def test_what_is_meant_for_another_trainer(
     for name, value in {"beta": 5.0, "loss_type": ["ipo"], "max_length": 64}.items():
         args = trl.DPOConfig(**own, **{name: value})
         with pytest.raises(
-            ConfigError, match=f"setting {name}: it must be one of TrainingArg"
+            ConfigError, match=f"setting {name}: it must be a field of TrainingArg"
         ):
             PackedTrainer(stored.model, args, stored.data)
     with pytest.raises(
@@ -320,7 +320,7 @@ def test_records_that_are_not_packed(
     for part in ("train_dataset", "eval_dataset"):
         given = settings(stored, tmp_path, **{part: data})
         with pytest.raises(
-            ConfigError, match=r"must be a packed one; found .* Pack the records"
+            ConfigError, match=r"dataset: it must be packed; found .* Pack the records"
         ):
             run(given)
 
@@ -338,12 +338,12 @@ def test_what_would_train_nothing_or_something_else(
     for given, message in (
         (
             {"model": model().requires_grad_(False), "dtype": None},
-            "some of its weights must be trained",
+            "some of its weights must require gradients",
         ),
-        ({"peft_config": adapter}, "some of its weights must be trained"),
+        ({"peft_config": adapter}, "some of its weights must require gradients"),
         (
             {"optimizers": (other, None)},
-            "Make the optimizer of this model's parameters",
+            "Make the optimizer from this model's parameters",
         ),
         (
             {"optimizers": (torch.optim.SGD, None)},
@@ -355,7 +355,7 @@ def test_what_would_train_nothing_or_something_else(
         ),
         (
             {"model": model()},
-            "dtype: it is of a model that is loaded; found 'float64' beside GPT2",
+            r"argument dtype: .*float64.*GPT2",
         ),
         (
             {"loss_parameters": ["beta"]},
@@ -399,7 +399,7 @@ def test_what_would_train_nothing_or_something_else(
         ),
         (
             {"eval_dataset": {"a": {"b": stored.held}}},
-            "it must be a packed one; found dict.",
+            "dataset: it must be packed; found dict.",
         ),
         (
             {"arguments": {"lr_scheduler_kwargs": {"a": 1}}},
@@ -407,14 +407,14 @@ def test_what_would_train_nothing_or_something_else(
         ),
         (
             {"loss": dpo, "loss_parameters": {"beta": 5.0}},
-            "left out beside a loss that is made",
+            "argument loss_parameters: it must be left out",
         ),
         ({"compile": False}, "compile must be one of: auto, layers, none; found False"),
         (
             {"dtype": "bf16"},
             "dtype must be one of: float32, bfloat16, float64; found 'bf16'",
         ),
-        ({"eval_ref_logps": "side"}, "eval_ref_logps: it must go with a dataset"),
+        ({"eval_ref_logps": "side"}, "argument eval_ref_logps: it needs a dataset"),
         ({"peft_config": "lora"}, "peft_config: it must be PeftConfig; found 'lora'"),
         (
             {
@@ -559,7 +559,8 @@ def test_steps_called_by_hand(stored: SimpleNamespace, tmp_path: Path) -> None:
     assert loss == pytest.approx(math.log(2))
     assert len(logps) == sum(batch.num_segments for batch in step)
     assert labels is None
-    assert trainer._step_metrics.metrics.means() == {}
+    trainer.log({"loss": 0.5})
+    assert "rewards/margins" not in trainer.state.log_history[-1]
     assert trainer.num_examples(trainer.get_train_dataloader()) == 60
     for call in (trainer.prediction_step, trainer.training_step):
         with pytest.raises(
@@ -582,7 +583,7 @@ def test_subclasses(stored: SimpleNamespace, tmp_path: Path) -> None:
             lambda _: own,
             "must yield whole steps; found 1 of the 3 batches",
         ),
-        ("prediction_step", lambda *_: None, "Other: prediction_step must stay"),
+        ("prediction_step", lambda *_: None, "Other: prediction_step"),
         ("compute_loss", twice, None),
     ):
         other = type("Other", (PackedTrainer,), {name: method})
@@ -613,7 +614,7 @@ def test_a_loss_of_tokens(
     trainer = run(given)
     assert len(history(trainer)) == trainer.state.global_step > 3
     assert np.ptp(history(trainer)) > 1e-4
-    with pytest.raises(ConfigError, match="evaluation: it must be of a PreferenceLoss"):
+    with pytest.raises(ConfigError, match=r"evaluation: .*PreferenceLoss"):
         trainer.evaluate(stored.data)
 
 

@@ -345,7 +345,7 @@ def test_the_same_command_goes_on_and_only_that(
         {"optim": "sgd"},
     ):
         with pytest.raises(
-            ConfigError, match=r"that goes on must keep its (loss|optimizer), "
+            ConfigError, match=r"checkpoint-\d+: .* must keep its (loss|optimizer), "
         ):
             train(**settings(made, tmp_path, **changed, **given))
     with pytest.raises(ConfigError, match=r"must keep its (weights|reference)"):
