@@ -266,36 +266,22 @@ class _Cleaner:
         """Return leftovers in order of removal: manifests first, notes last (R5)."""
         # Files are listed before the versions: a file that is committed in between has
         # a name in a version that is read below.
-        location = self._location
-        manifests = list_folder(location, FOLDER)
-        shards = list_folder(location, DATA)
-        markers = list_folder(location, WRITERS)
-        notes = list_folder(location, PARTITIONS)
-        staged = list(_list_staging_folders(location))
-        parts = []
-        for folder in _part_folders(location):
-            parts += list_folder(location, folder)
-        files = [*shards, *manifests, *markers, *staged, *notes, *parts]
-        self._listed = {file.path: file for file in files}
-
-        self.uploads = uploads(location)
-        unfinished = [
-            ListedFile(path=upload.path, bytes=0, age=upload.age)
-            for upload in self.uploads or ()
-        ]
-        run_ages = _youngest_by_run([*shards, *notes, *unfinished, *parts])
+        listing = _list_place(self._location)
+        self._listed = {file.path: file for file in listing.files}
+        self.uploads = listing.uploads
+        run_ages = _youngest_by_run(listing.files_of_runs)
 
         leftovers: dict[str, Leftover] = {}
         paths_of_versions: set[str] = set()
         for name in (DATASET, SIDE):
-            old_versions, paths = self._split_versions(name, manifests)
+            old_versions, paths = self._split_versions(name, listing.manifests)
             leftovers.update((version.path, version) for version in old_versions)
             paths_of_versions |= paths
-        for file in files:
+        for file in listing.files:
             is_version = _VERSION_PATH.fullmatch(file.path) is not None
             if not is_version and file.path not in paths_of_versions:
                 leftovers[file.path] = self._leftover(file, _why(file.path), run_ages)
-        for file in unfinished:
+        for file in listing.unfinished:
             leftovers[file.path] = self._leftover(file, _UPLOAD, run_ages)
         return list(leftovers.values())
 
@@ -481,6 +467,66 @@ class _Cleaner:
 
 
 # Files of a place
+
+
+@dataclass(frozen=True)
+class _Listing:
+    """The files of a place.
+
+    Attributes:
+        uploads: unfinished uploads; None if the store cannot list them.
+    """
+
+    shards: list[ListedFile]
+    manifests: list[ListedFile]
+    markers: list[ListedFile]
+    staged: list[ListedFile]
+    notes: list[ListedFile]
+    parts: list[ListedFile]
+    uploads: list[Upload] | None
+
+    @property
+    def files(self) -> list[ListedFile]:
+        """All files, in order of removal (R5)."""
+        return [
+            *self.shards,
+            *self.manifests,
+            *self.markers,
+            *self.staged,
+            *self.notes,
+            *self.parts,
+        ]
+
+    @property
+    def unfinished(self) -> list[ListedFile]:
+        """The unfinished uploads as files."""
+        uploads = self.uploads or ()
+        return [ListedFile(path=x.path, bytes=0, age=x.age) for x in uploads]
+
+    @property
+    def files_of_runs(self) -> list[ListedFile]:
+        """The files with the name of a run in their paths."""
+        return [*self.shards, *self.notes, *self.unfinished, *self.parts]
+
+
+def _list_place(location: Location) -> _Listing:
+    manifests = list_folder(location, FOLDER)
+    shards = list_folder(location, DATA)
+    markers = list_folder(location, WRITERS)
+    notes = list_folder(location, PARTITIONS)
+    staged = list(_list_staging_folders(location))
+    parts = []
+    for folder in _part_folders(location):
+        parts += list_folder(location, folder)
+    return _Listing(
+        shards=shards,
+        manifests=manifests,
+        markers=markers,
+        staged=staged,
+        notes=notes,
+        parts=parts,
+        uploads=uploads(location),
+    )
 
 
 def _part_folders(location: Location) -> list[str]:
