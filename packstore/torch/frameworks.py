@@ -59,14 +59,14 @@ def check_steps(batches: int, last: bool, *, divided: bool) -> None:
 
 
 def _steps_of_transformers(trainer: Any) -> int | None:
-    """Return the batches by which a Trainer divides losses; None if it does not."""
+    """Return the number that a Trainer divides losses by; None if it does not."""
     if getattr(trainer, "runs_whole_steps", False):
         return None
     return int(trainer.args.gradient_accumulation_steps)
 
 
 def _steps_of_lightning(trainer: Any) -> int | None:
-    """Return the batches by which a Trainer divides losses; None if it does not."""
+    """Return the number that a Trainer divides losses by; None if it does not."""
     if not trainer.lightning_module.automatic_optimization:
         return None
     return int(trainer.accumulate_grad_batches)

@@ -229,7 +229,7 @@ def test_side_datasets(prose: str, load: Load) -> None:
 
 def test_what_made_reference_log_probs(prose: str) -> None:
     pytest.importorskip("torch", reason="a model makes them")
-    from packstore.torch.reference.provenance import REMEDIES
+    from packstore.torch.reference import REMEDIES
 
     *_, members = tables(section(prose, "Side datasets"))
     assert {code(row[0]) for row in members} == {"model", *REMEDIES}

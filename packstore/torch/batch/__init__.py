@@ -1,1 +1,6 @@
-"""Packs as one flat row; see ``README.md``."""
+"""Packs as batches; see ``README.md``."""
+
+from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
+from packstore.torch.batch.layout import AttentionLayout, Targets
+
+__all__ = ["AttentionLayout", "PackedBatch", "StepInfo", "Targets", "collate"]

@@ -1,5 +1,5 @@
-"""Which model made log-probs, in which arithmetic: recorded, and compared with the
-training's.
+"""The model and the arithmetic of stored log-probs: recorded, and compared with the
+training.
 
 Two runs of one model give the same bits if weights, autocast, attention backend,
 compiled layers, kind of device and products of float32 are the same. bf16 weights and
@@ -19,7 +19,7 @@ from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
@@ -39,15 +39,17 @@ from packstore.torch.models.unwrap import (
 
 logger = logging.getLogger(__name__)
 
-Chosen = Literal["none", "bf16"]
-"""``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state."""
-
 Precision = Literal["auto", "none", "bf16"]
-"""``auto``: the choice of :func:`choose_precision`."""
+"""``bf16``: bfloat16 by autocast; ``none``: the caller's autocast state; ``auto``: see
+:func:`choose_precision`.
+"""
+
+ResolvedPrecision = Literal["none", "bf16"]
 
 Provenance = dict[str, str | int | float | bool | None]
 
-_OTHER = "with the reference model and the settings of this training"
+_ALL_SETTINGS = "with the reference model and the settings of this training"
+
 ARITHMETIC = {
     "weight_dtype": "with --dtype {}",
     "autocast_dtype": "with --mixed-precision {}",
@@ -56,69 +58,73 @@ ARITHMETIC = {
     "device": "on a device of the kind {}",
     "float32_matmul": "with float32 products in {}",
 }
+"""Fields of the arithmetic -> how to compute with a value of it."""
+
 REMEDIES = {
-    **dict.fromkeys(
-        ("model_rounded_sha256", "tokenizer_sha256", "chat_template_sha256"), _OTHER
-    ),
-    "head_dtype": _OTHER,
+    "model_rounded_sha256": _ALL_SETTINGS,
+    "tokenizer_sha256": _ALL_SETTINGS,
+    "chat_template_sha256": _ALL_SETTINGS,
+    "head_dtype": _ALL_SETTINGS,
     **ARITHMETIC,
     "model_sha256": "with the same weights in the same dtype",
 }
-"""What must agree, first what says whose log-probs they are -> how to make those that
-do.
+"""Fields that must match the training -> how to compute the log-probs so that they do.
+
+The first fields identify the model: they are compared first.
 """
 
-_VOLATILE = (
+_UNRELATED_CONFIG = (
     "architectures",
     "dtype",
     "torch_dtype",
     "transformers_version",
     "use_cache",
 )
+"""Fields of a model's config that do not change its log-probs."""
 
 
 def choose_precision(
-    asked: Precision, device: torch.device, weights: torch.dtype
-) -> Chosen:
-    """Returns `asked`, or for ``auto``: ``bf16`` where float32 weights meet bfloat16
-    kernels.
+    requested: Precision, device: torch.device, weights: torch.dtype
+) -> ResolvedPrecision:
+    """Return the requested precision; for ``auto``, ``bf16`` where kernels need it.
 
-    That is on a CUDA device of compute capability 8 or newer, without an autocast
-    around the call. Logs the choice, and a warning if such a device computes in
-    float32.
+    They need it for float32 weights on a CUDA device of compute capability 8 or newer,
+    without an autocast around the call. Logs the choice there, and a warning if such a
+    device computes in float32.
     """
-    choice("mixed_precision", asked, get_args(Precision))
-    around = torch.is_autocast_enabled(device.type)
-    if around or weights != torch.float32 or not flash.runs_on(device):
-        return "bf16" if asked == "bf16" else "none"
-    if asked != "bf16":
-        log_choice(asked)
-    return "none" if asked == "none" else "bf16"
+    choice("mixed_precision", requested, get_args(Precision))
+    has_autocast = torch.is_autocast_enabled(device.type)
+    computes_in_float32 = weights == torch.float32 and not has_autocast
+    if not (computes_in_float32 and flash.runs_on(device)):
+        return "bf16" if requested == "bf16" else "none"
+    if requested != "bf16":
+        log_choice(requested)
+    return "none" if requested == "none" else "bf16"
 
 
 @cache
-def log_choice(asked: Precision) -> None:
-    """Logs once what `asked` means for float32 weights on a GPU."""
-    if asked == "auto":
+def log_choice(requested: Precision) -> None:
+    """Log, once, the effect of `requested` on float32 weights on a GPU."""
+    if requested == "auto":
         logger.info("mixed_precision 'auto' is 'bf16': float32 weights on CUDA")
     else:
         logger.warning(
             "mixed_precision 'none' with float32 weights on CUDA: flash kernels take "
-            "16 bits only, "
-            "so attention runs segment by segment, with about 1,300 kernel launches a "
-            "layer for a "
-            "row of 80 segments. Use mixed_precision 'bf16', or dtype 'bfloat16'"
+            "16 bits only, so attention runs segment by segment, with about 1,300 "
+            "kernel launches a layer for a row of 80 segments. Use mixed_precision "
+            "'bf16', or dtype 'bfloat16'"
         )
 
 
 def choose_autocast(
-    asked: Precision, model: nn.Module
+    requested: Precision, model: nn.Module
 ) -> Callable[[], AbstractContextManager[Any]]:
-    """Returns what makes the autocast context of a model, by
-    :func:`choose_precision`.
+    """Return a function that makes the autocast context of a model.
+
+    See :func:`choose_precision`.
     """
     weight = next(model.parameters())
-    if choose_precision(asked, weight.device, weight.dtype) == "none":
+    if choose_precision(requested, weight.device, weight.dtype) == "none":
         return nullcontext
     return partial(torch.autocast, weight.device.type, torch.bfloat16)
 
@@ -126,77 +132,96 @@ def choose_autocast(
 def describe_arithmetic(
     model: nn.Module, device: torch.device | None = None, *, adapter: bool = True
 ) -> dict[str, str | None]:
-    """Describes the numerics of `model` on `device`, with or without `adapter`, under
-    autocast.
+    """Describe the numerics of a model under the current autocast state.
 
-    The fields are those of ``schemas/format.md``, section "Side datasets".
+    ``schemas/format.md``, section "Side datasets", defines the fields.
+
+    Args:
+        model: the model.
+        device: device that it computes on; default: the device of its head.
+        adapter: True: with its adapter; False: without.
     """
-    weight = find_head(model).weight
-    device = device or weight.device
-    lower = None
+    head_weight = find_head(model).weight
+    device = device or head_weight.device
+    autocast_dtype = None
     if torch.is_autocast_enabled(device.type):
-        lower = torch.get_autocast_dtype(device.type)
-    tensors = unwrapped(model).named_parameters()
-    dtypes = {
-        t.dtype
-        for n, t in tensors
-        if t.is_floating_point() and (adapter or not is_added(n))
-    }
-    kind = device.type
-    if kind == "cuda":
-        properties = torch.cuda.get_device_properties(device)
-        name = f"sm_{properties.major}{properties.minor}"
-        if torch.version.hip:
-            name = properties.gcnArchName.split(":")[0]
-        kind = f"cuda {name}"
-    products = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
-    rounding = str(products.matmul.fp32_precision)
+        autocast_dtype = torch.get_autocast_dtype(device.type)
     return {
-        "weight_dtype": ", ".join(sorted(map(short, dtypes))),
-        "autocast_dtype": None if lower is None else short(lower),
-        "attention": _attention(model, device, lower),
+        "weight_dtype": ", ".join(_weight_dtypes(model, adapter=adapter)),
+        "autocast_dtype": None
+        if autocast_dtype is None
+        else _dtype_name(autocast_dtype),
+        "attention": _attention(model, device, autocast_dtype),
         "compile": "layers" if has_compiled_layers(unwrapped(model)) else "none",
-        "head_dtype": short(exact_dtype(weight)),
-        "device": kind,
-        "float32_matmul": "ieee" if rounding == "none" else rounding,
+        "head_dtype": _dtype_name(exact_dtype(head_weight)),
+        "device": _kind_of_device(device),
+        "float32_matmul": _rounding_of_float32(device),
     }
 
 
-def short(dtype: torch.dtype) -> str:
-    """Returns the name of the dtype without its module: ``bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def is_added(name: str) -> bool:
-    """Returns True for the name of a tensor that PEFT added to a model."""
-    return "lora_" in name or ".modules_to_save." in name
+def _weight_dtypes(model: nn.Module, *, adapter: bool) -> list[str]:
+    dtypes = set()
+    for name, weight in unwrapped(model).named_parameters():
+        if weight.is_floating_point() and (adapter or not _is_of_adapter(name)):
+            dtypes.add(_dtype_name(weight.dtype))
+    return sorted(dtypes)
 
 
 def _attention(
-    model: nn.Module, device: torch.device, lower: torch.dtype | None
+    model: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None
 ) -> str:
-    """The backend's public name; several chosen by ``auto``: sorted,
-    comma-separated.
+    """Return the public name of the attention backend.
+
+    If ``auto`` chooses several: their names, sorted, comma-separated.
     """
-    name = str(unwrapped(model).config._attn_implementation).removeprefix("packstore_")
+    implementation = str(unwrapped(model).config._attn_implementation)
+    name = implementation.removeprefix("packstore_")
     if name.isdigit():
         name = list(ATTENTION)[int(name)]
     if name != "auto":
         return name
-    from packstore.torch.attention import (
-        auto,
-    )  # brings in torch's compiler, which takes a second
+
+    # Imported here, as it imports torch's compiler, which takes a second.
+    from packstore.torch.attention import auto
 
     head = find_head(model)
+    weight_device = head.weight.device
+    autocast = torch.autocast(
+        weight_device.type, autocast_dtype, enabled=autocast_dtype is not None
+    )
     with (
         evaluating(model),
         uncompiled(model),
         torch.no_grad(),
-        torch.autocast(head.weight.device.type, lower, enabled=lower is not None),
+        autocast,
         auto.chosen_on(device) as names,
     ):
-        head.backbone(**few_tokens(head.weight.device).model_inputs())
+        head.backbone(**few_tokens(weight_device).model_inputs())
     return ", ".join(sorted(names))
+
+
+def _kind_of_device(device: torch.device) -> str:
+    """Return the type of a device, with the architecture of a GPU."""
+    if device.type != "cuda":
+        return device.type
+    properties = torch.cuda.get_device_properties(device)
+    if torch.version.hip:
+        architecture = properties.gcnArchName.split(":")[0]
+    else:
+        architecture = f"sm_{properties.major}{properties.minor}"
+    return f"cuda {architecture}"
+
+
+def _rounding_of_float32(device: torch.device) -> str:
+    """Return the precision of products of float32 matrices."""
+    backend = torch.backends.cuda if device.type == "cuda" else torch.backends.mkldnn
+    rounding = str(backend.matmul.fp32_precision)
+    return "ieee" if rounding == "none" else rounding
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype without its module: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 def describe_reference(
@@ -206,12 +231,12 @@ def describe_reference(
     *,
     adapter: bool = True,
 ) -> Provenance:
-    """Returns the provenance that a side dataset of this model's log-probs records."""
+    """Return the provenance that a side dataset of this model's log-probs records."""
     tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
     template = tokenizer.get("chat_template")
-    template_sha256 = (
-        None if template is None else hashlib.sha256(template.encode()).hexdigest()
-    )
+    template_sha256 = None
+    if template is not None:
+        template_sha256 = hashlib.sha256(template.encode()).hexdigest()
     config: Any = unwrapped(model).config
     return {
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
@@ -227,35 +252,74 @@ def describe_reference(
 def weights_sha256(
     model: nn.Module, *, adapter: bool = True, rounded: bool = False
 ) -> str:
-    """Hashes config, weights and dtypes of a model, with the active `adapter` or
-    without any.
+    """Hash config, weights and dtypes of a model.
 
-    With `rounded`, weights are rounded to bfloat16, so that any dtype that holds it
-    hashes alike.
+    Args:
+        model: the model.
+        adapter: True: with the active adapter; False: without any.
+        rounded: round weights to bfloat16, and leave out dtypes: models that differ
+            only in dtypes that hold bfloat16 hash alike.
     """
-    base, adapters = unwrapped(model), adapted(model)
-    settings = base.config.to_diff_dict().items()
-    kept = {n: v for n, v in settings if n not in _VOLATILE and not n.startswith("_")}
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode())
-    tensors = {_plain_name(n): (n, t) for n, t in base.state_dict().items()}
-    active = getattr(adapters, "active_adapter", None)
-    idle = {
-        f".{name}." for name in getattr(adapters, "peft_config", {}) if name != active
-    }
-    for name, (full, tensor) in sorted(tensors.items()):
-        if is_added(full) and (not adapter or any(other in full for other in idle)):
-            continue
-        kind = "" if rounded else f" {short(tensor.dtype)}"
-        digest.update(f"{name} {tuple(tensor.shape)}{kind}".encode())
-        if rounded and tensor.is_floating_point():
-            tensor = tensor.detach().to(torch.bfloat16)
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
+    base = unwrapped(model)
+    digest = hashlib.sha256(_config_json(base.config).encode())
+    weights = _named_weights(model, adapter=adapter)
+    for name, weight in sorted(weights.items()):
+        header = f"{name} {tuple(weight.shape)}"
+        if not rounded:
+            header += f" {_dtype_name(weight.dtype)}"
+        elif weight.is_floating_point():
+            weight = weight.detach().to(torch.bfloat16)
+        digest.update(header.encode())
+        flat = weight.detach().cpu().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().tobytes())
+
     if not rounded:
-        for name, buffer in sorted(base.named_buffers()):
-            if _plain_name(name) not in tensors:
-                digest.update(f"{_plain_name(name)} {short(buffer.dtype)}".encode())
+        # Buffers outside the state follow from the config; their dtypes do not.
+        state = {_name_without_peft(name) for name in base.state_dict()}
+        for full_name, buffer in sorted(base.named_buffers()):
+            name = _name_without_peft(full_name)
+            if name not in state:
+                digest.update(f"{name} {_dtype_name(buffer.dtype)}".encode())
     return digest.hexdigest()
+
+
+def _config_json(config: Any) -> str:
+    """Return the fields of a model's config that may change its log-probs."""
+    fields = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in _UNRELATED_CONFIG and not name.startswith("_")
+    }
+    return json.dumps(fields, sort_keys=True, default=str)
+
+
+def _named_weights(model: nn.Module, *, adapter: bool) -> dict[str, Tensor]:
+    """Return the weights of a model under their names without PEFT.
+
+    Without adapters that are not active, or without any.
+    """
+    peft_model = adapted(model)
+    active = getattr(peft_model, "active_adapter", None)
+    all_adapters = getattr(peft_model, "peft_config", {})
+    inactive = [f".{name}." for name in all_adapters if name != active]
+
+    weights = {}
+    for full_name, weight in unwrapped(model).state_dict().items():
+        if _is_of_adapter(full_name):
+            is_inactive = any(part in full_name for part in inactive)
+            if is_inactive or not adapter:
+                continue
+        weights[_name_without_peft(full_name)] = weight
+    return weights
+
+
+def _is_of_adapter(name: str) -> bool:
+    """Return True for the name of a tensor that PEFT added to a model."""
+    return "lora_" in name or ".modules_to_save." in name
+
+
+def _name_without_peft(name: str) -> str:
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
 
 
 def check_reference(
@@ -266,8 +330,7 @@ def check_reference(
     adapter: bool = False,
     device: torch.device | None = None,
 ) -> None:
-    """Refuses precomputed log-probs that differ from those that the training would
-    compute.
+    """Raise if the training would compute other log-probs than a side dataset holds.
 
     Call it under the training's autocast, if there is one.
 
@@ -278,31 +341,47 @@ def check_reference(
             do.
         dataset: the training dataset.
         adapter: True: the reference is the model with its adapter; False: without.
-        device: the device of the training; default: that of the model.
+        device: the device of the training; default: the device of the model.
+
+    Raises:
+        CompatibilityError: a recorded field is absent, or differs.
     """
     side = side if isinstance(side, Side) else open_side(side)
     recorded = side.manifest.provenance
     expected = describe_reference(model, dataset, device, adapter=adapter)
-    for name, setting in REMEDIES.items():
+    for name in REMEDIES:
         value = expected[name]
-        flag = ("bf16" if value else "none") if name == "autocast_dtype" else value
-        remedy = f"Make it anew: packstore ref-logps {setting.format(flag)}"
         if name not in recorded:
-            raise CompatibilityError(
-                sentence(side.url, f"it must say its {name}", "none", remedy)
-            )
-        if recorded[name] != value:
+            rule = f"it must say its {name}"
+            actual = "none"
+        elif recorded[name] != value:
             rule = f"its {name} must be that of the training, {quote(value, 20)}"
-            raise CompatibilityError(
-                sentence(side.url, rule, quote(recorded[name], 20), remedy)
+            actual = quote(recorded[name], 20)
+        else:
+            continue
+        raise CompatibilityError(
+            sentence(
+                side.url,
+                rule=rule,
+                found=actual,
+                remedy=f"Make it anew: packstore ref-logps {_flags_for(name, value)}",
             )
+        )
+
+
+def _flags_for(name: str, value: object) -> str:
+    """Return how to compute log-probs with a value of a field."""
+    if name == "autocast_dtype":
+        value = "bf16" if value else "none"
+    return REMEDIES[name].format(value)
 
 
 def check_arithmetic(
     side: Side, model: nn.Module, device: torch.device | None = None
 ) -> None:
-    """Logs a warning if log-probs have other numerics than `model`, whose weights may
-    differ.
+    """Log a warning if log-probs have other numerics than a model.
+
+    The weights of the model may differ.
     """
     for name, value in describe_arithmetic(model, device, adapter=False).items():
         recorded = side.manifest.provenance.get(name, "unknown")
@@ -314,7 +393,3 @@ def check_arithmetic(
                 recorded,
                 value,
             )
-
-
-def _plain_name(name: str) -> str:
-    return name.replace(".base_layer.", ".").replace(".original_module.", ".")

@@ -1,14 +1,14 @@
 """Computes log-probs of the reference model once, and stores them as a side dataset.
 
-::
+Example::
 
     model = load_model("my-sft-model", dtype="bfloat16").to("cuda")
     write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
     data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
 
 They are computed as in training: packed attention, the head without logits, the same
-precision. Batches are those of ``PackedDataLoader(…)`` in file order on one rank, for
-any number of ranks, so the values depend neither on ranks nor on resuming.
+precision. For any number of ranks, batches are as ``PackedDataLoader(…)`` makes them on
+one rank in file order, so the values depend neither on ranks nor on resuming.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby, pairwise, tee
-from operator import itemgetter
 from pathlib import PurePosixPath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,8 +73,34 @@ log = logging.getLogger("packstore")
 PARTS = 1024
 """Largest number of parts; a killed run loses one part per rank."""
 
-Values = Sequence[npt.NDArray[Any]]
-"""Example ids `[E]`, sequences of each `[E]`, log-probs `[S]` in nats."""
+
+class Values(NamedTuple):
+    """Log-probs of some examples.
+
+    Attributes:
+        example_ids: `[E]`.
+        num_responses: `[E]`, sequences of each example.
+        logps: `[S]`, log-prob of each sequence in nats.
+    """
+
+    example_ids: npt.NDArray[Any]
+    num_responses: npt.NDArray[Any]
+    logps: npt.NDArray[Any]
+
+
+class _Task(NamedTuple):
+    """A batch to compute: its part of the dataset, and its packs in file order."""
+
+    part: int
+    packs: Int64
+
+
+class _Running(NamedTuple):
+    """A batch that the device computes: log-probs are on their way to the CPU."""
+
+    task: _Task
+    batch: PackedBatch
+    logps: CpuCopy
 
 
 def write_ref_logps(
@@ -90,8 +115,9 @@ def write_ref_logps(
     progress: Progress | None = None,
     **batching: Any,
 ) -> Side:
-    """Runs a model over every pack once and writes the log-prob of each sequence,
-    float32.
+    """Run a model over every pack once, and write the log-prob of each sequence.
+
+    Log-probs are float32, in nats.
 
     A collective call if torch.distributed runs: the ranks share the packs, and rank 0
     commits. A killed run leaves its finished parts in the side dataset's folder; the
@@ -117,64 +143,77 @@ def write_ref_logps(
         The side dataset; join it with ``PackedDataset(…, side=[…])``.
 
     Raises:
-        DatasetExistsError: another side dataset exists, and `overwrite` is False; one
-            of the same model, data and settings is returned as it is.
+        DatasetExistsError: another side dataset exists, and `overwrite` is False. A
+            side dataset of the same model, data and settings is returned as it is.
         CompatibilityError: the model's vocabulary does not hold the token ids.
         FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
     """
     check_model(dataset, model)
     policy = PackedPolicy(model, backend=head)
-    lower, device = (
-        choose_autocast(mixed_precision, model),
-        next(model.parameters()).device,
-    )
-    chosen: Any = inference_batching(batching, device, dataset.manifest.pack_size)
-    config = BatchConfig.of(**chosen)
+    autocast = choose_autocast(mixed_precision, model)
+    device = next(model.parameters()).device
+    settings: Any = inference_batching(batching, device, dataset.manifest.pack_size)
+    config = BatchConfig.of(**settings)
     location = Location(url, storage_options or {})
 
-    def find_missing() -> tuple[Provenance, list[int] | None]:
+    def prepare() -> tuple[Provenance, list[int] | None]:
+        """Return the provenance, and the parts to compute; None: it is committed."""
         require_exclusive(location)
-        with lower():
+        with autocast():
             provenance = describe_reference(model, dataset)
-        for name in ("packs_per_batch", "tokens_per_batch"):
-            provenance[name] = getattr(config, name)
+        provenance["packs_per_batch"] = config.packs_per_batch
+        provenance["tokens_per_batch"] = config.tokens_per_batch
         if not overwrite and _is_committed(location, dataset, provenance):
             return provenance, None
-        next_version(location, overwrite, SIDE)
-        numbers = {
-            number
-            for number, _ in _batches(StoredPacks(dataset, shuffle=False), config)
-        }
-        finished = {
-            number for number, _ in _Parts(location, dataset, provenance).read()
-        }
-        return provenance, sorted(numbers - finished)
+        next_version(location, overwrite, SIDE)  # raises if one exists
+        all_parts = {task.part for task in _tasks(dataset, config)}
+        finished = {part for part, _ in _Parts(location, dataset, provenance).read()}
+        return provenance, sorted(all_parts - finished)
 
-    provenance, missing = run_on_rank_zero(find_missing)
-    if missing is None:
+    provenance, remaining_parts = run_on_rank_zero(prepare)
+    if remaining_parts is None:
         log.info(
             "%s: already there, of the same model, data and settings", location.display
         )
         return open_side(url, storage_options)
+
     parts = _Parts(location, dataset, provenance)
-    rank, ranks = (
-        (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+    computed = _compute_parts(
+        policy, dataset, config, autocast, _share_of_rank(remaining_parts), progress
     )
-    for number, values in _compute_parts(
-        policy, dataset, config, lower, missing[rank::ranks], progress
-    ):
-        parts.put(number, values)
+    for part, values in computed:
+        parts.put(part, values)
     if is_distributed():
         dist.barrier()
-    run_on_rank_zero(lambda: _commit(parts, dataset, provenance, overwrite))
+
+    def commit() -> None:
+        _commit(parts, dataset, provenance, overwrite=overwrite)
+
+    run_on_rank_zero(commit)
     return open_side(url, storage_options)
 
 
+def _is_committed(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
+    """Return True if a run like this one has committed the side dataset."""
+    try:
+        manifest = open_side(location.url, location.storage_options).manifest
+    except DatasetNotFoundError:
+        return False
+    is_of_dataset = manifest.fingerprint == dataset.manifest.fingerprint
+    return is_of_dataset and manifest.provenance == provenance
+
+
+def _share_of_rank(parts: list[int]) -> list[int]:
+    if not is_distributed():
+        return parts
+    return parts[dist.get_rank() :: dist.get_world_size()]
+
+
 def _commit(
-    parts: _Parts, dataset: Dataset, provenance: Provenance, overwrite: bool
+    parts: _Parts, dataset: Dataset, provenance: Provenance, *, overwrite: bool
 ) -> None:
-    """Commits the finished parts as a side dataset."""
+    """Commit the finished parts as a side dataset, and remove them."""
     with SideWriter(
         parts.location.url,
         dataset,
@@ -183,19 +222,20 @@ def _commit(
         overwrite=overwrite,
         storage_options=dict(parts.location.storage_options),
     ) as writer:
-        for _, (ids, counts, logps) in parts.read():
-            writer.write(ids, {REF_LOGPS: logps}, counts)
+        for _, values in parts.read():
+            logps = {REF_LOGPS: values.logps}
+            writer.write(values.example_ids, logps, values.num_responses)
     parts.remove()
 
 
-def _is_committed(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
-    """Returns True if the side dataset was committed by a run like this one."""
-    try:
-        manifest = open_side(location.url, location.storage_options).manifest
-    except DatasetNotFoundError:
-        return False
-    recorded = manifest.fingerprint, manifest.provenance
-    return recorded == (dataset.manifest.fingerprint, provenance)
+def _tasks(dataset: Dataset, config: BatchConfig) -> Iterator[_Task]:
+    """Yield the batches of a loader on one rank, so that ranks change no value."""
+    stream = StoredPacks(dataset, shuffle=False)
+    num_parts = min(PARTS, len(stream))
+    for step in StepCutter(stream, Position(), config, world_size=1):
+        for start, stop in pairwise(step.edges):
+            part = start * num_parts // len(stream)
+            yield _Task(part, np.arange(start, stop))
 
 
 @torch.no_grad()
@@ -203,117 +243,142 @@ def _compute_parts(
     policy: PackedPolicy,
     dataset: Dataset,
     config: BatchConfig,
-    lower: Callable[[], AbstractContextManager[Any]],
-    numbers: list[int],
+    autocast: Callable[[], AbstractContextManager[Any]],
+    parts: Sequence[int],
     progress: Progress | None,
 ) -> Iterator[tuple[int, Values]]:
-    """Yields number and values of some parts; the model runs in the context made by
-    `lower`.
-    """
-    device = next(policy.parameters()).device
-    stream, mine = StoredPacks(dataset, shuffle=False), set(numbers)
-    batches, ahead = tee(
-        batch for batch in _batches(stream, config) if batch[0] in mine
-    )
-
-    def submit_batches() -> Iterator[tuple[int, int, PackedBatch, CpuCopy]]:
-        reading = stream.read(places for _, places in ahead)
-        for (number, places), packs in zip(batches, reading, strict=True):
-            batch = collate(packs, stream.kind)
-            with lower():
-                check_ids(batch, policy.model)
-                logps = policy(to_device(batch, device))
-            yield number, int(places[-1]) + 1, batch, CpuCopy(logps.float())
-
+    """Yield number and values of some parts, in order."""
+    selected = set(parts)
+    tasks = (task for task in _tasks(dataset, config) if task.part in selected)
     with evaluating(policy.model):
-        for number, group in groupby(delay_by_one(submit_batches()), itemgetter(0)):
+        running = _start_batches(policy, dataset, tasks, autocast)
+        # The device computes the next batch while the host handles one.
+        for part, batches in groupby(delay_by_one(running), key=_part_of):
             values = []
-            for _, done, batch, copy in group:
-                ids, counts = batch.example_ids.numpy(), batch.num_responses.numpy()
-                logps = copy.wait().numpy()
-                if not (finite := np.isfinite(logps)).all():
-                    where = f"example {np.repeat(ids, counts)[~finite][0]}"
-                    rule = "the model must give finite log-probs"
-                    raise FormatError(sentence(where, rule, "NaN or infinity"))
-                values.append((ids, counts, logps))
+            for running_batch in batches:
+                values.append(_wait_for_values(running_batch))
                 if progress is not None:
-                    progress("reference", done, len(dataset), "packs")
-            yield (
-                number,
-                [np.concatenate(arrays) for arrays in zip(*values, strict=True)],
-            )
+                    num_done = int(running_batch.task.packs[-1]) + 1
+                    progress("reference", num_done, len(dataset), "packs")
+            columns = zip(*values, strict=True)
+            yield part, Values(*[np.concatenate(column) for column in columns])
 
 
-def _batches(stream: StoredPacks, config: BatchConfig) -> Iterator[tuple[int, Int64]]:
-    """Yields part and packs of each batch: those of one rank, so that ranks change no
-    value.
+def _part_of(running: _Running) -> int:
+    return running.task.part
+
+
+def _start_batches(
+    policy: PackedPolicy,
+    dataset: Dataset,
+    tasks: Iterator[_Task],
+    autocast: Callable[[], AbstractContextManager[Any]],
+) -> Iterator[_Running]:
+    """Yield each batch once its computation has started."""
+    stream = StoredPacks(dataset, shuffle=False)
+    device = next(policy.parameters()).device
+    tasks, tasks_ahead = tee(tasks)
+    packs_of_tasks = stream.read(packs for _, packs in tasks_ahead)
+    for task, packs in zip(tasks, packs_of_tasks, strict=True):
+        batch = collate(packs, stream.kind)
+        with autocast():
+            check_ids(batch, policy.model)
+            logps = policy(to_device(batch, device))
+        yield _Running(task, batch, CpuCopy(logps.float()))
+
+
+def _wait_for_values(running: _Running) -> Values:
+    """Return the log-probs of a batch.
+
+    Raises:
+        FormatError: a log-prob is not finite.
     """
-    parts = min(PARTS, len(stream))
-    for step in StepCutter(stream, Position(), config, 1):
-        for first, stop in pairwise(step.edges):
-            yield first * parts // len(stream), np.arange(first, stop)
+    example_ids = running.batch.example_ids.numpy()
+    num_responses = running.batch.num_responses.numpy()
+    logps = running.logps.wait().numpy()
+    is_finite = np.isfinite(logps)
+    if not is_finite.all():
+        example = np.repeat(example_ids, num_responses)[~is_finite][0]
+        raise FormatError(
+            sentence(
+                f"example {example}",
+                rule="the model must give finite log-probs",
+                found="NaN or infinity",
+            )
+        )
+    return Values(example_ids, num_responses, logps)
 
 
 class _Parts:
-    """Finished parts: files named by number and hash, in a folder named by what made
-    the values.
+    """Finished parts: files named by number and hash.
+
+    The name of their folder is a hash of the model, data and settings.
     """
 
     def __init__(
         self, location: Location, dataset: Dataset, provenance: Provenance
     ) -> None:
         run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]
-        self.location, self.folder = location, f"{PART_FOLDER}{run}"
+        self.location = location
+        self.folder = f"{PART_FOLDER}{run}"
 
-    def put(self, number: int, values: Values) -> None:
-        """Writes a finished part, atomically."""
+    def put(self, part: int, values: Values) -> None:
+        """Write a finished part, atomically."""
         file = io.BytesIO()
         np.savez(file, *values)
-        name = f"{number:05d}-{hashlib.sha256(file.getbuffer()).hexdigest()}.npz"
-        with contextlib.suppress(DatasetExistsError):  # of the same bytes
-            self.location.create_bytes(f"{self.folder}/{name}", file.getvalue())
+        sha256 = hashlib.sha256(file.getbuffer()).hexdigest()
+        path = f"{self.folder}/{part:05d}-{sha256}.npz"
+        # A file of this name has the same bytes.
+        with contextlib.suppress(DatasetExistsError):
+            self.location.create_bytes(path, file.getvalue())
 
     def read(self) -> Iterator[tuple[int, Values]]:
-        """Yields number and values of each part, in order; removes damaged ones."""
+        """Yield number and values of each part, in order; remove damaged parts."""
         for path in self._paths():
-            number, sha256 = PurePosixPath(path).stem.split("-")
+            part, sha256 = PurePosixPath(path).stem.split("-")
             data = self.location.read_bytes(path)
-            if hashlib.sha256(data).hexdigest() == sha256:
-                with np.load(io.BytesIO(data)) as arrays:
-                    yield int(number), list(arrays.values())
-            else:
+            if hashlib.sha256(data).hexdigest() != sha256:
                 self.location.remove(path)
+                continue
+            with np.load(io.BytesIO(data)) as arrays:
+                yield int(part), Values(*arrays.values())
 
     def remove(self) -> None:
-        """Removes the parts, after their values were committed."""
+        """Remove the parts, after their values were committed."""
         remove_all(self.location, self._paths())
         remove_empty(self.location, self.folder)
 
     def _paths(self) -> list[str]:
-        names = (entry.name for entry in self.location.files(self.folder))
         pattern = re.compile(r"[0-9]{5}-[0-9a-f]{64}\.npz")
+        names = [entry.name for entry in self.location.files(self.folder)]
         return [f"{self.folder}/{name}" for name in names if pattern.fullmatch(name)]
 
 
-def run_on_rank_zero(make: Callable[[], T]) -> T:
-    """Runs `make` on rank 0; returns its result, or raises its error, on all ranks.
-    Collective.
+def run_on_rank_zero(function: Callable[[], T]) -> T:
+    """Run a function on rank 0; return its result, or raise its error, on all ranks.
+
+    A collective call if torch.distributed runs.
     """
     if not is_distributed():
-        return make()
-    result: list[Any] = [None, None]
-    failure: Exception | None = None
+        return function()
+
+    outcome: list[Any] = [None, None]  # result, error
+    error_here: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            result[0] = make()
-        except Exception as error:  # out of memory, say: the others would wait for ever
-            known = isinstance(error, PackstoreError)
-            result[1] = (
-                error if known else PackstoreError(f"rank 0 ended with {error!r}.")
-            )
-            failure = error
-    dist.broadcast_object_list(result)
-    if failure is not None or result[1] is not None:
-        raise failure or result[1]
-    value: T = result[0]
+            outcome[0] = function()
+        except Exception as error:
+            # Any error, such as no memory: the other ranks would wait for ever.
+            error_here = error
+            outcome[1] = error
+            if not isinstance(error, PackstoreError):
+                outcome[1] = PackstoreError(f"rank 0 ended with {error!r}.")
+    dist.broadcast_object_list(outcome)
+
+    if error_here is not None:
+        raise error_here
+    result, error_on_rank_zero = outcome
+    if error_on_rank_zero is not None:
+        raise error_on_rank_zero
+    value: T = result
     return value

@@ -21,7 +21,7 @@ from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset, SideWriter
-from packstore.torch.data.mix import MixOrder
+from packstore.torch.data import MixOrder
 
 ALL: Any = {"stopping_strategy": "all_exhausted"}
 ALONE = {"rank": 0, "world_size": 1}

@@ -22,7 +22,7 @@ from packstore.torch import (
     train,
 )
 from packstore.torch.attention import flash
-from packstore.torch.reference.provenance import choose_precision, log_choice
+from packstore.torch.reference import choose_precision, log_choice
 
 
 @pytest.fixture(autouse=True)
