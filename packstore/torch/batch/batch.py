@@ -387,7 +387,7 @@ class PackedBatch:
         All other fields are computed first. Positions and keys are not if the offsets
         of segments change: they follow the new offsets.
         """
-        outdated = {"layout", "_signed_ids"}
+        outdated = {"layout"}
         if "cu_seqlens" in changes:
             outdated |= {"position_ids", "segment_ids", "cu_seqlens_k", "kv_index"}
         if "rewards" in changes or "num_responses" in changes:
@@ -400,6 +400,8 @@ class PackedBatch:
                 fields[name] = getattr(self, name)
         for name in outdated:
             fields.pop(name, None)
+        # None, not absent: FSDP reads every field of a dataclass.
+        fields["_signed_ids"] = None
         fields.update(changes)
         return batch
 
