@@ -56,7 +56,7 @@ def loaded(
     `device`.
     """
     join_logs()
-    from packstore.torch.models.compiled import compile_as_asked
+    from packstore.torch.models.compiled import compile_if_requested
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.provenance import choose_autocast
@@ -67,7 +67,7 @@ def loaded(
     autocast = choose_autocast(args.mixed_precision, model)
     with autocast():
         probe_model(model)
-    compile_as_asked(args.compile, model, device, autocast)
+    compile_if_requested(args.compile, model, device, autocast)
     return model
 
 
@@ -99,9 +99,9 @@ def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
     state = PartialState(cpu=args.use_cpu)
     try:
         yield torch.device("cpu") if args.use_cpu else state.device
-        from packstore.torch.models.compiled import tell_uncompiled
+        from packstore.torch.models.compiled import warn_about_uncompiled
 
-        tell_uncompiled()
+        warn_about_uncompiled()
     finally:
         state.destroy_process_group()
 

@@ -38,10 +38,15 @@ from packstore.torch.logprobs.logprobs import segment_logps
 from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.terms import UNSUPPORTED_LOSSES
-from packstore.torch.models.load import check_found
+from packstore.torch.models.load import require_reachable_hub
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.replaced import release, restore_forward
-from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
+from packstore.torch.models.unwrap import (
+    as_reference,
+    evaluating,
+    peft_model_of,
+    unwrapped,
+)
 from packstore.torch.training.arguments import (
     REFUSED,
     REFUSED_WITH_DATASETS,
@@ -121,7 +126,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         check_class("argument args", config, DPOConfig, remedy)
         for source in (model, ref_model):
             if isinstance(source, str):
-                check_found(source)
+                require_reachable_hub(source)
             release_copy(source)
         self.loss_fn = loss_of(config)
         train_data = self._open(train_dataset)
@@ -200,7 +205,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the reference's log-probs of chosen and rejected, `[n]` in nats."""
         self._use_packed_attention(model)
-        peft_model = adapted(self.model) if self.ref_model is None else None
+        peft_model = peft_model_of(self.model) if self.ref_model is None else None
         if peft_model is None:
             context = evaluating(model)
         else:

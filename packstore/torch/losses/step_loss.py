@@ -25,7 +25,7 @@ from packstore.torch.metrics import (
     is_distributed,
     wide_dtype,
 )
-from packstore.torch.models.routers import carried
+from packstore.torch.models.routers import take_carried_losses
 
 Gradients = Literal["mean", "sum"]
 
@@ -470,7 +470,7 @@ def _router_term(
     """
     if not logps.requires_grad:
         return None
-    losses = carried(logps)
+    losses = take_carried_losses(logps)
     if losses is None:
         if coefficient:
             raise ConfigError(

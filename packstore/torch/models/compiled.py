@@ -39,7 +39,7 @@ their own.
 """
 
 _TOLD: set[str] = set()
-"""What :func:`tell_uncompiled` has logged."""
+"""What :func:`warn_about_uncompiled` has logged."""
 
 
 def compile_layers(model: Model, **options: Any) -> Model:
@@ -84,7 +84,7 @@ def compile_layers(model: Model, **options: Any) -> Model:
     return model
 
 
-def compile_as_asked(
+def compile_if_requested(
     asked: str,
     model: Model,
     device: torch.device,
@@ -213,7 +213,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return moved.requires_grad_(moved.is_floating_point())
 
 
-def tell_uncompiled() -> None:
+def warn_about_uncompiled() -> None:
     """Logs, once for each reason, which code in compiled layers has run uncompiled so
     far.
     """

@@ -124,7 +124,7 @@ def _not_loaded(name: str, kind: str, found: str) -> ConfigError:
     return ConfigError(sentence(f"model {shown}", rule, found, remedy))
 
 
-def check_found(name: str) -> None:
+def require_reachable_hub(name: str) -> None:
     """Refuses a name on a hub that is out of reach, where another trainer loads the
     model.
     """

@@ -230,7 +230,7 @@ def _carry(logps: Tensor, losses: RouterLosses) -> Tensor:
     return _Carry.apply(logps, losses)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def carried(logps: Tensor) -> RouterLosses | None:
+def take_carried_losses(logps: Tensor) -> RouterLosses | None:
     """Returns the losses that log-probs carry, or None; marks them as taken."""
     nodes = [logps.grad_fn]
     for _ in range(_NEAR):

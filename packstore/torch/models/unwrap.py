@@ -75,7 +75,7 @@ def is_reward_model(model: Any) -> bool:
     return isinstance(getattr(unwrapped(model), SCORE, None), nn.Module)
 
 
-def adapted(model: Any) -> Any | None:
+def peft_model_of(model: Any) -> Any | None:
     """Returns the PEFT model among the wrappers, which knows the adapters; None without
     PEFT.
     """

@@ -30,9 +30,9 @@ from packstore.torch.logprobs.head import find_head
 from packstore.torch.logprobs.logprobs import exact_dtype
 from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import (
-    adapted,
     evaluating,
     has_compiled_layers,
+    peft_model_of,
     uncompiled,
     unwrapped,
 )
@@ -242,7 +242,7 @@ def describe_reference(
         "model": str(getattr(config, "_name_or_path", "") or "unnamed"),
         "model_sha256": weights_sha256(model, adapter=adapter),
         "model_rounded_sha256": weights_sha256(model, adapter=adapter, rounded=True),
-        "adapter": adapter and adapted(model) is not None,
+        "adapter": adapter and peft_model_of(model) is not None,
         "tokenizer_sha256": tokenizer.get("sha256"),
         "chat_template_sha256": template_sha256,
         **describe_arithmetic(model, device, adapter=adapter),
@@ -298,7 +298,7 @@ def _named_weights(model: nn.Module, *, adapter: bool) -> dict[str, Tensor]:
 
     Without adapters that are not active, or without any.
     """
-    peft_model = adapted(model)
+    peft_model = peft_model_of(model)
     active = getattr(peft_model, "active_adapter", None)
     all_adapters = getattr(peft_model, "peft_config", {})
     inactive = [f".{name}." for name in all_adapters if name != active]

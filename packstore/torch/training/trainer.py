@@ -45,11 +45,11 @@ from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.policy import PolicyLoss
 from packstore.torch.losses.step_loss import StepLoss
-from packstore.torch.models.compiled import compile_as_asked, compile_layers
+from packstore.torch.models.compiled import compile_if_requested, compile_layers
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
-from packstore.torch.models.unwrap import REF_ADAPTER, adapted, unwrapped
+from packstore.torch.models.unwrap import REF_ADAPTER, peft_model_of, unwrapped
 from packstore.torch.reference.provenance import check_arithmetic, check_reference
 from packstore.torch.reference.reference import run_on_rank_zero
 from packstore.torch.training.arguments import (
@@ -193,7 +193,7 @@ class PackedTrainer(PackedSteps):
         self._reference: Any = None
         if reference is not None:
             self._reference = self._load_reference(reference, model, load)
-        elif needs_reference and not peft_config and not adapted(model):
+        elif needs_reference and not peft_config and not peft_model_of(model):
             self._reference = copy.deepcopy(model)
         if peft_config is not None:
             model = self._add_adapter(model, peft_config)
@@ -222,7 +222,7 @@ class PackedTrainer(PackedSteps):
         accelerator = self.accelerator
         with accelerator.autocast():
             probe_model(self.model)
-        self._has_compiled_layers = compile_as_asked(
+        self._has_compiled_layers = compile_if_requested(
             compile, self.model, accelerator.device, accelerator.autocast
         )
         if self._has_compiled_layers and self._reference is not None:
@@ -285,7 +285,7 @@ class PackedTrainer(PackedSteps):
 
     def _add_adapter(self, model: Any, peft_config: Any) -> Any:
         """Freeze the model and add an adapter, which changes nothing until trained."""
-        if self._is_trained_adapter or adapted(model):
+        if self._is_trained_adapter or peft_model_of(model):
             raise ConfigError(
                 sentence(
                     where="peft_config",
@@ -356,7 +356,7 @@ class PackedTrainer(PackedSteps):
         adapter = self._is_trained_adapter
         if self._reference is not None:
             model = self._reference
-            adapter = adapted(self._reference) is not None
+            adapter = peft_model_of(self._reference) is not None
         if arithmetic_only:
             check_arithmetic(side, model, device)
         else:

@@ -44,7 +44,7 @@ from packstore.torch.models.compatibility import (
     check_model,
     check_same_tokenizer,
 )
-from packstore.torch.models.compiled import tell_uncompiled
+from packstore.torch.models.compiled import warn_about_uncompiled
 from packstore.torch.models.replaced import (
     put_back_forward,
     release,
@@ -53,7 +53,12 @@ from packstore.torch.models.replaced import (
 )
 from packstore.torch.models.routers import router_settings
 from packstore.torch.models.row import PackedForward, take_back_attention
-from packstore.torch.models.unwrap import adapted, as_reference, evaluating, unwrapped
+from packstore.torch.models.unwrap import (
+    as_reference,
+    evaluating,
+    peft_model_of,
+    unwrapped,
+)
 from packstore.torch.training.arguments import hide_tokens, named_settings
 from packstore.torch.training.checkpoint_files import (
     newest_checkpoint,
@@ -656,7 +661,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
         None: it has no adapter.
         """
-        peft_model = adapted(self.accelerator.unwrap_model(model))
+        peft_model = peft_model_of(self.accelerator.unwrap_model(model))
         if peft_model is None:
             return None
         with as_reference(model, peft_model):
@@ -872,7 +877,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         if record:
             self.state.num_input_tokens_seen += int(record["num_tokens"])
             record["num_tokens"] = float(self.state.num_input_tokens_seen)
-            tell_uncompiled()
+            warn_about_uncompiled()
         has_other_loss = type(self).compute_loss is not PackedSteps.compute_loss
         if has_other_loss or not has_loss:
             record.pop("loss", None)

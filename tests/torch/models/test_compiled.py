@@ -29,7 +29,7 @@ from packstore.torch import (
 )
 from packstore.torch.attention import flash
 from packstore.torch.models import compiled
-from packstore.torch.models.compiled import compile_as_asked, tell_uncompiled
+from packstore.torch.models.compiled import compile_if_requested, warn_about_uncompiled
 from packstore.torch.models.unwrap import has_compiled_layers
 
 pytestmark = pytest.mark.filterwarnings(
@@ -184,8 +184,8 @@ def test_auto_compiles_what_is_proved(
     model, cpu = use_packed_attention(kit.tiny_model()).train(), torch.device("cpu")
     expected = gradients(model, kit.row())
     with torch._dynamo.config.patch(suppress_errors=False):
-        assert compile_as_asked("auto", model, cpu) == (not reason)
-        assert compile_as_asked("none", model, cpu) is False
+        assert compile_if_requested("auto", model, cpu) == (not reason)
+        assert compile_if_requested("none", model, cpu) is False
         assert all(map(torch.equal, gradients(model, kit.row()), expected))
     assert re.search(reason or "compile 'auto' is 'layers'", caplog.text)
     assert has_compiled_layers(model) == (not reason)
@@ -217,7 +217,7 @@ def test_a_graph_that_fails_later_runs_uncompiled(
     model = use_packed_attention(kit.tiny_model()).train()
     expected = gradients(model, kit.row())
     with torch._dynamo.config.patch(suppress_errors=False):
-        assert compile_as_asked("auto", model, torch.device("cpu"))
+        assert compile_if_requested("auto", model, torch.device("cpu"))
         proved.append(1)
         torch._dynamo.reset()
         assert all(map(torch.equal, gradients(model, kit.row()), expected))
@@ -308,7 +308,7 @@ def test_what_is_not_compiled_is_told(
         with torch.set_grad_enabled(enabled):
             model(**kit.row().model_inputs())
     for _ in range(2):
-        tell_uncompiled()
+        warn_about_uncompiled()
     told = [
         record.getMessage()
         for record in caplog.records
@@ -332,7 +332,7 @@ def test_layers_that_pass_no_layout_on(
     batch = kit.row(2, "shared_prefix")
     for a, b in zip(gradients(model, batch), gradients(plain, batch), strict=True):
         assert (a - b).abs().max() <= 1e-9 * b.abs().max()
-    tell_uncompiled()
+    warn_about_uncompiled()
     assert "ContextVar" in caplog.text
 
 
