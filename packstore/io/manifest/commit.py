@@ -425,7 +425,7 @@ def _size_if_present(location: Location, path: str) -> int | None:
 
 
 def with_hash(text: bytes) -> bytes:
-    """Append its hash to canonical JSON, as the last field, to detect flipped bits."""
+    """Append the hash of canonical JSON as its last field, to detect flipped bits."""
     body = text.removesuffix(_END)
     return body + b',\n "%s": %s%s' % (_HASH_FIELD.encode(), _quoted_sha256(body), _END)
 

@@ -188,7 +188,7 @@ class SideManifest:
 class Span(NamedTuple):
     """Example ids of a dataset, both ends included.
 
-    In a side dataset of a part, the same examples count from 0.
+    The side dataset of a part numbers the same examples from 0.
     """
 
     first: int

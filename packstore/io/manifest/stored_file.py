@@ -79,15 +79,15 @@ def check_stored(location: Location, file: StoredFile) -> None:
 def _require_size(location: Location, file: StoredFile) -> None:
     size = location.size(file.path)
     if size != file.bytes:
-        raise _differs(location, file, "bytes", recorded=file.bytes, actual=size)
+        raise _mismatch(location, file, "bytes", recorded=file.bytes, actual=size)
 
 
 def _require_sha256(location: Location, file: StoredFile, sha256: str) -> None:
     if sha256 != file.sha256:
-        raise _differs(location, file, "sha256", recorded=file.sha256, actual=sha256)
+        raise _mismatch(location, file, "sha256", recorded=file.sha256, actual=sha256)
 
 
-def _differs(
+def _mismatch(
     location: Location, file: StoredFile, name: str, recorded: object, actual: object
 ) -> IntegrityError:
     """Return the error for a file that is not the one of the manifest."""

@@ -105,7 +105,7 @@ class Location:
 
     @property
     def digest(self) -> str:
-        """A hash of the place: of the URL, and of options such as the endpoint's.
+        """A hash of the place: of the URL, and of options such as the endpoint.
 
         Credentials, which may change with time, do not count.
         """
@@ -248,7 +248,7 @@ class Location:
     def read_bytes(
         self, path: str = "", start: int | None = None, end: int | None = None
     ) -> bytes:
-        """Read bytes `start` to `end` (exclusive) of the file; fewer if it is short."""
+        """Read bytes `start` to `end` (exclusive), fewer where the file ends before."""
         fs, full = self.filesystem(path)
 
         def read() -> bytes:

@@ -73,7 +73,7 @@ def list_folders(location: Location) -> list[str]:
 
 
 def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
-    """Return True if files are still the listed ones, by a look at each.
+    """Look at files again; return True if they are as they were listed.
 
     Call it in a request: errors are the client's.
 
@@ -219,7 +219,7 @@ def remove_all(location: Location, paths: Iterable[str]) -> None:
 
 
 def remove_empty(location: Location, *folders: str) -> None:
-    """Remove the empty ones of some folders on a local disk."""
+    """Remove folders of a local place if they are empty."""
     root = location.local_path
     if root is None:
         return

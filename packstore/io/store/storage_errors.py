@@ -102,7 +102,7 @@ def _storage_error(
 
 
 def is_of_client(error: BaseException) -> bool:
-    """Return True for an error of a disk, a hub or a tracker, no defect of ours."""
+    """Return True for an error of a disk, hub or tracker, no bug of packstore."""
     package = type(error).__module__.partition(".")[0]
     return isinstance(error, OSError) or package in CLIENTS
 
@@ -365,7 +365,7 @@ def _cause_of(error: BaseException) -> Cause | None:
 
 
 def _cause_at(cause: Cause, verb: str, scheme: str) -> Cause:
-    """Return the cause as it has to be understood for a verb and a store."""
+    """Return a more specific cause, if the verb and the store allow one."""
     if cause is NO_FILE and verb == "write" and scheme in BUCKETS:
         return NO_BUCKET  # a put needs nothing else to exist
     if cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):

@@ -242,7 +242,7 @@ def _require_none_running(writers: Sequence[Writer], where: str) -> None:
 
 
 class _Cleaner:
-    """Lists and removes files that no version to keep names.
+    """Lists and removes files that the versions to keep do not name.
 
     Attributes:
         uploads: unfinished uploads of the last listing; None if the store cannot list
@@ -414,7 +414,7 @@ class _Cleaner:
     def _remove_soon(
         self, items: Sequence[Leftover], spared: dict[str, str]
     ) -> list[Leftover]:
-        """Remove leftovers, unless they changed; add those that did to `spared`.
+        """Remove leftovers; add the ones that changed to `spared`.
 
         Returns:
             Leftovers that have to be looked at again, as the last look is too long ago.

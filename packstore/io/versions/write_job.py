@@ -344,7 +344,7 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
 
 
 def _require_rights(location: Location) -> None:
-    """Raise now, and not after all records are tokenized, if nothing can be written."""
+    """Raise before any record is tokenized if nothing can be written."""
     path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
     location.create_bytes(path, b"")
     location.remove(path)
