@@ -83,8 +83,8 @@ def append(
             from the manifest, as whoever made that could name any function.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
         settings: fields of ``RunConfig``, `partitions` of the new records, `fields`,
-            `dedup`, and `on`, whose answers are added to those of the dataset. All
-            others are its own. ``dedup="pair"`` leaves out records that the dataset
+            `dedup`, and `on`, with answers that are added to the dataset's. It decides
+            all others. ``dedup="pair"`` leaves out records that the dataset
             has; its packs are read for that.
 
     Raises:
@@ -171,13 +171,13 @@ def concat(
     """
     if isinstance(datasets, str | Dataset):
         raise ConfigError("concat takes a list of datasets; found one.")
-    opened = [
+    loaded_datasets = [
         dataset
         if isinstance(dataset, Dataset)
         else open_dataset(dataset, storage_options)
         for dataset in datasets
     ]
-    members = [Member(dataset.url, dataset.manifest) for dataset in opened]
+    members = [Member(dataset.url, dataset.manifest) for dataset in loaded_datasets]
     check_members(members)
     location = Location(out, storage_options or {})
     if not overwrite:
@@ -186,16 +186,16 @@ def concat(
             log.info("%s: already there, of the same datasets", existing.url)
             return existing
 
-    for dataset in opened:
+    for dataset in loaded_datasets:
         dataset.require_files()
     with writing(location, overwrite, "concat") as job:
-        for argument, dataset in zip(datasets, opened, strict=True):
+        for argument, dataset in zip(datasets, loaded_datasets, strict=True):
             is_newest = dataset.version == job.version - 1
             is_at_out = _is_same_place(dataset.location, location)
             if is_at_out and not is_newest and not isinstance(argument, Dataset):
                 # A path means the newest version, and another was committed.
                 raise lost_commit_race(location)
-        manifest = _copy_shards(job, opened, progress)
+        manifest = _copy_shards(job, loaded_datasets, progress)
         job.require_shards(manifest.shards)
         job.commit(manifest)
     return job.committed

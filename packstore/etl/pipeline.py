@@ -35,7 +35,7 @@ from packstore.config import PackConfig
 from packstore.errors import ConfigError, DatasetExistsError, WrongEngineError, sentence
 from packstore.etl.dedup_and_split import find_duplicates, split_names, stored_keys
 from packstore.etl.engines import ENGINES, Run, engine_with, local
-from packstore.etl.partitions.resume import Partition, WrittenPacks, check_growth
+from packstore.etl.partitions.resume import Partition, WrittenPacks
 from packstore.etl.partitions.slices import (
     MANY_READS,
     READERS,
@@ -53,7 +53,8 @@ from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.pack_index import put_index
-from packstore.io.manifest.manifest import build_manifest
+from packstore.io.manifest import commit
+from packstore.io.manifest.manifest import build_manifest, manifest_bytes
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.store.location import Location
@@ -262,8 +263,8 @@ def _pack(
             paths=reader.paths,
             stored_keys=None if base is None else stored_keys(base),
         )
-        packs_of_jobs = _write_partitions(packing, reader, totals, locations)
-    for (split, job), packs in zip(jobs.items(), packs_of_jobs, strict=True):
+        packs_of_datasets = _write_partitions(packing, reader, totals, locations)
+    for (split, job), packs in zip(jobs.items(), packs_of_datasets, strict=True):
         _commit(job, split, packs, packing, totals)
     for note in notes:
         note.remove()
@@ -312,14 +313,29 @@ def _write_partitions(
     locations: Sequence[Location],
 ) -> list[list[WrittenPacks]]:
     """Pack and write all partitions; return the packs of each, for each dataset."""
-    packs_of_jobs: list[list[WrittenPacks]] = [[] for _ in locations]
+    packs_of_datasets: list[list[WrittenPacks]] = [[] for _ in locations]
     with contextlib.closing(_partitions(packing, reader, totals)) as partitions:
         for number, partition in enumerate(partitions):
             if number == 0:  # stop now, as the job would fail at its end
-                check_growth(partition, packing.config.partitions or 1, locations)
-            for packs, written in zip(packs_of_jobs, partition.packs, strict=True):
-                packs.append(written)
-    return packs_of_jobs
+                _check_growth(partition, packing.config.partitions or 1, locations)
+            for dataset_number, packs in enumerate(partition.packs):
+                packs_of_datasets[dataset_number].append(packs)
+    return packs_of_datasets
+
+
+def _check_growth(
+    first: Partition, num_partitions: int, locations: Sequence[Location]
+) -> None:
+    """Raise if the manifests would be larger than readers accept.
+
+    The size is estimated from the first partition.
+    """
+    for location, packs in zip(locations, first.packs, strict=True):
+        shards = [shard.shard for shard in packs.shards]
+        size = num_partitions * manifest_bytes(shards)
+        if size > 1.5 * commit.MAX_MANIFEST_BYTES:
+            estimate = f"about {size} from {num_partitions} partitions"
+            raise commit.manifest_too_large(location.display, estimate)
 
 
 def _partitions(
@@ -447,14 +463,14 @@ def _find_duplicates(
 def _commit(
     job: WriteJob,
     split: str | None,
-    packs: Sequence[WrittenPacks],
+    packs_of_partitions: Sequence[WrittenPacks],
     packing: PartitionPacker,
     totals: RecordTotals,
 ) -> None:
     """Commit the packs of all partitions in one dataset."""
     config = packing.config
-    shards = [shard for written in packs for shard in written.shards]
-    plans = [written.planning for written in packs if written.planning]
+    shards = [shard for packs in packs_of_partitions for shard in packs.shards]
+    plans = [packs.planning for packs in packs_of_partitions if packs.planning]
     planning = merged_statistics(plans)
     planning["partitions"] = config.partitions
     records = count_records(totals.tally_for_split(split))

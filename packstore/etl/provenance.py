@@ -199,7 +199,7 @@ def _refuse_another(
         for name in {**requested, **existing}
         if existing.get(name) != requested.get(name)
     ]
-    # The lineage follows from others, which say more.
+    # The lineage follows from other facts, which are easier to understand.
     names = [name for name in names if name != "lineage"] or names
     differences = []
     for name in names[:2]:

@@ -55,7 +55,7 @@ wait for the GIL, or for each other.
 """
 
 SIZES_AT_ONCE = 16
-"""Files whose sizes are requested concurrently."""
+"""Maximum concurrent requests for the sizes of files."""
 
 
 def open_examples(
@@ -217,22 +217,22 @@ def _detect_kind(
         try:
             record = require_object(value)
             kind = kind_of_record(record, config, adapter, prefers_ids)
-        except Refused as refused:
-            if _stops_at(refused, config):
-                raise refused.as_error(place, current_door(), config) from None
-            refusals.append((place, refused))
+        except Refused as refusal:
+            if _stops_at(refusal, config):
+                raise refusal.as_error(place, current_door(), config) from None
+            refusals.append((place, refusal))
             continue
         if kind is None:
             raise without_a_kind(record, place)
         return kind
 
-    place, refusal = refusals[0]
+    place, first_refusal = refusals[0]
     door = current_door()
     kind_flag = spell(door, {"kind": "KIND"})
-    remedy = refusal.spell_remedy(door, config)
+    remedy = first_refusal.spell_remedy(door, config)
     remedy += f", or say the kind of the others ({kind_flag})"
-    rule = REASONS[refusal.reason].rule
-    raise RecordError(sentence(place, rule, refusal.detail, remedy))
+    rule = REASONS[first_refusal.reason].rule
+    raise RecordError(sentence(place, rule, first_refusal.detail, remedy))
 
 
 def _read_first_blocks(
@@ -251,8 +251,8 @@ def _read_first_blocks(
         for index, value in enumerate(rows.values):
             try:
                 read, parsed = record_tokenizer.read(value)
-            except Refused as refused:
-                if _stops_at(refused, config):
+            except Refused as refusal:
+                if _stops_at(refusal, config):
                     # A record before it may stop the job at a later step: tokenize
                     # them all, so that the error names the first.
                     first_place = first_record.place if first_record else ""
@@ -280,9 +280,9 @@ def _prepare_rendering(
         _ = reference.tool_use_template
 
 
-def _stops_at(refused: Refused, config: PackConfig) -> bool:
+def _stops_at(refusal: Refused, config: PackConfig) -> bool:
     """Return True for a refusal at which the job stops."""
-    return isinstance(refused, Stop) or config.on[refused.reason] == "error"
+    return isinstance(refusal, Stop) or config.on[refusal.reason] == "error"
 
 
 class RecordExampleReader:
@@ -532,7 +532,7 @@ class DatasetExampleReader:
         """Return the examples that fit into a pack; count the others in `tally`.
 
         Raises:
-            RecordError: one does not fit, and the settings say to stop.
+            RecordError: one does not fit, and the setting `on` is to stop.
         """
         config = self._config
         first_sequences = examples.example_offsets[:-1]
@@ -583,15 +583,15 @@ class DatasetExampleReader:
 
 def _require_repackable(dataset: Dataset, config: PackConfig) -> None:
     """Raise ConfigError for settings that need records, or another kind."""
-    refused = [*config.needing_records]
+    forbidden = [*config.needing_records]
     overlong = config.on["overlong"]
     if overlong.startswith("truncate"):
-        refused.append(f"on overlong={overlong}")
+        forbidden.append(f"on overlong={overlong}")
     if config.selects:
-        refused.append("dedup and validation_fraction")
-    if refused:
+        forbidden.append("dedup and validation_fraction")
+    if forbidden:
         rule = (
-            f"{', '.join(refused)} must be left out: it is repacked without "
+            f"{', '.join(forbidden)} must be left out: it is repacked without "
             "tokenizing, as it does not store its texts"
         )
         raise ConfigError(sentence(dataset.url, rule, remedy="Pack the records again"))

@@ -125,7 +125,7 @@ class ProgressCounter:
         if last:
             total = count.records
         elif self._size and count.size:
-            # An estimate never says that the end is reached.
+            # An estimate never reaches the end.
             estimate = round(count.records * self._size / count.size)
             total = max(count.records + 1, estimate)
         self._report(stage, count.records, total, "records")
@@ -184,6 +184,7 @@ class RecordTotals(ProgressCounter):
         self._tally = Tally()
         self._sources: dict[int, dict[str, Any]] = {}
         self._remaining_partitions = num_partitions
+        self._provenances: dict[str | None, dict[str, Any]] = {}
 
     def add(self, contents: Contents) -> None:
         """Add the next partition, if possible before it is written.
@@ -264,10 +265,14 @@ class RecordTotals(ProgressCounter):
 
     def provenance(self, split: str | None) -> dict[str, Any]:
         """Return the provenance of a dataset, after the last partition."""
-        sources = None
-        if self._reader.inputs:
-            sources = [self._sources[item.ordinal] for item in self._reader.inputs]
-        return provenance_of(self._reader, split, self._config, sources)
+        if split not in self._provenances:
+            sources = None
+            if self._reader.inputs:
+                sources = [self._sources[item.ordinal] for item in self._reader.inputs]
+            self._provenances[split] = provenance_of(
+                self._reader, split, self._config, sources
+            )
+        return self._provenances[split]
 
 
 # Logs.
@@ -402,20 +407,20 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> 
     duplicates = sum(tally.dropped[reason] for reason in DUPLICATES.values())
     if not tally.kept and not duplicates:
         rule = "at least one record must remain"
-        counted = Counter(tally.dropped)
-        remedy = _remedy_for_drops(counted, kind, job)
+        counted_drops = Counter(tally.dropped)
+        remedy = _remedy_for_drops(counted_drops, kind, job)
     else:
-        counted = _unrequested(tally.dropped)
-        if counted.total() <= config.max_drop_rate * tally.read:
+        counted_drops = _unrequested(tally.dropped)
+        if counted_drops.total() <= config.max_drop_rate * tally.read:
             return
         rule = f"at most {100 * config.max_drop_rate:g}% of the records may be dropped"
-        remedy = _remedy_for_drops(counted, kind, job)
+        remedy = _remedy_for_drops(counted_drops, kind, job)
         remedy += ", or allow more (max_drop_rate, --max-drop-rate)"
 
-    drops = _describe(counted, tally)
-    others = tally.dropped - counted
-    if others:
-        drops += f", beside {_listed(others)}, which do not count"
+    drops = _describe(counted_drops, tally)
+    other_drops = tally.dropped - counted_drops
+    if other_drops:
+        drops += f", beside {_listed(other_drops)}, which do not count"
     raise DropRateError(sentence("input", rule, drops, remedy))
 
 

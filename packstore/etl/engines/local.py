@@ -1,12 +1,13 @@
 """Runs work on this machine: in threads, and in worker processes where threads wait for
 the GIL.
 
-Each worker process loads the work once, and has one thread here that serves it.
-Requests and answers are pickles, in pipes of its own. It is not one of
-multiprocessing, whose forks break numba's OpenMP layer, s3fs and obstore, and whose
-other children run a user's script again; nor of loky, which no daemon of
-multiprocessing may use, whose workers outlive a job that is killed by a minute and
-more, and which ends them before they can remove their files.
+Each worker process loads the work once, and one thread here waits for its answers.
+Requests and answers are pickles in pipes.
+
+Why not multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and its
+other children run a user's script again. Why not loky: a daemon of multiprocessing may
+not use it, its workers outlive a killed job by a minute and more, and it ends them
+before they can remove their files.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ contend.
 """
 
 _PIPE_ERRORS = (EOFError, OSError, pickle.UnpicklingError)
-"""Errors of a pipe whose other process has ended, perhaps amid an answer."""
+"""Errors of a pipe if the other process has ended, perhaps amid an answer."""
 
 
 def run(
@@ -81,8 +82,8 @@ def run(
     Without a number of workers, threads of this process work if ``work.in_threads`` is
     true. Else this process works first, for ``work.seconds_alone`` seconds (default 0),
     or a worker process in its place if `work` raises :class:`NeedsWorkerProcess`. Then
-    processes work, by default one per core, each of which calls ``work.load()`` once,
-    if there is that.
+    processes work, by default one per core. Each calls ``work.load()`` once, if `work`
+    has that method.
     """
     if num_workers is None:
         max_workers = min(cores(), MAX_PROCESSES)
@@ -134,7 +135,7 @@ def cores() -> int:
 
 
 class _ProcessPool:
-    """The worker processes of a job, each of which works on one item at a time.
+    """The worker processes of a job; each works on one item at a time.
 
     Args:
         work: the function of an item.

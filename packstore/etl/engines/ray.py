@@ -1,7 +1,7 @@
 """Runs work in tasks of a Ray cluster: connected, named by RAY_ADDRESS, or started
 locally.
 
-Ray repeats a task whose worker is lost, and results are yielded in the order of the
+Ray repeats a task if its worker is lost, and results are yielded in the order of the
 items, so neither timing nor failures change the dataset.
 """
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 MAX_RETRIES = 3
-"""Maximum repeats of a task whose worker was lost."""
+"""Maximum repeats of a task after its worker was lost."""
 
 
 def run(

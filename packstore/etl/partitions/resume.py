@@ -18,14 +18,11 @@ import msgspec
 from packstore.etl.partitions.slices import Assignment
 from packstore.etl.totals import Contents
 from packstore.io.inputs.files import Input
-from packstore.io.manifest import commit
-from packstore.io.manifest.manifest import manifest_bytes
 from packstore.io.manifest.partition_notes import FinishedShard, PartitionNotes
-from packstore.io.store.location import Location
 from packstore.version import VERSION
 
 _DECIDING_LIBRARIES = ("pyarrow", "numpy", "polars")
-"""Libraries whose release may change the bytes of a shard."""
+"""Libraries, a release of which may change the bytes of a shard."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +50,7 @@ class Partition:
     @property
     def num_packs(self) -> int:
         """Number of packs, over all datasets."""
-        shards = [shard for written in self.packs for shard in written.shards]
+        shards = [shard for packs in self.packs for shard in packs.shards]
         return sum(shard.shard.rows for shard in shards)
 
     def put_notes(
@@ -71,12 +68,12 @@ class Partition:
                 read.
         """
         identity = _identity_of(assignment)
-        for place, written in zip(notes, self.packs, strict=True):
+        for place, packs in zip(notes, self.packs, strict=True):
             note = Note(
                 identity=identity,
                 versions=versions,
                 contents=self.contents,
-                packs=written,
+                packs=packs,
             )
             place.put(assignment.number, note)
 
@@ -168,18 +165,3 @@ def _is_unchanged(
         with item.location.open_read() as file:
             hashes[item.ordinal] = hashlib.file_digest(file, "sha256").hexdigest()
     return bool(hashes[item.ordinal] == source["sha256"])
-
-
-def check_growth(
-    first: Partition, num_partitions: int, locations: Sequence[Location]
-) -> None:
-    """Raise if the manifests would be larger than readers accept.
-
-    The size is estimated from the first partition.
-    """
-    for location, written in zip(locations, first.packs, strict=True):
-        shards = [shard.shard for shard in written.shards]
-        size = num_partitions * manifest_bytes(shards)
-        if size > 1.5 * commit.MAX_MANIFEST_BYTES:
-            estimate = f"about {size} from {num_partitions} partitions"
-            raise commit.manifest_too_large(location.display, estimate)

@@ -1,4 +1,4 @@
-"""Reads records, or a sample of them, once, and reports what a job would make of them.
+"""Reads records, or a sample of them, once, and reports how a job would pack them.
 
 No dataset is written. Dropped and noted records, the findings of lint, and the packs of
 a sample come from the same pass.
