@@ -343,58 +343,62 @@ def _partitions(
 ) -> Generator[Partition, None, None]:
     """Yield all partitions in order: packed and written, or reused from a note."""
     totals.add_records(0)
-    if not isinstance(reader, RecordExampleReader) or not reader.inputs:
+    if isinstance(reader, RecordExampleReader) and reader.inputs:
+        yield from _partitions_of_files(packing, reader, totals)
+    else:
         yield from packing.pack_examples(reader, totals)
-        return
 
+
+def _partitions_of_files(
+    packing: PartitionPacker, reader: RecordExampleReader, totals: RecordTotals
+) -> Iterator[Partition]:
+    """Yield the partitions of files, made by tasks or by this process."""
     config = packing.config
-    num_partitions = config.partitions or 1
-    slices = _slices_of(reader, num_partitions)
+    slices = _assign_slices(reader, config.partitions or 1)
     in_tasks = _should_run_in_tasks(reader, config, slices)
     num_workers = config.num_workers
     if in_tasks and config.engine == "local":
         num_workers = num_workers or local.cores()
+    elif in_tasks:
+        _warn_about_many_reads(reader, slices)
     run = engine_with(config.engine, num_workers)
 
-    duplicate_ids: list[Int64 | None] = [None] * num_partitions
-    if config.dedup != "none" and num_partitions > 1:
-        duplicate_ids = [
-            *_find_duplicates(packing, reader, slices, run, in_tasks, totals)
-        ]
+    duplicate_ids: list[Int64 | None] = [None] * len(slices)
+    if config.dedup != "none" and len(slices) > 1:
+        duplicate_ids[:] = _find_duplicates(
+            packing, reader, slices, run, in_tasks, totals
+        )
         packing = replace(packing, stored_keys=None)
     assignments = [
         Assignment(number, slices[number], duplicate_ids[number])
-        for number in range(num_partitions)
+        for number in range(len(slices))
     ]
 
     pack_files = partial(packing.pack_files, reader.block_tokenizer())
-    num_resumed = 0
     if in_tasks:
-        for partition in run(partial(run_as_task, pack_files), assignments):
-            totals.add_finished(partition.contents, partition.num_packs)
-            num_resumed += partition.is_resumed
-            yield partition
+        partitions = run(partial(run_as_task, pack_files), assignments)
     else:
-        for partition in pack_files(assignments, run, totals):
-            num_resumed += partition.is_resumed
-            yield partition
+        partitions = pack_files(assignments, run, totals)
+    num_resumed = 0
+    for partition in partitions:
+        if in_tasks:  # it is added here, as a task does not see the totals
+            totals.add_finished(partition.contents, partition.num_packs)
+        num_resumed += partition.is_resumed
+        yield partition
     totals.add_packs(0, 0)
     if num_resumed:
-        log.info(
-            "took over %d of %d partitions of an interrupted run",
-            num_resumed,
-            num_partitions,
-        )
+        text = "took over %d of %d partitions of an interrupted run"
+        log.info(text, num_resumed, len(slices))
 
 
-def _slices_of(reader: RecordExampleReader, num_partitions: int) -> list[list[Slice]]:
+def _assign_slices(
+    reader: RecordExampleReader, num_partitions: int
+) -> list[list[Slice]]:
     """Return the slices of each partition."""
-    inputs = [
-        replace(item, location=_absolute(item.location)) for item in reader.inputs
-    ]
-    return assign_slices(
-        list(zip(inputs, reader.file_sizes, strict=True)), num_partitions
-    )
+    files = []
+    for item, size in zip(reader.inputs, reader.file_sizes, strict=True):
+        files.append((replace(item, location=_absolute(item.location)), size))
+    return assign_slices(files, num_partitions)
 
 
 def _should_run_in_tasks(
@@ -407,28 +411,40 @@ def _should_run_in_tasks(
     num_partitions = len(slices)
     if num_partitions == 1 or not reader.can_run_in_tasks:
         return False
-
-    num_files = len(reader.inputs)
-    num_slices = sum(len(partition_slices) for partition_slices in slices)
-    reads_per_file = num_slices / num_files
     if config.engine != "local":
-        if reads_per_file > MANY_READS:
-            log.warning(
-                "%d partitions take blocks of %d files, so each file is read %.0f "
-                "times: reading may take longer than packing. With %d files it would "
-                "be read %d times",
-                num_partitions,
-                num_files,
-                reads_per_file,
-                4 * num_partitions,
-                READERS,
-            )
         return True
+    num_workers = config.num_workers or local.cores()
+    if min(num_partitions, num_workers) < MIN_TASKS:
+        return False
+    if sum(reader.file_sizes) < num_partitions * MIN_TASK_BYTES:
+        return False
+    return _reads_per_file(reader, slices) <= MANY_READS
 
-    has_workers = (config.num_workers or local.cores()) >= MIN_TASKS
-    is_large = sum(reader.file_sizes) >= num_partitions * MIN_TASK_BYTES
-    is_divided = num_partitions >= MIN_TASKS
-    return has_workers and is_divided and is_large and reads_per_file <= MANY_READS
+
+def _reads_per_file(
+    reader: RecordExampleReader, slices: Sequence[Sequence[Slice]]
+) -> float:
+    """Return the mean number of partitions that read a file."""
+    num_slices = sum(len(partition_slices) for partition_slices in slices)
+    return num_slices / len(reader.inputs)
+
+
+def _warn_about_many_reads(
+    reader: RecordExampleReader, slices: Sequence[Sequence[Slice]]
+) -> None:
+    """Warn if the tasks of a cluster will mostly read."""
+    reads_per_file = _reads_per_file(reader, slices)
+    if reads_per_file > MANY_READS:
+        log.warning(
+            "%d partitions take blocks of %d files, so each file is read %.0f times: "
+            "reading may take longer than packing. With %d files it would be read %d "
+            "times",
+            len(slices),
+            len(reader.inputs),
+            reads_per_file,
+            4 * len(slices),
+            READERS,
+        )
 
 
 def _find_duplicates(

@@ -20,6 +20,7 @@ from small_jobs import pairs, write_jsonl
 
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
+from packstore.etl.partitions.slices import Assignment
 from packstore.io.store.staging import Staging
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
@@ -90,8 +91,8 @@ class DieAtAShard:
     def __init__(self, work: Callable[[Any], Any], mark: Path) -> None:
         self.work, self.mark = work, mark
 
-    def __call__(self, item: tuple[int, Any]) -> Any:
-        if item[0] == 1 and not self.mark.exists():
+    def __call__(self, assignment: Assignment) -> Any:
+        if assignment.number == 1 and not self.mark.exists():
             put = Staging.store
 
             def put_and_die(staging: Staging, local_path: str, path: str) -> None:
@@ -100,7 +101,7 @@ class DieAtAShard:
                 os.kill(os.getpid(), signal.SIGKILL)
 
             Staging.store = put_and_die  # type: ignore[method-assign]
-        return self.work(item)
+        return self.work(assignment)
 
 
 def test_a_cluster_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
