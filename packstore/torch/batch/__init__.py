@@ -1,4 +1,4 @@
-"""Packs as batches; see ``README.md``."""
+"""Packs as one flat row; see ``README.md``."""
 
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.batch.layout import AttentionLayout, Targets

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from packstore.config import BatchConfig
 from packstore.config.settings import check_class
 from packstore.errors import ConfigError, PackstoreError, WorkerError, sentence
-from packstore.format.arrays import Int64
+from packstore.format.arrays import Int64, Packs
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.data.dataset import Iteration, PackedDataset
 from packstore.torch.data.position import Position, RemainingPacks, shared_integers
@@ -129,14 +129,14 @@ class PackedDataLoader:
         self._persistent_loader: DataLoader[Any] | None = None
         self._batches = _Batches(self.data, self.config)
 
-        # The number of batches, for an epoch and start.
+        # The number of batches, and the epoch and start that it was counted for.
         self._length: int | None = None
         self._length_key: object = None
 
+        # Sizes of steps, and examples left out, are logged with the first batch.
         limits_steps = self.config.examples_per_step is not None
-        self._should_log_steps = self.data.rank == 0 and (
-            limits_steps or self.config.drop_last
-        )
+        has_step_log = limits_steps or self.config.drop_last
+        self._should_log_steps = has_step_log and self.data.rank == 0
         if self.config.tokens_per_batch is not None:
             _check_budget(self.data.stream, self.config.tokens_per_batch)
 
@@ -377,7 +377,7 @@ class _Batches(IterableDataset[_PositionedBatch]):
         tasks = _of_this_worker(self._tasks(cutter, start))
         located = _locate(tasks, stream, cutter.remaining)
         located, located_ahead = itertools.tee(located)
-        packs_of_tasks = stream.read(indices for _, indices, _ in located_ahead)
+        packs_of_tasks = stream.read(upcoming.indices for upcoming in located_ahead)
 
         # The pack index opens in a thread while the first packs are read.
         index_opener = threading.Thread(
@@ -386,18 +386,29 @@ class _Batches(IterableDataset[_PositionedBatch]):
             name="packstore-pack-index",
         )
         index_opener.start()
-        for packs, (task, _, sources) in zip(packs_of_tasks, located, strict=True):
+        for packs, current in zip(packs_of_tasks, located, strict=True):
             index_opener.join()  # returns at once after the first time
-            batch = collate(
-                packs,
-                stream.kind,
-                sources=sources,
-                step=task.step.info(
-                    task.step_index, task.batch_index, self._data.world_size
-                ),
-                fillers=int(task.share.is_filler),
+            yield _PositionedBatch(
+                batch=self._collate(packs, stream.kind, current),
+                position=self._position_after(current.task, cutter.remaining),
             )
-            yield _PositionedBatch(batch, self._position_after(task, cutter.remaining))
+
+    def _collate(
+        self, packs: Sequence[Packs], kind: str, located: _LocatedTask
+    ) -> PackedBatch:
+        task = located.task
+        step = task.step.info(
+            index=task.step_index,
+            batch=task.batch_index,
+            ranks=self._data.world_size,
+        )
+        return collate(
+            packs,
+            kind,
+            sources=located.sources,
+            step=step,
+            fillers=int(task.share.is_filler),
+        )
 
     def _read_start(self) -> tuple[int, Position]:
         """Return epoch and start of this iteration, in any process."""
