@@ -88,6 +88,14 @@ class Head:
         return getattr(self.output, "bias", None)
 
 
+@dataclass(frozen=True, eq=False)
+class HeadProof:
+    """A head that was verified, and the state of the model for which it was."""
+
+    head: Head
+    premises: tuple[Any, ...]
+
+
 def find_head(model: nn.Module) -> Head:
     """Return the head of a causal LM, verified on the model at the first call.
 
@@ -119,14 +127,6 @@ def find_head(model: nn.Module) -> Head:
         proof = HeadProof(head, _premises(base))
         base._packstore_head_proof = proof
     return proof.head
-
-
-@dataclass(frozen=True, eq=False)
-class HeadProof:
-    """A head that was verified, and the state of the model for which it was."""
-
-    head: Head
-    premises: tuple[Any, ...]
 
 
 def _premises(model: Any) -> tuple[Any, ...]:
@@ -221,9 +221,9 @@ class PackedPolicy(nn.Module):
     """A model with a forward call that takes a batch and returns its log-probs.
 
     It returns the result of :func:`packed_logps`, or for a reward model of
-    :func:`segment_scores`. Wrap this module in
-    DDP or FSDP, or pass it to Accelerate: the head then runs inside the forward call
-    that the wrapper sees, and gradients are reduced as for any other module.
+    :func:`segment_scores`. Wrap this module in DDP or FSDP, or pass it to Accelerate:
+    the head then runs inside the forward call that the wrapper sees, and gradients are
+    reduced as for any other module.
 
     Args:
         model: a Hugging Face causal LM, or a sequence-classification model of one
