@@ -217,11 +217,7 @@ class HeadLogProbs(torch.autograd.Function):
         ctx.frozen_head = needs_hidden and not trains_head
         keeps_products = projection.keep_logits and trains_head
 
-        # Rows: highest logit so far, sum of exponentials relative to it, logit of the
-        # target.
-        state = torch.zeros((3, len(hidden)), dtype=exact, device=hidden.device)
-        # Not -inf, as a tile of such logits would be NaN.
-        state[0] = torch.finfo(exact).min
+        state = _initial_state(hidden, exact)
         inputs = hidden.to(operand)
         # Sum of the head's rows but the target's, weighted by the softmax so far.
         weighted_rows = None
@@ -247,9 +243,8 @@ class HeadLogProbs(torch.autograd.Function):
                     weighted_rows[rows].mul_(factor[:, None])
                     _add_product(weighted_rows[rows], weights, head)
 
-        highest, sum_of_exponentials, target_logits = state
-        log_total = highest + sum_of_exponentials.log()
-        logps: Tensor = target_logits - log_total
+        log_total = state[0] + state[1].log()
+        logps = state[2] - log_total
         ctx.projection = projection
         ctx.operand = operand
         ctx.passes = passes
@@ -258,13 +253,12 @@ class HeadLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, log_total, *products)
             return logps
 
-        weighted_rows.mul_((highest - log_total).exp_()[:, None])
-        target_share = torch.expm1(logps).neg_()  # 1 - softmax of the target
-        if projection.softcap is not None:
-            target_share *= 1 - (target_logits / projection.softcap).square_()
+        weighted_rows.mul_((state[0] - log_total).exp_()[:, None])
         target_rows = weight[targets].to(operand).to(exact)
-        d_logps = target_rows.mul_(target_share[:, None]).sub_(weighted_rows)
-        ctx.save_for_backward(d_logps.mul_(projection.scale))
+        d_logps = _derivative_by_hidden(
+            logps, state[2], target_rows, weighted_rows, projection
+        )
+        ctx.save_for_backward(d_logps)
         return logps
 
     @staticmethod
@@ -324,6 +318,40 @@ class HeadLogProbs(torch.autograd.Function):
         if d_bias is not None:
             d_bias = d_bias.to(bias.dtype)
         return d_hidden, d_weight, d_bias, None, None
+
+
+def _initial_state(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the state of :class:`~packstore.torch.logprobs.tiles.Passes`, `[3, n]`:
+    highest logit so far, sum of exponentials relative to it, logit of the target.
+    """
+    state = torch.zeros((3, len(hidden)), dtype=dtype, device=hidden.device)
+    # Not -inf, as a tile of such logits would be NaN.
+    state[0] = torch.finfo(dtype).min
+    return state
+
+
+def _derivative_by_hidden(
+    logps: Tensor,
+    target_logits: Tensor,
+    target_rows: Tensor,
+    weighted_rows: Tensor,
+    projection: Projection,
+) -> Tensor:
+    """Return the derivatives of log-probs by hidden states, `[n, H]`.
+
+    Args:
+        logps: `[n]`, log-probs of the targets.
+        target_logits: `[n]`.
+        target_rows: `[n, H]`, the head's rows of the targets; overwritten.
+        weighted_rows: `[n, H]`, sum of all other rows, each times its softmax and the
+            slope of the softcap.
+        projection: scale and softcap.
+    """
+    target_share = torch.expm1(logps).neg_()  # 1 - softmax of the target
+    if projection.softcap is not None:
+        target_share *= 1 - (target_logits / projection.softcap).square_()
+    derivative = target_rows.mul_(target_share[:, None]).sub_(weighted_rows)
+    return derivative.mul_(projection.scale)
 
 
 def exact_dtype(*values: Tensor) -> torch.dtype:

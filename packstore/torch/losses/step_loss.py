@@ -398,28 +398,12 @@ def count_step(
             are missing.
     """
     steps = [batch.step for batch in batches if batch.step is not None]
-    indices = {step.index for step in steps}
-    if len(indices) > 1:
-        raise ConfigError(
-            "count_step: batches must be of one optimizer step; found steps "
-            f"{sorted(indices)}."
-        )
+    _check_one_step(steps)
     divisor = loss_fn.planned_divisor(batches[0]) if batches else None
     if divisor is not None:
         return divisor
+    _check_all_batches(steps)
 
-    batch_indices = {step.batch for step in steps}
-    if steps and batch_indices != set(range(steps[0].batches)):
-        expected = steps[0].batches
-        raise ConfigError(
-            sentence(
-                where="count_step",
-                rule=f"it must get all {expected} batches of the step, which nobody "
-                "counted",
-                found=str(len(batch_indices)),
-                remedy="Collect them until step.last",
-            )
-        )
     if not is_distributed():
         device = None  # the counts are numbers already
     elif device is None and batches:
@@ -441,6 +425,34 @@ def count_step(
         examples=examples,
     )
     return divisor.without_zeros()
+
+
+def _check_one_step(steps: Sequence[StepInfo]) -> None:
+    """Raise ConfigError for batches of different steps."""
+    indices = {step.index for step in steps}
+    if len(indices) > 1:
+        raise ConfigError(
+            "count_step: batches must be of one optimizer step; found steps "
+            f"{sorted(indices)}."
+        )
+
+
+def _check_all_batches(steps: Sequence[StepInfo]) -> None:
+    """Raise ConfigError if some batches of a planned step are missing."""
+    batch_indices = {step.batch for step in steps}
+    if not steps or batch_indices == set(range(steps[0].batches)):
+        return
+    raise ConfigError(
+        sentence(
+            where="count_step",
+            rule=(
+                f"it must get all {steps[0].batches} batches of the step, which nobody "
+                "counted"
+            ),
+            found=str(len(batch_indices)),
+            remedy="Collect them until step.last",
+        )
+    )
 
 
 def sequence_weights(batch: PackedBatch) -> Tensor:

@@ -92,16 +92,7 @@ def parse_terms(
             )
         )
 
-    variants: dict[str, Variant] = {}
-    for loss in mix:
-        if isinstance(loss, str):
-            variants[loss] = _load_variant(loss)
-        else:
-            variants[name_of(loss)] = _wrap_function(loss, reference)
-    if len(variants) < len(mix):
-        raise ConfigError(
-            "the functions of a mix must differ in __name__, which names metrics."
-        )
+    variants = _load_variants(mix, reference)
     accepted: dict[str, float] = {}
     for variant in variants.values():
         accepted |= variant.defaults
@@ -135,6 +126,21 @@ def _parse_mix(names: Names) -> Mapping[Any, Any]:
         f"a loss must be a name, a function, or a mix {{name: weight}}; found "
         f"{quote(names)}."
     )
+
+
+def _load_variants(mix: Mapping[Any, Any], reference: bool) -> dict[str, Variant]:
+    """Return name -> loss; raise ConfigError if two have the same name."""
+    variants: dict[str, Variant] = {}
+    for loss in mix:
+        if isinstance(loss, str):
+            variants[loss] = _load_variant(loss)
+        else:
+            variants[name_of(loss)] = _wrap_function(loss, reference)
+    if len(variants) < len(mix):
+        raise ConfigError(
+            "the functions of a mix must differ in __name__, which names metrics."
+        )
+    return variants
 
 
 def _load_variant(name: str) -> Variant:
