@@ -168,9 +168,9 @@ def commands() -> Iterator[str]:
     """Yields the page of the command line: each command with all its arguments and
     defaults.
     """
-    from packstore.cli import parser
+    from packstore.cli import build_parser
 
-    top = parser()
+    top = build_parser()
     (subs,) = (a for a in top._actions if isinstance(a, argparse._SubParsersAction))
     yield "# Commands\n"
     yield f"{top.description}\n"

@@ -32,7 +32,7 @@ import pytest
 from children import run_python
 from hub import folder_files, served
 
-from packstore.cli import main, parser
+from packstore.cli import build_parser, main
 from packstore.errors import PackstoreError, message_with_notes
 from packstore.tokenizer.dialogue.template import BUILTIN
 
@@ -110,7 +110,7 @@ def test_the_readme_runs(
     assert kind == "pip"
     assert [command[1] for command in commands] == ["pack", "show", "train"]
     for line in job.splitlines():
-        parser().parse_args(shlex.split(line)[1:])
+        build_parser().parse_args(shlex.split(line)[1:])
     shutil.copy(folder / "tokenizer.json", tmp_path)
     with served(public_hub(folder, names["model"])) as (env, _):
         for command in commands:
@@ -220,7 +220,7 @@ def test_it_builds(tmp_path: Path) -> None:
             )
     page = text_of(site / "reference" / "commands")
     (subs,) = (
-        a for a in parser()._actions if isinstance(a, argparse._SubParsersAction)
+        a for a in build_parser()._actions if isinstance(a, argparse._SubParsersAction)
     )
     for name, command in subs.choices.items():
         _, _, section = page.partition(f'id="packstore-{name}"')

@@ -1,5 +1,5 @@
-"""Messages of a command on stderr: notes, progress, errors; as text or as JSON
-objects.
+"""Messages of a command on stderr, as text or as JSON objects: notes, progress,
+errors.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from packstore.errors import visible, visible_line
 from packstore.progress import Progress
 
-QUIET = (
+VERBOSE_LIBRARIES = (
     "fsspec",
     "s3fs",
     "aiobotocore",
@@ -27,18 +28,20 @@ QUIET = (
     "httpx2",
     "urllib3",
 )
-"""Libraries of which warnings are shown only."""
+"""Libraries that log each request: only their warnings are shown."""
 
-FIRST, SECONDS = 5.0, 60.0
-"""When a stage logs its first line, and between two of them."""
-SETTLED = 10.0
-"""Seconds after which a rate tells the time that is left."""
+FIRST_LINE_SECONDS = 5.0
+LINE_SECONDS = 60.0
+"""Seconds from the start of a stage to its first line in a log, and between lines."""
+
+SETTLED_SECONDS = 10.0
+"""Seconds after which the rate of a stage predicts its end."""
 
 log = logging.getLogger("packstore")
 
 
 def add_message_options(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--debug``, ``--quiet`` and ``--log-format``; absent if not given."""
+    """Add ``--debug``, ``--quiet`` and ``--log-format``; absent if not given."""
     group = parser.add_argument_group("messages", argument_default=argparse.SUPPRESS)
     group.add_argument(
         "--debug", action="store_true", help="show the traceback of an error"
@@ -49,61 +52,59 @@ def add_message_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--log-format",
         choices=("text", "json"),
-        help="of the lines on stderr (default: text)",
+        help="format of the lines on stderr (default: text)",
     )
 
 
-def set_up(args: argparse.Namespace) -> None:
-    """Sends log records to stderr, as `args` ask."""
+def set_up_messages(args: argparse.Namespace) -> None:
+    """Send log records to stderr, in the format and from the level of `args`."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_Json() if args.log_format == "json" else _Text())
     if args.log_format == "json":
+        handler.setFormatter(_JsonFormatter())
         logging.captureWarnings(True)  # Python would print them as text
+    else:
+        handler.setFormatter(_TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
     log.setLevel(logging.WARNING if args.quiet else logging.INFO)
-    for other in QUIET:
-        logging.getLogger(other).setLevel(logging.WARNING)
+    for name in VERBOSE_LIBRARIES:
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def fail(args: argparse.Namespace, text: str) -> None:
-    """Prints why a command failed, in one line."""
+    """Print the reason why a command failed, on one line."""
     line = visible_line(f"packstore: {text}")
-    print(
-        _object("error", line) if args.log_format == "json" else line, file=sys.stderr
-    )
+    if args.log_format == "json":
+        line = _json_line("error", line)
+    print(line, file=sys.stderr)
 
 
-class _Text(logging.Formatter):
-    """One line for each message, or for each of its `lines`, whatever is quoted
-    in it.
-    """
+class _TextFormatter(logging.Formatter):
+    """Formats a message as one line, or a message with `lines` as these."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         lines = getattr(record, "lines", None) or [super().formatMessage(record)]
-        return "\n".join(map(visible_line, lines))
+        return "\n".join(visible_line(line) for line in lines)
 
     def formatException(self, info: Any) -> str:
         return visible(super().formatException(info))
 
 
-class _Json(logging.Formatter):
+class _JsonFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return _object(record.levelname.lower(), record.getMessage())
+        return _json_line(record.levelname.lower(), record.getMessage())
 
 
-def _object(level: str, message: str) -> str:
+def _json_line(level: str, message: str) -> str:
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     value = {"time": now, "level": level, "message": visible(message)}
     return json.dumps(value, ensure_ascii=False)
 
 
 @contextmanager
-def progress_of(command: str, args: argparse.Namespace) -> Iterator[Progress]:
-    """Yields a function that shows progress: bars on a terminal, elsewhere log
-    lines.
-    """
+def show_progress(command: str, args: argparse.Namespace) -> Iterator[Progress]:
+    """Yield a function that shows progress: bars on a terminal, elsewhere log lines."""
     if not sys.stderr.isatty() or args.log_format == "json" or args.quiet:
-        yield _lines(command)
+        yield _log_progress(command)
         return
     from rich import progress
     from rich.console import Console
@@ -118,49 +119,89 @@ def progress_of(command: str, args: argparse.Namespace) -> Iterator[Progress]:
     with progress.Progress(*columns, console=Console(stderr=True)) as bars:
         tasks: dict[str, progress.TaskID] = {}
 
-        def report(stage: str, done: int, total: int | None, unit: str) -> None:
+        def report(stage: str, completed: int, total: int | None, unit: str) -> None:
             if stage not in tasks:
-                name = _name_pass(stage, tasks)
+                name = _stage_name(stage, is_second_pass="compare" in tasks)
                 tasks[stage] = bars.add_task(name, total=total, unit=unit)
-            bars.update(tasks[stage], completed=done, total=total)
+            bars.update(tasks[stage], completed=completed, total=total)
 
         yield report
 
 
-def _name_pass(stage: str, earlier: Container[str]) -> str:
-    """The name of a stage; of two that read the input, with its number."""
+def _stage_name(stage: str, is_second_pass: bool) -> str:
+    """Return the name of a stage; of the two stages that read the input, with a
+    number.
+    """
     if stage == "compare":
         return "compare (pass 1 of 2)"
-    return "read (pass 2 of 2)" if stage == "read" and "compare" in earlier else stage
+    if stage == "read" and is_second_pass:
+        return "read (pass 2 of 2)"
+    return stage
 
 
-def _lines(command: str) -> Progress:
-    """Returns a function that logs a stage every minute, and its end.
+@dataclass
+class _Stage:
+    """A stage in a log.
 
-    A total that has changed before is an estimate, and is called so.
+    Attributes:
+        start: time of its first report, in seconds.
+        completed_at_start, total_at_start: the numbers of that report.
+        next_line: time at which the next line is due.
+        is_estimate: the total has changed, so that it is an estimate.
     """
-    starts: dict[str, tuple[float, int, int | None]] = {}
-    due: dict[str, float] = {}
-    estimated: set[str] = set()
 
-    def report(stage: str, done: int, total: int | None, unit: str) -> None:
+    start: float
+    completed_at_start: int
+    total_at_start: int | None
+    next_line: float
+    is_estimate: bool = False
+
+
+def _log_progress(command: str) -> Progress:
+    """Return a function that logs a stage every minute, and its end."""
+    stages: dict[str, _Stage] = {}
+
+    def report(stage_name: str, completed: int, total: int | None, unit: str) -> None:
         now = time.monotonic()
-        start, before, first = starts.setdefault(stage, (now, done, total))
-        if total != first:
-            estimated.add(stage)
-        at_end = done == total
-        if now < due.setdefault(stage, now + FIRST) and not at_end:
+        if stage_name not in stages:
+            stages[stage_name] = _Stage(
+                start=now,
+                completed_at_start=completed,
+                total_at_start=total,
+                next_line=now + FIRST_LINE_SECONDS,
+            )
+        stage = stages[stage_name]
+        if total != stage.total_at_start:
+            stage.is_estimate = True
+        if now < stage.next_line and completed != total:
             return
-        due[stage] = now + SECONDS
-        text = f"{command}: {_name_pass(stage, starts)} {done:,}"
-        if total and not at_end:
-            text += f" of {'about ' if stage in estimated else ''}{total:,}"
-        text += f" {unit}"
-        if done > before and now > start:
-            rate = (done - before) / (now - start)
-            text += f", {rate:,.0f}/s"
-            if total and total > done and now > start + SETTLED:
-                text += f", {timedelta(seconds=round((total - done) / rate))} left"
-        log.info("%s", text)
+        stage.next_line = now + LINE_SECONDS
+        name = _stage_name(stage_name, is_second_pass="compare" in stages)
+        amount = _describe_amount(stage, completed, total)
+        speed = _describe_speed(stage, now, completed, total)
+        log.info("%s", f"{command}: {name} {amount} {unit}{speed}")
 
     return report
+
+
+def _describe_amount(stage: _Stage, completed: int, total: int | None) -> str:
+    """Return ``325 of about 1,100``; the end of a stage needs no total."""
+    if not total or completed == total:
+        return f"{completed:,}"
+    if stage.is_estimate:
+        return f"{completed:,} of about {total:,}"
+    return f"{completed:,} of {total:,}"
+
+
+def _describe_speed(
+    stage: _Stage, now: float, completed: int, total: int | None
+) -> str:
+    """Return ``, 5/s, 0:02:15 left``, or the parts of it that can be known."""
+    seconds = now - stage.start
+    if completed <= stage.completed_at_start or seconds <= 0:
+        return ""
+    rate = (completed - stage.completed_at_start) / seconds
+    text = f", {rate:,.0f}/s"
+    if total and total > completed and seconds > SETTLED_SECONDS:
+        text += f", {timedelta(seconds=round((total - completed) / rate))} left"
+    return text

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from packstore.cli.common import add_flags, add_settings
+from packstore.cli.arguments import add_settings
 from packstore.config.training import TrainModelConfig
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--model``, and the arguments of precision, attention, device and
+    """Add ``--model``, and the arguments of precision, attention, device and
     batching.
     """
     group = parser.add_argument_group("model")
@@ -24,45 +25,65 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--model",
         required=True,
         metavar="PATH",
-        help="folder or hub name, or a LoRA adapter",
+        help="folder or hub name of a model, or a LoRA adapter",
     )
-    names = ("dtype", "attention", "head", "compile")
-    add_settings(parser, "precision", TrainModelConfig, names)
+    group.add_argument(
+        "--use-cpu",
+        action="store_true",
+        help="run on the CPU (default: one GPU per rank, if any)",
+    )
+    group.add_argument(
+        "--packs-per-batch", type=int, metavar="N", help="packs per batch (default: 1)"
+    )
+    group.add_argument(
+        "--tokens-per-batch",
+        type=int,
+        metavar="N",
+        help="tokens per batch, instead of packs",
+    )
+    setting_names = ("dtype", "attention", "head", "compile")
+    add_settings(parser, "precision", TrainModelConfig, setting_names)
+    parser.set_defaults(
+        **{name: getattr(TrainModelConfig, name) for name in setting_names}
+    )
     parser.add_argument(
         "--mixed-precision",
         choices=("auto", "none", "bf16"),
         default="auto",
-        help="auto: bf16 where it is fast",
+        help="autocast; auto: bf16 where it is fast (default: auto)",
     )
-    parser.set_defaults(**{name: getattr(TrainModelConfig, name) for name in names})
-    flags = {
-        "--use-cpu": "default: one GPU per rank, where there are any",
-        "--packs-per-batch N": "packs of one batch (default: 1)",
-        "--tokens-per-batch N": "instead: tokens",
-    }
-    add_flags(group, flags)
 
 
 def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns those arguments that inference on packs takes as keywords."""
-    names = ("mixed_precision", "head", "packs_per_batch", "tokens_per_batch")
-    return {name: getattr(args, name) for name in names}
+    """Return the arguments that inference on packs takes as keywords."""
+    return {
+        "mixed_precision": args.mixed_precision,
+        "head": args.head,
+        "packs_per_batch": args.packs_per_batch,
+        "tokens_per_batch": args.tokens_per_batch,
+    }
 
 
-def loaded(
-    args: argparse.Namespace, path: str, device: torch.device, scores: bool = False
+def load_on_device(
+    args: argparse.Namespace,
+    path: str,
+    device: torch.device,
+    needs_scores: bool = False,
 ) -> Any:
-    """Loads the model at `path` with the dtype and attention of the arguments, on
-    `device`.
+    """Load a model, with the dtype and attention of the arguments.
+
+    Args:
+        path: folder or hub name.
+        needs_scores: load a reward model.
     """
-    join_logs()
+    redirect_transformers_logs()
     from packstore.torch.models.compiled import compile_if_requested
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.provenance import choose_autocast
 
     model = load_model(
-        path, dtype=args.dtype, attention=args.attention, scores=scores
+        path, dtype=args.dtype, attention=args.attention, scores=needs_scores
     ).to(device)
     autocast = choose_autocast(args.mixed_precision, model)
     with autocast():
@@ -71,28 +92,34 @@ def loaded(
     return model
 
 
-def join_logs() -> None:
-    """Makes transformers log as packstore does, without what would break up our lines:
-    bars, and its table of weights, of which `load_model` says what matters.
+def redirect_transformers_logs() -> None:
+    """Send the log records of transformers to our handler.
+
+    Its progress bars and its table of loaded weights would break up our lines;
+    `load_model` reports the weights that matter.
     """
     with suppress(ImportError):
-        from transformers.utils import logging
+        from transformers.utils import logging as transformers_logging
 
-        logging.disable_progress_bar()
-        logging.disable_default_handler()
-        logging.enable_propagation()
-        loading = logging.get_logger("transformers.modeling_utils")
-        loading.addFilter(lambda record: "LOAD REPORT" not in record.getMessage())
+        transformers_logging.disable_progress_bar()
+        transformers_logging.disable_default_handler()
+        transformers_logging.enable_propagation()
+        loading = transformers_logging.get_logger("transformers.modeling_utils")
+        loading.addFilter(_is_no_load_report)
+
+
+def _is_no_load_report(record: logging.LogRecord) -> bool:
+    return "LOAD REPORT" not in record.getMessage()
 
 
 @contextmanager
 def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
-    """Connects the ranks of a launcher, as a training does, and yields the device of
-    this rank.
+    """Connect the ranks of a launcher, as a training does; yield the device of this
+    rank.
     """
-    # It keeps the process group that exists at its import. Imported later, by
-    # transformers, it would keep the group's threads alive, which may abort the process
-    # at exit.
+    # This module keeps a reference to the process group that exists at its import. If
+    # transformers imported it later, the reference would keep the threads of the group
+    # alive, which may abort the process at exit.
     import torch.distributed.nn
     from accelerate import PartialState
 
@@ -107,5 +134,5 @@ def process_group(args: argparse.Namespace) -> Iterator[torch.device]:
 
 
 def is_main_rank() -> bool:
-    """Returns True on the rank that prints."""
+    """Return True on the rank that prints."""
     return os.environ.get("RANK", "0") == "0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from packstore.cli import command
+from packstore.cli import Command, build_parser
 from packstore.errors import MissingExtraError, sentence
 
 SHELLS = ("bash", "zsh", "fish")
@@ -16,19 +16,27 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@command(
-    _configure,
-    "  packstore completion bash > "
-    "~/.local/share/bash-completion/completions/packstore\n"
-    "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
-)
-def _completion(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     try:
         import shtab
     except ImportError as error:
-        rule, remedy = "the package shtab writes it", "Run: pip install shtab"
-        raise MissingExtraError(sentence("completion", rule, "none", remedy)) from error
-    from packstore.cli import parser
+        raise MissingExtraError(
+            sentence(
+                "completion",
+                rule="the package shtab writes the script",
+                found="none",
+                remedy="Run: pip install shtab",
+            )
+        ) from error
 
-    print(shtab.complete(parser(), args.shell))
+    print(shtab.complete(build_parser(), args.shell))
     return 0
+
+
+COMPLETION = Command(
+    configure=_configure,
+    run=_run,
+    examples="  packstore completion bash > "
+    "~/.local/share/bash-completion/completions/packstore\n"
+    "  packstore completion fish > ~/.config/fish/completions/packstore.fish\n",
+)

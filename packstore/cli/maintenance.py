@@ -1,4 +1,4 @@
-"""``packstore clean`` and ``verify``: look after datasets."""
+"""``packstore clean`` and ``packstore verify``: look after datasets."""
 
 from __future__ import annotations
 
@@ -6,107 +6,158 @@ import argparse
 import dataclasses
 import re
 from collections import Counter
+from typing import TYPE_CHECKING
 
-from packstore.cli import command, common
-from packstore.cli._messages import progress_of
+from packstore.cli import Command
+from packstore.cli._messages import show_progress
+from packstore.cli.arguments import add_dataset, add_json, open_dataset
+from packstore.cli.output import print_outcome, print_result, stdout_console
 from packstore.errors import ConfigError, visible_line
 
-_UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_SHOWN = 40
+if TYPE_CHECKING:
+    from packstore.io.dataset.verify import VerifyReport
+    from packstore.io.versions.clean import CleanReport
+
+SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+MAX_LISTED = 40
+"""Files that `clean` lists without ``--all``."""
 
 
 def _configure_clean(parser: argparse.ArgumentParser) -> None:
-    flags = {
-        "--delete": "remove the files; else list them",
-        "--keep-versions N": "keep the N newest versions only",
-        "--older-than AGE": "spare what is younger (7d)",
-        "--no-writers": "no job writes there, anywhere: any age is allowed",
-        "--all": "list every file",
-    }
-    common.add_dataset(parser)
-    common.add_flags(parser, flags, older_than="7d")
-    common.add_json(parser)
+    add_dataset(parser)
+    parser.add_argument(
+        "--delete",
+        action="store_true",
+        help="remove the files (default: only list them)",
+    )
+    parser.add_argument(
+        "--keep-versions",
+        type=int,
+        metavar="N",
+        help="keep only the N newest versions (default: all)",
+    )
+    parser.add_argument(
+        "--older-than",
+        metavar="AGE",
+        default="7d",
+        help="keep younger files, e.g. 12h (default: 7d)",
+    )
+    parser.add_argument(
+        "--no-writers",
+        action="store_true",
+        help="promise that no job writes there: allows any age",
+    )
+    parser.add_argument(
+        "--all", action="store_true", help="list every file, not only the first 40"
+    )
+    add_json(parser)
 
 
-@command(
-    _configure_clean,
-    "  packstore clean s3://bucket/prefs-8k --delete\n"
-    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
-    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
-)
-def _clean(args: argparse.Namespace) -> int:
+def _run_clean(args: argparse.Namespace) -> int:
     from packstore.io.versions.clean import clean
 
-    age = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", args.older_than)
-    if age is None:
-        raise ConfigError(
-            "--older-than must be a number and s, m, h or d; found "
-            f"{args.older_than!r}."
-        )
     report = clean(
         args.dataset,
         delete=args.delete,
         keep_versions=args.keep_versions,
-        older_than=float(age[1]) * _UNITS[age[2]],
+        older_than=_parse_age(args.older_than),
         no_writers=args.no_writers,
         storage_options=args.storage_option,
     )
     if args.json:
-        common.print_result(report)
-        return 0
-    console = common.stdout_console()
-    shown = report.leftovers if args.all else report.leftovers[:_SHOWN]
-    for item in shown:
+        print_result(report)
+    else:
+        _print_clean_report(report, lists_all=args.all)
+    return 0
+
+
+def _parse_age(text: str) -> float:
+    """Return the seconds of an age such as ``7d``."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text)
+    if match is None:
+        raise ConfigError(
+            f"--older-than must be a number and s, m, h or d; found {text!r}."
+        )
+    number, unit = match.groups()
+    return float(number) * SECONDS_PER_UNIT[unit]
+
+
+def _print_clean_report(report: CleanReport, lists_all: bool) -> None:
+    console = stdout_console()
+    num_listed = len(report.leftovers) if lists_all else MAX_LISTED
+    for item in report.leftovers[:num_listed]:
         spared = f" (spared: {item.spared})" if item.spared else ""
         console.print(
             f"{visible_line(item.path)}  {item.bytes:,} bytes  {item.why}{spared}"
         )
-    for why, count in Counter(
-        item.why for item in report.leftovers[len(shown) :]
-    ).items():
+    unlisted = Counter(item.why for item in report.leftovers[num_listed:])
+    for why, count in unlisted.items():
         console.print(f"… and {count:,} more: {why}")
+
     if not report.lists_uploads and "://" in report.url:
         console.print("unfinished uploads: this store does not list them", style="dim")
     if report.writer:
         console.print(
-            f"{visible_line(report.writer)} may be writing here: only its age spares "
-            "what it wrote"
+            f"{visible_line(report.writer)} may be writing here: only the age of its "
+            "files protects them"
         )
+
     files = report.removable
-    amount = f"{len(files):,} files, {sum(item.bytes for item in files):,} bytes"
+    amount = f"{len(files):,} files, {sum(file.bytes for file in files):,} bytes"
     if not files:
         console.print("nothing to remove", style="green")
     elif report.deleted:
         console.print(f"removed {amount}", style="green")
     else:
-        console.print(f"would remove {amount}; --delete does")
-    return 0
+        console.print(f"would remove {amount}; --delete removes them")
+
+
+CLEAN = Command(
+    configure=_configure_clean,
+    run=_run_clean,
+    examples="  packstore clean s3://bucket/prefs-8k --delete\n"
+    "  packstore clean prefs-8k --keep-versions 2 --delete\n"
+    "  packstore clean prefs-8k --older-than 0 --no-writers --delete\n",
+)
 
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
-    common.add_dataset(parser, versions=True)
-    common.add_flags(
-        parser, {"--jobs N": "shards read at once (default: by the cores)"}
+    add_dataset(parser, versions=True)
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        metavar="N",
+        help="shards read at the same time (default: by the cores)",
     )
-    common.add_json(parser)
+    add_json(parser)
 
 
-@command(_configure_verify, "  packstore verify s3://bucket/prefs-8k && train\n")
-def _verify(args: argparse.Namespace) -> int:
-    dataset = common.open_dataset(args)
-    with progress_of("verify", args) as progress:
+def _run_verify(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    with show_progress("verify", args) as progress:
         report = dataset.verify(progress, jobs=args.jobs)
     if args.json:
-        return common.print_outcome(report.ok, dataclasses.asdict(report))
-    console = common.stdout_console()
+        return print_outcome(report.ok, dataclasses.asdict(report))
+    _print_verify_report(report)
+    return 0 if report.ok else 1
+
+
+def _print_verify_report(report: VerifyReport) -> None:
+    console = stdout_console()
     for problem in report.problems:
         console.print(problem, style="red")
+    verdict = "ok" if report.ok else f"{len(report.problems):,} problems"
     totals = report.totals
     console.print(
-        f"{'ok' if report.ok else f'{len(report.problems):,} problems'}: "
-        f"{report.shards:,} shards, "
-        f"{totals.packs:,} packs, {totals.examples:,} examples, {totals.tokens:,} "
-        "tokens",
+        f"{verdict}: {report.shards:,} shards, {totals.packs:,} packs, "
+        f"{totals.examples:,} examples, {totals.tokens:,} tokens",
         style="green" if report.ok else "red",
     )
-    return 0 if report.ok else 1
+
+
+VERIFY = Command(
+    configure=_configure_verify,
+    run=_run_verify,
+    examples="  packstore verify s3://bucket/prefs-8k && train\n",
+)

@@ -14,69 +14,95 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from rich.text import Text
 
-from packstore.cli import command, common
+from packstore.cli import Command
+from packstore.cli.arguments import add_dataset, add_json, open_dataset
+from packstore.cli.output import print_json, stdout_console
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
 from packstore.pages.packs import (
-    MOST_BYTES,
-    MOST_PACKS,
+    MAX_BYTES,
+    MAX_PACKS,
     PackReader,
     columns_of,
-    pack_page,
+    embedded_page,
+    split_by_supervision,
 )
 from packstore.pages.server import PackServer
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
 
-_STYLES = {"chosen": "green", "rejected": "red"}
-_RESPONSE, _PROMPT, _UNSUPERVISED = "cyan", "dim", "yellow"
-_LEGEND = {
-    "prompt": _PROMPT,
-    **{f"{side}, supervised": style for side, style in _STYLES.items()},
-    "other response, supervised": _RESPONSE,
-    "in a response, not supervised": _UNSUPERVISED,
-}
+SIDE_STYLES = {"chosen": "green", "rejected": "red"}
+RESPONSE_STYLE = "cyan"
+PROMPT_STYLE = "dim"
+UNSUPERVISED_STYLE = "yellow"
 
-_TEXT = {
-    "--tokenizer PATH": "path or hub name; default: the dataset's",
-    "--ids": "token ids instead of text",
+LEGEND = {
+    "prompt": PROMPT_STYLE,
+    "chosen, supervised": SIDE_STYLES["chosen"],
+    "rejected, supervised": SIDE_STYLES["rejected"],
+    "other response, supervised": RESPONSE_STYLE,
+    "in a response, not supervised": UNSUPERVISED_STYLE,
 }
-"""Flags of both commands."""
+"""Kind of a token -> its style on a terminal."""
 
 log = logging.getLogger("packstore")
 
 
-def _reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
-    """Returns the reader of packs, with texts unless ids are asked for."""
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="path or hub name (default: the dataset's)",
+    )
+    parser.add_argument(
+        "--ids", action="store_true", help="show token ids instead of text"
+    )
+
+
+def _make_reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
+    """Return the reader of packs, with texts unless ids are requested."""
     if args.ids:
-        return PackReader(dataset, None)
+        return PackReader(dataset, decode=None)
     from packstore.tokenizer import recorded_tokenizer
 
-    remedy = "Give --tokenizer PATH or NAME, or --ids"
-    recorded = dataset.manifest.provenance
-    tokenizer = recorded_tokenizer(recorded, args.tokenizer, dataset.url, remedy)
+    tokenizer = recorded_tokenizer(
+        dataset.manifest.provenance,
+        args.tokenizer,
+        dataset.url,
+        "Give --tokenizer PATH or NAME, or --ids",
+    )
     return PackReader(dataset, tokenizer.decode)
 
 
 def _configure_show(parser: argparse.ArgumentParser) -> None:
-    common.add_dataset(parser, versions=True)
-    flags = {"--pack N": "first pack to show", "--count N": "packs to show", **_TEXT}
-    common.add_flags(parser, flags, pack=0, count=1)
-    common.add_json(parser)
-    bound = f"at most {MOST_PACKS} or {MOST_BYTES // 1_000_000} MB"
-    common.add_flags(parser, {"--html FILE": f"write a page instead, {bound}"})
+    add_dataset(parser, versions=True)
+    parser.add_argument(
+        "--pack",
+        type=int,
+        metavar="N",
+        default=0,
+        help="first pack to show (default: 0)",
+    )
+    parser.add_argument(
+        "--count",
+        type=int,
+        metavar="N",
+        default=1,
+        help="number of packs (default: 1)",
+    )
+    _add_text_arguments(parser)
+    add_json(parser)
+    parser.add_argument(
+        "--html",
+        metavar="FILE",
+        help=f"write a page, at most {MAX_PACKS} packs or {MAX_BYTES // 1_000_000} MB",
+    )
 
 
-@command(
-    _configure_show,
-    "  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer t.json\n"
-    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
-    "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
-)
-def _show(args: argparse.Namespace) -> int:
-    dataset = common.open_dataset(args)
+def _run_show(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
     if not 0 <= args.pack < len(dataset):
         raise ConfigError(
             f"--pack must lie in 0..{len(dataset) - 1}; found {args.pack}."
@@ -85,118 +111,151 @@ def _show(args: argparse.Namespace) -> int:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
-    reader, m = _reader(args, dataset), dataset.manifest
+
+    reader = _make_reader(args, dataset)
     numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
     if args.html:
-        page, left_out = pack_page(reader, numbers)
+        page, omission = embedded_page(reader, numbers)
         frame.write(args.html, page)
-        if left_out:
-            log.warning("%s", left_out)
+        if omission:
+            log.warning("%s", omission)
     elif args.json:
-        about = {
-            "url": dataset.url,
-            "kind": m.kind,
-            "layout": m.layout,
-            "pack_size": m.pack_size,
-        }
-        packs = [_plain(reader, number) for number in numbers]
-        common.print_json(json.dumps({**about, "packs": packs}) + "\n")
+        _print_packs_as_json(reader, numbers)
     else:
-        console = common.stdout_console()
-        legend = [Text(part, style) for part, style in _LEGEND.items()]
-        if not console.is_terminal:
-            legend = [Text("supervised text stands in ⟦ ⟧")]
-        form = m.provenance.get("reading", {}).get("form")
-        if form:
-            legend.append(Text(f"records: {visible(str(form))}"))
-        console.print(Text("  ").join(legend))
-        for number in numbers:
-            for line in _lines(reader, number, console.is_terminal):
-                console.print(line)
+        _print_packs(reader, numbers)
     return 0
 
 
-def _plain(reader: PackReader, number: int) -> dict[str, Any]:
-    """Returns a pack with the ids, labels and text of each stored segment, as a JSON
-    value.
-    """
+def _print_packs_as_json(reader: PackReader, numbers: range) -> None:
+    m = reader.dataset.manifest
+    value = {
+        "url": reader.dataset.url,
+        "kind": m.kind,
+        "layout": m.layout,
+        "pack_size": m.pack_size,
+        "packs": [_pack_as_json(reader, number) for number in numbers],
+    }
+    print_json(json.dumps(value) + "\n")
+
+
+def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
+    """Return a pack with the ids, labels and text of each stored segment."""
     pack = reader.read(number)
     sequences = reader.sequences(pack)
     for sequence in sequences:
-        signed = pack.signed_ids[sequence["start"] : sequence["stop"]]
-        ids = ids_of(signed).tolist()
+        signed_ids = pack.signed_ids[sequence["start"] : sequence["stop"]]
+        ids = ids_of(signed_ids).tolist()
+        labels = np.where(signed_ids < 0, IGNORE_INDEX, signed_ids)
         sequence["input_ids"] = ids
-        sequence["labels"] = np.where(signed < 0, IGNORE_INDEX, signed).tolist()
+        sequence["labels"] = labels.tolist()
         if reader.decode is not None:
             sequence["text"] = reader.decode(ids)
     return {"number": number, "sequences": sequences, "columns": columns_of(pack)}
 
 
-def _lines(reader: PackReader, number: int, colour: bool) -> list[Text]:
-    """Returns the lines of a pack: its head, and a title and the text of each
+def _print_packs(reader: PackReader, numbers: range) -> None:
+    console = stdout_console()
+    if console.is_terminal:
+        legend = [Text(name, style) for name, style in LEGEND.items()]
+    else:
+        legend = [Text("supervised text stands in ⟦ ⟧")]
+    form = reader.dataset.manifest.provenance.get("reading", {}).get("form")
+    if form:
+        legend.append(Text(f"records: {visible(str(form))}"))
+    console.print(Text("  ").join(legend))
+
+    for number in numbers:
+        for line in _pack_lines(
+            reader, number, marks_supervised=not console.is_terminal
+        ):
+            console.print(line)
+
+
+def _pack_lines(reader: PackReader, number: int, marks_supervised: bool) -> list[Text]:
+    """Return the lines of a pack: a heading, and a title and the text of each
     sequence.
     """
     pack = reader.read(number)
-    head = (
+    heading = (
         f"pack {number}: {len(pack.signed_ids)} of {reader.dataset.manifest.pack_size} "
-        "tokens, "
-        f"{len(pack.num_responses)} examples, {len(pack.seq_boundaries) - 1} segments"
+        f"tokens, {len(pack.num_responses)} examples, {len(pack.seq_boundaries) - 1} "
+        "segments"
     )
-    lines = [Text(head, "bold")]
+    lines = [Text(heading, "bold")]
     for sequence in reader.sequences(pack):
-        start, stop, side = sequence["start"], sequence["stop"], sequence["side"]
-        title = (
-            f"{sequence['place']} · {side} · reward {sequence['reward']:g} · tokens "
-        )
-        title += f"{start}–{stop}"
-        if omitted := sequence["length"] - (stop - start):
-            title += f" · first {omitted} shared with the first segment"
-        lines += [Text(title, "blue"), _painted(reader, pack, sequence, colour)]
+        lines.append(Text(_sequence_title(sequence), "blue"))
+        lines.append(_sequence_text(reader, pack, sequence, marks_supervised))
     return lines
 
 
-def _painted(
-    reader: PackReader, pack: Packs, sequence: dict[str, Any], colour: bool
+def _sequence_title(sequence: dict[str, Any]) -> str:
+    start = sequence["start"]
+    stop = sequence["stop"]
+    title = (
+        f"{sequence['place']} · {sequence['side']} · reward {sequence['reward']:g} · "
+        f"tokens {start}–{stop}"
+    )
+    num_shared = sequence["length"] - (stop - start)
+    if num_shared:
+        title += f" · first {num_shared} shared with the first segment"
+    return title
+
+
+def _sequence_text(
+    reader: PackReader, pack: Packs, sequence: dict[str, Any], marks_supervised: bool
 ) -> Text:
-    """Decodes a segment; runs of tokens with the same role are decoded together."""
-    signed = pack.signed_ids[sequence["start"] : sequence["stop"]]
-    edges = np.flatnonzero(np.diff(signed >= 0)) + 1
+    """Return the text of a segment, decoded from one change of supervision to the
+    next.
+    """
+    signed_ids = pack.signed_ids[sequence["start"] : sequence["stop"]]
     text = Text()
-    for i, run in enumerate(np.split(signed, edges)):
+    for i, run in enumerate(split_by_supervision(signed_ids)):
         ids = ids_of(run).tolist()
-        plain = (
-            " ".join(map(str, ids))
-            if reader.decode is None
-            else visible(reader.decode(ids))
-        )
-        if run[0] >= 0:
-            style = _STYLES.get(sequence["side"], _RESPONSE)
-            text.append(plain if colour else f"⟦{plain}⟧", style)
+        if reader.decode is None:
+            run_text = " ".join(str(token) for token in ids)
         else:
-            text.append(plain, _UNSUPERVISED if i else _PROMPT)
+            run_text = visible(reader.decode(ids))
+
+        is_supervised = run[0] >= 0
+        if is_supervised:
+            style = SIDE_STYLES.get(sequence["side"], RESPONSE_STYLE)
+            text.append(f"⟦{run_text}⟧" if marks_supervised else run_text, style)
+        else:
+            text.append(run_text, PROMPT_STYLE if i == 0 else UNSUPERVISED_STYLE)
     return text
 
 
-def _configure_view(parser: argparse.ArgumentParser) -> None:
-    common.add_dataset(parser, versions=True)
-    flags = {
-        **_TEXT,
-        "--port N": "on 127.0.0.1; default: any free one",
-        "--no-browser": "only print the address",
-    }
-    common.add_flags(parser, flags, port=0)
-
-
-@command(
-    _configure_view, "  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n"
+SHOW = Command(
+    configure=_configure_show,
+    run=_run_show,
+    examples="  packstore show s3://bucket/prefs-8k --pack 17 --count 2 --tokenizer "
+    "t.json\n"
+    "  packstore show prefs-8k --pack 100 --count 50 --html packs.html\n"
+    "  packstore show prefs-8k --json | jq '.packs[0].sequences'\n",
 )
-def _view(args: argparse.Namespace) -> int:
-    reader = _reader(args, common.open_dataset(args))
+
+
+def _configure_view(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser, versions=True)
+    _add_text_arguments(parser)
+    parser.add_argument(
+        "--port",
+        type=int,
+        metavar="N",
+        default=0,
+        help="port on 127.0.0.1 (default: any free one)",
+    )
+    parser.add_argument(
+        "--no-browser", action="store_true", help="only print the address"
+    )
+
+
+def _run_view(args: argparse.Namespace) -> int:
+    reader = _make_reader(args, open_dataset(args))
     with PackServer(reader, args.port) as server:
         print(f"{server.url} (Ctrl-C ends it)", flush=True)
         if not args.no_browser:
-            # A text browser would run in the foreground, so that it must not keep
-            # others waiting.
+            # In a thread, as a text browser runs in the foreground until it is closed.
             threading.Thread(
                 target=webbrowser.open, args=(server.url,), daemon=True
             ).start()
@@ -205,3 +264,10 @@ def _view(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print("\nended")
     return 0
+
+
+VIEW = Command(
+    configure=_configure_view,
+    run=_run_view,
+    examples="  packstore view s3://bucket/prefs-8k --port 8765 --no-browser\n",
+)

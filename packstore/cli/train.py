@@ -5,12 +5,49 @@ from __future__ import annotations
 import argparse
 import sys
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from packstore.cli import command, common
-from packstore.cli._model import is_main_rank, join_logs
+from packstore.cli import Command
+from packstore.cli._model import is_main_rank, redirect_transformers_logs
+from packstore.cli.arguments import (
+    add_json,
+    add_settings,
+    json_or_text,
+    read_settings,
+)
+from packstore.cli.output import print_facts
 from packstore.config.job import read_yaml
 from packstore.config.training import TrainConfig, TrainModelConfig
+
+if TYPE_CHECKING:
+    from packstore.torch.training.train import TrainResult
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "config",
+        nargs="?",
+        metavar="CONFIG",
+        help="YAML file of settings; flags override it",
+    )
+    parser.add_argument(
+        "--example",
+        choices=("dpo", "sft", "reward"),
+        help="print a CONFIG to begin with",
+    )
+    parser.add_argument(
+        "--help-all",
+        nargs=0,
+        action=_HelpAll,
+        help="also list all of TrainingArguments",
+    )
+    add_json(parser)
+    add_settings(parser, "model, data and loss", TrainModelConfig)
+    names = [name for name in TrainConfig.names() if name != "arguments"]
+    add_settings(parser, "transformers' TrainingArguments", TrainConfig, names)
+    # Another flag may be a field of TrainingArguments: only then is transformers
+    # imported, which takes seconds.
+    parser.set_defaults(add_further_flags=_add_transformers_flags)
 
 
 class _HelpAll(argparse.Action):
@@ -52,63 +89,33 @@ def _add_transformers_flags(parser: argparse.ArgumentParser) -> None:
             f"--{name.replace('_', '-')}",
             dest=name,
             action=_TransformersField,
-            type=common.json_or_text,
+            type=json_or_text,
             metavar="VALUE",
             help="",
         )
 
 
-def _configure_train(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "config",
-        nargs="?",
-        metavar="CONFIG",
-        help="YAML file of settings; flags override it",
-    )
-    parser.add_argument(
-        "--example",
-        choices=("dpo", "sft", "reward"),
-        help="print a CONFIG to begin with",
-    )
-    parser.add_argument(
-        "--help-all",
-        nargs=0,
-        action=_HelpAll,
-        help="also list all of TrainingArguments",
-    )
-    common.add_json(parser)
-    common.add_settings(parser, "model, data and loss", TrainModelConfig)
-    own = [name for name in TrainConfig.names() if name != "arguments"]
-    common.add_settings(parser, "of transformers' TrainingArguments", TrainConfig, own)
-    # transformers is imported only for a flag that is not one of those above.
-    parser.set_defaults(add_further_flags=_add_transformers_flags)
-
-
-@command(
-    _configure_train,
-    "  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir run-2\n"
-    "  packstore train dpo.yaml --report-to tensorboard\n"
-    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft "
-    "--output-dir sft\n"
-    "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
-)
-def _train(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace) -> int:
     if args.example:
         example = files("packstore.cli").joinpath("examples", f"{args.example}.yaml")
         sys.stdout.write(example.read_text(encoding="utf-8"))
         return 0
+
     settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
-    settings |= common.read_settings(args, TrainConfig)
+    settings |= read_settings(args, TrainConfig)
     settings |= getattr(args, "transformers_fields", {})
     config = TrainConfig.of(**settings)
-    outcome = _run(config)
+
+    result, has_trained = _train(config)
     if is_main_rank():
-        common.print_table(args, *outcome)
+        verdict = "trained" if has_trained else "already finished:"
+        title = f"{verdict} {config.output_dir}"
+        print_facts(args, title, _facts(result), result)
     return 0
 
 
-def _run(config: TrainConfig) -> common.Result:
-    """Train, or find the run already finished; return the table and its title."""
+def _train(config: TrainConfig) -> tuple[TrainResult, bool]:
+    """Train; return False beside the result if the run was finished before."""
     from transformers import TrainerCallback
 
     from packstore.torch import train
@@ -116,22 +123,32 @@ def _run(config: TrainConfig) -> common.Result:
     first_steps: list[int] = []
 
     class FirstStep(TrainerCallback):  # type: ignore[misc]
-        """Remembers the step at which training begins, or goes on."""
+        """Remembers the step at which training starts or resumes."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             first_steps.append(state.global_step)
 
-    join_logs()
+    redirect_transformers_logs()
     result = train(config, callbacks=[FirstStep()])
+    return result, first_steps != [result.step]
 
-    figures = {**result.metrics, **result.evaluation}
-    figures.pop("examples", None)  # only of the last record
-    rows: dict[str, object] = {
-        "steps": result.step,
-        "examples": result.examples,
-        **{name: f"{value:.6g}" for name, value in figures.items()},
-        "model": str(result.model),
-    }
-    has_trained = first_steps != [result.step]
-    title = "trained" if has_trained else "already finished:"
-    return f"{title} {config.output_dir}", rows, result
+
+def _facts(result: TrainResult) -> dict[str, object]:
+    facts: dict[str, object] = {"steps": result.step, "examples": result.examples}
+    for name, value in {**result.metrics, **result.evaluation}.items():
+        if name != "examples":  # it counts only the last record
+            facts[name] = f"{value:.6g}"
+    facts["model"] = str(result.model)
+    return facts
+
+
+TRAIN = Command(
+    configure=_configure,
+    run=_run,
+    examples="  packstore train dpo.yaml --learning-rate 5e-7 --loss ipo --output-dir "
+    "run-2\n"
+    "  packstore train dpo.yaml --report-to tensorboard\n"
+    "  packstore train --model Qwen3-0.6B --train-dataset chats-8k --loss sft "
+    "--output-dir sft\n"
+    "  accelerate launch -m packstore train dpo.yaml        # several GPUs or nodes\n",
+)

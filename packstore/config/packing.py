@@ -86,7 +86,7 @@ class TokenizeConfig(SizeConfig):
         None, "render plain text as a chat (default: no, and warn)"
     )
     append_eos: bool | None = setting(
-        None, "append EOS to responses (default: to plain text)"
+        None, "append EOS to responses (default: for plain text)"
     )
     add_bos: bool | None = setting(None, "prepend BOS (default: as the tokenizer says)")
     supervised_turns: Literal["all", "last"] = setting(

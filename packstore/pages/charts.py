@@ -59,7 +59,7 @@ def histogram(title: str, values: npt.NDArray[np.generic]) -> str:
     """Return a histogram with bars of equal width.
 
     If few values are far above the others, the last bar holds all of them, and a note
-    says so.
+    explains it.
 
     Args:
         title: the caption.
@@ -148,7 +148,7 @@ def _ticks(low: float, high: float) -> list[float]:
     `high`.
     """
     if high - low <= 1e-4 * max(abs(high), abs(low)):
-        # Six digits could not tell such numbers apart: put them in the middle.
+        # Six digits would not distinguish such numbers: put them in the middle.
         low -= abs(low) / 2
         high += abs(high) / 2
 

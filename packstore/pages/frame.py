@@ -1,4 +1,4 @@
-"""The frame of every page: texts, style, sections, tables; nothing is loaded from
+"""The frame of every page: texts, style, sections, tables. Pages load nothing from
 elsewhere.
 """
 
@@ -16,24 +16,23 @@ from pathlib import Path
 from packstore.errors import StorageError
 from packstore.version import VERSION
 
-_HIDDEN = re.compile(
+_INVISIBLE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
     "\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
 )
+"""Controls, marks of direction, other characters without a shape, and surrogates."""
 
-_ESCAPED = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
+_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "<>&"}
 
 
-def shown(text: str) -> str:
-    """Returns `text` with controls, marks of direction, surrogates as ``\\x1b``,
-    ``\\u202e``.
-    """
-    return _HIDDEN.sub(lambda match: ascii(match[0])[1:-1], text)
+def escape_invisible(text: str) -> str:
+    """Return `text` with invisible characters as ``\\x1b``, ``\\u202e``."""
+    return _INVISIBLE.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def as_html(text: str) -> str:
-    """Returns `text` as HTML that is only text."""
-    return escape(shown(text))
+    """Return `text` as HTML that is only text."""
+    return escape(escape_invisible(text))
 
 
 def page(
@@ -46,28 +45,35 @@ def page(
     data: object = None,
     connect: bool = False,
 ) -> str:
-    """Returns a whole page, whose policy (CSP) permits its own style and script only.
+    """Return a complete page. Its policy (CSP) permits its own style and script only.
 
-    `data` is a JSON value for the script, which may not contain ``</script``; with
-    `connect` it may ask the server that the page came from.
+    Args:
+        title, subtitle: the heading, and the line below it.
+        sections: HTML, as of :func:`section`.
+        style: CSS beside the common one.
+        script: JavaScript that must not contain ``</script``.
+        data: a JSON value for the script.
+        connect: the script may send requests to the server of the page.
     """
     css = asset("style.css") + style
-    policy = (
-        f"default-src 'none'; style-src '{_digest(css)}'; base-uri 'none'; "
-        "form-action 'none'"
-    )
+    policy = [
+        "default-src 'none'",
+        f"style-src '{_digest(css)}'",
+        "base-uri 'none'",
+        "form-action 'none'",
+    ]
     scripts = ""
     if script:
-        policy += f"; script-src '{_digest(script)}'" + (
-            "; connect-src 'self'" if connect else ""
-        )
+        policy.append(f"script-src '{_digest(script)}'")
         scripts = (
             f'<script type="application/json" id="data">{embedded(data)}</script>\n'
+            f"<script>{script}</script>\n"
         )
-        scripts += f"<script>{script}</script>\n"
+    if connect:
+        policy.append("connect-src 'self'")
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        f'<meta http-equiv="Content-Security-Policy" content="{"; ".join(policy)}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{as_html(title)}</title>\n<style>{css}</style></head><body>\n"
         f'<h1 dir="auto">{as_html(title)}</h1>\n'
@@ -78,53 +84,56 @@ def page(
 
 
 def embedded(value: object) -> str:
-    """Returns `value` as JSON in ASCII that cannot end its script element, or open
-    another.
+    """Return `value` as JSON in ASCII, without characters that could end its script
+    element or open another.
     """
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).translate(_ESCAPED)
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return text.translate(_ESCAPES)
 
 
 def asset(name: str) -> str:
-    """Returns the text of a style sheet or script of this folder."""
+    """Return the text of a style sheet or script of this folder."""
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def section(title: str, *content: str) -> str:
-    """Returns a heading with its content."""
+    """Return a heading with its content, which is HTML."""
     return f"<section><h2>{as_html(title)}</h2>\n" + "\n".join(content) + "</section>"
 
 
 def facts(values: Mapping[str, str]) -> str:
-    """Returns names with their values, side by side."""
-    pairs = (
-        f"<div><dt>{as_html(n)}</dt><dd>{as_html(v)}</dd></div>"
-        for n, v in values.items()
-    )
+    """Return names with their values, side by side."""
+    pairs = [
+        f"<div><dt>{as_html(name)}</dt><dd>{as_html(value)}</dd></div>"
+        for name, value in values.items()
+    ]
     return f'<dl class="facts">{"".join(pairs)}</dl>'
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table."""
-    head = "".join(f'<th scope="col">{as_html(c)}</th>' for c in columns)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{as_html(c)}</td>' for c in row)}</tr>" for row in rows
-    )
+    """Return a table that scrolls if it is wider than the page."""
+    head = "".join(f'<th scope="col">{as_html(column)}</th>' for column in columns)
+    body = "".join(_table_row(cells) for cells in rows)
     return (
         f'<div class="scroll" tabindex="0"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
     )
 
 
+def _table_row(cells: Sequence[str]) -> str:
+    return f"<tr>{''.join(f'<td>{as_html(cell)}</td>' for cell in cells)}</tr>"
+
+
 def check_writable(path: str) -> None:
-    """Refuses a path that cannot be written, before the work."""
-    page = Path(path)
-    if page.is_dir() or not page.parent.is_dir():
-        reason = "Is a directory" if page.is_dir() else "No such file or directory"
-        raise StorageError(f"{path}: cannot be written: {reason}.")
+    """Raise StorageError if a file cannot be written there, before the work begins."""
+    if Path(path).is_dir():
+        raise StorageError(f"{path}: cannot be written: Is a directory.")
+    if not Path(path).parent.is_dir():
+        raise StorageError(f"{path}: cannot be written: No such file or directory.")
 
 
 def write(path: str, text: str) -> None:
-    """Writes a page."""
+    """Write a page to a file."""
     try:
         Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:

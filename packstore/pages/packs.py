@@ -1,5 +1,5 @@
-"""The page that draws packs: some embedded as JSON, or asking the server that it came
-from.
+"""The page that draws packs: some embedded as JSON, or all from the server of the
+page.
 """
 
 from __future__ import annotations
@@ -11,66 +11,67 @@ from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Packs, ids_of
+from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs, ids_of
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.formats import place_of
 from packstore.pages import frame
-from packstore.pages.frame import shown
+from packstore.pages.frame import escape_invisible
 
-MOST_PACKS = 300
-MOST_BYTES = 20_000_000
-"""Bounds of a page with embedded packs, of their number and of their JSON."""
+MAX_PACKS = 300
+MAX_BYTES = 20_000_000
+"""Bounds of the packs embedded in a page: their number, and the bytes of their JSON."""
 
-KEPT_GROUPS = 4
+CACHED_GROUPS = 4
 """Row groups kept in memory, for steps between neighbouring packs."""
 
-_LONGEST_VALUE = 300
+_MAX_VALUE_LENGTH = 300
 """Characters of a carried value that are shown."""
+
 _INCOMPLETE = "\ufffd"
-_JOINED = 8
-"""Tokens that are decoded together, at most, to complete a character."""
+"""Replacement character: the text of a token that is a part of a character."""
+
+_MAX_TOKENS_OF_CHARACTER = 8
 
 Decode = Callable[[list[int]], str]
 
 
 SIDES = {"preference": ("chosen", "rejected"), "sft": ("response",)}
-"""Kind -> names of the sequences of an example; others are numbered."""
+"""Kind -> names of the sequences of an example; other kinds have numbers."""
 
 
 class PackReader:
-    """Reads single packs of a dataset, with texts, or ids if `decode` is None.
-    Thread-safe.
+    """Reads single packs of a dataset, with texts. Thread-safe.
+
+    Args:
+        dataset: the dataset.
+        decode: decodes token ids; None: show the ids.
     """
 
     def __init__(self, dataset: Dataset, decode: Decode | None) -> None:
-        self.dataset, self.decode = dataset, decode
-        self._groups = functools.lru_cache(KEPT_GROUPS)(dataset.read_packs)
-        self._texts: dict[int, str] = {}
+        self.dataset = dataset
+        self.decode = decode
+        self._read_group = functools.lru_cache(CACHED_GROUPS)(dataset.read_packs)
+        self._token_texts: dict[int, str] = {}
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def read(self, number: int) -> Packs:
-        """Returns one pack; raises like
+        """Return one pack; raises like
         :meth:`packstore.io.dataset.dataset.Dataset.read_packs`.
         """
         offsets = self.dataset.group_offsets
         group = int(np.searchsorted(offsets, number, "right")) - 1
-        return self._groups(group).row(number - int(offsets[group]))
+        return self._read_group(group).row(number - int(offsets[group]))
 
     def pack(self, number: int) -> dict[str, Any]:
-        """Returns pack `number` as a JSON value; ids are complemented where
-        unsupervised.
-        """
+        """Return pack `number` as a JSON value; unsupervised ids are complemented."""
         pack = self.read(number)
         texts: list[str | None] = []
         for start, stop in itertools.pairwise(pack.seq_boundaries.tolist()):
-            signed = pack.signed_ids[
-                start:stop
-            ]  # no text crosses an edge of the supervision
-            edges = np.flatnonzero(np.diff(signed >= 0)) + 1
-            for run in np.split(ids_of(signed), edges):
-                texts += self.texts(run.tolist())
+            # A text must not mix supervised and unsupervised tokens.
+            for run in split_by_supervision(pack.signed_ids[start:stop]):
+                texts += self.texts(ids_of(run).tolist())
         return {
             "number": number,
             "ids": pack.signed_ids.tolist(),
@@ -80,111 +81,149 @@ class PackReader:
         }
 
     def sequences(self, pack: Packs) -> list[dict[str, Any]]:
-        """Returns what is known of each sequence of a pack besides its tokens."""
-        m = self.dataset.manifest
-        sources = m.provenance.get("sources", ())
-        numbered = tuple(
-            f"response {i + 1}" for i in range(max(pack.num_responses, default=0))
-        )
+        """Return the facts about each sequence of a pack, without its tokens."""
         sequences: list[dict[str, Any]] = []
-        for example, number in enumerate(pack.example_ids.tolist()):
-            source, ordinal = divmod(number, 1 << SOURCE_SHIFT)
-            path = source < len(sources) and sources[source].get("path")
-            place = shown(place_of(path or f"source {source}", ordinal))
-            for side in SIDES.get(m.kind, numbered)[: pack.num_responses[example]]:
+        for example, example_id in enumerate(pack.example_ids.tolist()):
+            place = self._place(example_id)
+            for side in self._sides(int(pack.num_responses[example])):
                 i = len(sequences)
-                start, stop = pack.seq_boundaries[i : i + 2].tolist()
-                numbers = {
-                    "length": int(pack.lengths[i]),
-                    "reward": float(f"{pack.reward[i]:.6g}"),
-                }
-                about = {
-                    "example": example,
-                    "id": str(number),
-                    "place": place,
-                    "side": side,
-                }
-                sequences.append({**about, "start": start, "stop": stop, **numbers})
+                sequences.append(
+                    {
+                        "example": example,
+                        "id": str(example_id),
+                        "place": place,
+                        "side": side,
+                        "start": int(pack.seq_boundaries[i]),
+                        "stop": int(pack.seq_boundaries[i + 1]),
+                        "length": int(pack.lengths[i]),
+                        "reward": float(f"{pack.reward[i]:.6g}"),
+                    }
+                )
         return sequences
 
+    def _place(self, example_id: int) -> str:
+        """Return the file and line of a record."""
+        sources = self.dataset.manifest.provenance.get("sources", ())
+        source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
+        path = sources[source].get("path") if source < len(sources) else None
+        return escape_invisible(place_of(path or f"source {source}", ordinal))
+
+    def _sides(self, num_responses: int) -> Sequence[str]:
+        """Return the names of the sequences of an example."""
+        names = SIDES.get(self.dataset.manifest.kind)
+        if names is None:
+            return [f"response {i + 1}" for i in range(num_responses)]
+        return names[:num_responses]
+
     def texts(self, ids: Sequence[int]) -> list[str | None]:
-        """Returns the text of each token; None: it is part of the one before (a
-        character).
-        """
+        """Return the text of each token; None: a part of the character before."""
         if self.decode is None:
-            return [f"{i} " for i in ids]
-        texts: list[str | None] = [self._text(i) for i in ids]
+            return [f"{token} " for token in ids]
+        texts: list[str | None] = [self._token_text(token) for token in ids]
         start = 0
         while start < len(ids):
             stop = start + 1
             if _INCOMPLETE in (texts[start] or ""):
-                for end in range(start + 2, min(start + _JOINED, len(ids)) + 1):
-                    if _INCOMPLETE not in (whole := self.decode(list(ids[start:end]))):
-                        texts[start:end] = [shown(whole), *[None] * (end - start - 1)]
-                        stop = end
-                        break
+                stop = self._complete(texts, ids, start)
             start = stop
         return texts
 
-    def _text(self, token: int) -> str:
-        if token not in self._texts and self.decode is not None:
-            alone, twice = self.decode([token]), self.decode([token, token])
+    def _complete(self, texts: list[str | None], ids: Sequence[int], start: int) -> int:
+        """Replace the texts of the tokens of one character, if they complete one.
+
+        Returns:
+            The token after them.
+        """
+        assert self.decode is not None
+        last_stop = min(start + _MAX_TOKENS_OF_CHARACTER, len(ids))
+        for stop in range(start + 2, last_stop + 1):
+            text = self.decode(list(ids[start:stop]))
+            if _INCOMPLETE not in text:
+                following: list[str | None] = [None] * (stop - start - 1)
+                texts[start:stop] = [escape_invisible(text), *following]
+                return stop
+        return start + 1
+
+    def _token_text(self, token: int) -> str:
+        assert self.decode is not None
+        if token not in self._token_texts:
+            text = self.decode([token])
             # Some decoders drop the space before the first word.
-            text = twice[len(alone) :] if twice.startswith(alone) else alone
-            self._texts[token] = shown(text)
-        return self._texts[token]
+            repeated = self.decode([token, token])
+            if repeated.startswith(text):
+                text = repeated[len(text) :]
+            self._token_texts[token] = escape_invisible(text)
+        return self._token_texts[token]
+
+
+def split_by_supervision(signed_ids: Int32) -> list[Int32]:
+    """Split the tokens of a segment where supervision begins or ends.
+
+    Args:
+        signed_ids: `[N]`, complemented where unsupervised.
+    """
+    edges = np.flatnonzero(np.diff(signed_ids >= 0)) + 1
+    return np.split(signed_ids, edges)
 
 
 def columns_of(pack: Packs) -> list[dict[str, str]]:
-    """Returns the carried values of each example as text."""
+    """Return the carried values of each example as text."""
     columns: list[dict[str, str]] = [{} for _ in pack.example_ids]
     for name, values in pack.columns.items():
         for column, value in zip(columns, values, strict=True):
-            text = shown(str(value))
-            long = len(text) > _LONGEST_VALUE
-            column[shown(name)] = text[: _LONGEST_VALUE - 1] + "…" if long else text
+            text = escape_invisible(str(value))
+            if len(text) > _MAX_VALUE_LENGTH:
+                text = text[: _MAX_VALUE_LENGTH - 1] + "…"
+            column[escape_invisible(name)] = text
     return columns
 
 
-def pack_page(reader: PackReader, numbers: range | None) -> tuple[str, str]:
-    """Returns a page, and a sentence on what it leaves out; without `numbers` it asks a
-    server.
+def embedded_page(reader: PackReader, numbers: range) -> tuple[str, str]:
+    """Return a page with these packs in it, and a sentence on packs that it leaves out,
+    else "".
     """
-    m = reader.dataset.manifest
     packs: list[dict[str, Any]] = []
-    left, size = "", 0
-    for number in numbers or ():
+    omission = ""
+    size = 0
+    for number in numbers:
         pack = reader.pack(number)
         size += len(frame.embedded(pack))
-        if packs and (size > MOST_BYTES or len(packs) == MOST_PACKS):
-            left = (
+        if packs and (size > MAX_BYTES or len(packs) == MAX_PACKS):
+            omission = (
                 f"The page holds packs {packs[0]['number']} to {number - 1} of the "
-                f"{len(numbers or ())} asked for: at most {MOST_PACKS} packs, and "
-                f"{MOST_BYTES // 1_000_000} MB. `packstore view` shows all of them."
+                f"{len(numbers)} requested: at most {MAX_PACKS} packs, and "
+                f"{MAX_BYTES // 1_000_000} MB. `packstore view` shows all of them."
             )
             break
         packs.append(pack)
-    about = {
-        "packs": len(reader),
-        "packSize": m.pack_size,
-        "layout": m.layout,
-        "sides": SIDES["preference"] if m.kind == "preference" else (),
-        "embedded": None if numbers is None else packs,
-        "note": left
-        if reader.decode
-        else f"{left} Token ids stand in place of text.".strip(),
-    }
-    facts = (
-        f"kind {m.kind}, layout {m.layout}, {len(reader):,} packs of "
-        f"{m.pack_size:,} tokens"
-    )
-    page = frame.page(
-        reader.dataset.url,
-        f"{facts}, fill {m.fill_rate:.1%}, version {reader.dataset.version}",
-        [frame.asset("packs.html")],
+    return _page(reader, packs, note=omission), omission
+
+
+def served_page(reader: PackReader) -> str:
+    """Return a page that requests packs from its server."""
+    return _page(reader, None, note="")
+
+
+def _page(reader: PackReader, packs: list[dict[str, Any]] | None, note: str) -> str:
+    """Return the page of packs; None: it requests them from its server."""
+    m = reader.dataset.manifest
+    if reader.decode is None:
+        note = f"{note} Token ids stand in place of text.".strip()
+    return frame.page(
+        title=reader.dataset.url,
+        subtitle=f"kind {m.kind}, layout {m.layout}, {len(reader):,} packs of "
+        f"{m.pack_size:,} tokens, fill {m.fill_rate:.1%}, version "
+        f"{reader.dataset.version}",
+        sections=[frame.asset("packs.html")],
         style=frame.asset("packs.css"),
         script=frame.asset("packs.js"),
-        data=about,
-        connect=numbers is None,
+        data={
+            "packs": len(reader),
+            "packSize": m.pack_size,
+            "layout": m.layout,
+            "sides": SIDES["preference"] if m.kind == "preference" else (),
+            "embedded": packs,
+            "note": note,
+        },
+        connect=packs is None,
     )
-    return page, left

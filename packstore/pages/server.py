@@ -1,4 +1,4 @@
-"""Serves the packs of a dataset to a browser on this machine, read-only."""
+"""Serve the packs of a dataset to a browser on this machine, read-only."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 
 from packstore.errors import PackstoreError, StorageError, message_with_notes, quote
-from packstore.pages.packs import PackReader, pack_page
+from packstore.pages.packs import PackReader, served_page
 
 ADDRESS = "127.0.0.1"
+
 HOSTS = (ADDRESS, "localhost")
-"""Names of this machine that a request may use: a page elsewhere whose name was rebound
-to this address uses another.
+"""Names of this machine that a request may use. A web page elsewhere may have its name
+rebound to this address, but still sends that name.
 """
 
 HEADERS = {
@@ -28,18 +29,20 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
-"""Of every answer: nothing is cached, framed, or read by other pages."""
+"""Headers of every response: nothing is cached, framed, or read by other pages."""
 
+HTML = "text/html; charset=utf-8"
+JSON = "application/json"
 TEXT = "text/plain; charset=utf-8"
-logger = logging.getLogger("packstore")
+
+log = logging.getLogger("packstore")
 
 
 class PackServer(ThreadingHTTPServer):
-    """Serves one dataset on the loopback address at `url`, whose path cannot be
-    guessed.
+    """Serves one dataset at `url`, on the loopback address.
 
-    Every user of a machine can connect to its loopback address, so that the path is a
-    secret.
+    Every user of a machine can connect to its loopback address, so the path of the URL
+    is a secret.
     """
 
     daemon_threads = True
@@ -52,80 +55,101 @@ class PackServer(ThreadingHTTPServer):
             text = f"port {port} of {ADDRESS}: {reason}. Give another --port."
             raise StorageError(text) from error
         self.reader = reader
-        self.page = pack_page(reader, None)[0].encode()
+        self.page = served_page(reader).encode()
         self.root = f"/{secrets.token_urlsafe(16)}/"
         self.url = f"http://{ADDRESS}:{self.server_port}{self.root}"
 
     def server_bind(self) -> None:
-        """Binds the address, without the name service that the base class asks for its
-        name.
-        """
+        """Bind the address, without the look-up of its name in the base class."""
         TCPServer.server_bind(self)
-        self.server_name, self.server_port = ADDRESS, self.server_address[1]
+        self.server_name = ADDRESS
+        self.server_port = self.server_address[1]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Logs one line, and nothing for a browser that has closed its connection."""
+        """Log one line; nothing if the browser has closed its connection."""
         error = sys.exception()
         if not isinstance(error, ConnectionError | TimeoutError):
-            logger.error(
-                "internal error: %s", quote(f"{type(error).__name__}: {error}", 300)
-            )
+            text = quote(f"{type(error).__name__}: {error}", 300)
+            log.error("internal error: %s", text)
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PackServer
-    server_version, sys_version = "packstore", ""
+    server_version = "packstore"
+    sys_version = ""
     timeout = 30
     error_content_type = TEXT
     error_message_format = "%(code)d %(message)s\n"
 
     def do_GET(self) -> None:
-        """Answers the page or a pack."""
-        hosts = self.headers.get_all("Host", ())
-        if len(hosts) != 1 or re.sub(r":\d+$", "", hosts[0]) not in HOSTS:
-            return self._refuse(HTTPStatus.FORBIDDEN)
-        path, root = self.path.partition("?")[0], self.server.root
-        if not secrets.compare_digest(path[: len(root)].encode(), root.encode()):
-            return self._refuse(HTTPStatus.NOT_FOUND)
-        rest = path[len(root) :]
-        if not rest:
-            return self._answer(self.server.page, "text/html; charset=utf-8")
-        number = re.fullmatch(r"packs/([0-9]{1,15})", rest)
-        if number is None or int(number[1]) >= len(self.server.reader):
-            return self._refuse(HTTPStatus.NOT_FOUND)
-        try:
-            value, status = self.server.reader.pack(int(number[1])), HTTPStatus.OK
-        except PackstoreError as error:
-            value, status = (
-                {"error": message_with_notes(error)},
-                HTTPStatus.INTERNAL_SERVER_ERROR,
-            )
-        return self._answer(json.dumps(value).encode(), "application/json", status)
+        """Answer with the page or a pack."""
+        if not self._names_this_machine():
+            self._refuse(HTTPStatus.FORBIDDEN)
+            return
+        path = self._path_below_root()
+        if path is None:
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        if path == "":
+            self._answer(self.server.page, HTML)
+            return
+        match = re.fullmatch(r"packs/([0-9]{1,15})", path)
+        if match is None or int(match[1]) >= len(self.server.reader):
+            self._refuse(HTTPStatus.NOT_FOUND)
+            return
+        self._answer_pack(int(match[1]))
 
-    def _only_get(self) -> None:
+    def _names_this_machine(self) -> bool:
+        hosts = self.headers.get_all("Host", ())
+        return len(hosts) == 1 and re.sub(r":\d+$", "", hosts[0]) in HOSTS
+
+    def _path_below_root(self) -> str | None:
+        """Return the path after the secret, without a query; None: it is not below."""
+        path = self.path.partition("?")[0]
+        root = self.server.root
+        # The time of a comparison must not depend on the characters that are right.
+        if not secrets.compare_digest(path[: len(root)].encode(), root.encode()):
+            return None
+        return path[len(root) :]
+
+    def _answer_pack(self, number: int) -> None:
+        try:
+            value = self.server.reader.pack(number)
+        except PackstoreError as error:
+            body = json.dumps({"error": message_with_notes(error)}).encode()
+            self._answer(body, JSON, HTTPStatus.INTERNAL_SERVER_ERROR)
+            return
+        self._answer(json.dumps(value).encode(), JSON)
+
+    def _refuse_method(self) -> None:
         self._refuse(HTTPStatus.METHOD_NOT_ALLOWED)
 
-    do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = _only_get
+    do_HEAD = _refuse_method
+    do_POST = _refuse_method
+    do_PUT = _refuse_method
+    do_PATCH = _refuse_method
+    do_DELETE = _refuse_method
+    do_OPTIONS = _refuse_method
 
     def end_headers(self) -> None:
-        """Adds the headers of every answer."""
+        """Add the headers of every response."""
         for name, value in HEADERS.items():
             self.send_header(name, value)
         super().end_headers()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs a request, without what the client wrote."""
-        logger.debug("request answered")
+        """Log a request, without the text of the client."""
+        log.debug("request answered")
 
     def _refuse(self, status: HTTPStatus) -> None:
         self._answer(f"{status.value} {status.phrase}\n".encode(), TEXT, status)
 
     def _answer(
-        self, body: bytes, type_: str, status: HTTPStatus = HTTPStatus.OK
+        self, body: bytes, content_type: str, status: HTTPStatus = HTTPStatus.OK
     ) -> None:
         self.close_connection = True
         self.send_response(status)
-        self.send_header("Content-Type", type_)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(body)))
         if status is HTTPStatus.METHOD_NOT_ALLOWED:
             self.send_header("Allow", "GET")

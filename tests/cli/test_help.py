@@ -13,7 +13,7 @@ import pytest
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
-from packstore.cli import COMMANDS, main, parser
+from packstore.cli import COMMANDS, build_parser, main
 from packstore.cli.completion import SHELLS
 from packstore.config import PackConfig
 
@@ -131,9 +131,12 @@ def test_storage_options_are_texts_but_for_words_of_json() -> None:
         f"--storage-option={text}" for text in ("key=0123", "anon=false", "token=")
     ]
     assert (
-        parser(["verify"]).parse_args(["verify", "a", *flags]).storage_option == options
+        build_parser(["verify"]).parse_args(["verify", "a", *flags]).storage_option
+        == options
     )
-    assert parser(["train"]).parse_args(["train", *flags]).storage_options == options
+    assert (
+        build_parser(["train"]).parse_args(["train", *flags]).storage_options == options
+    )
 
 
 ASK = """

@@ -212,7 +212,7 @@ def test_a_terminated_command_says_so(number: signal.Signals) -> None:
 def test_an_interrupt_while_the_command_is_loaded() -> None:
     code = (
         "import os, signal, sys, packstore.cli as cli\n"
-        "cli.parser = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
+        "cli.build_parser = lambda *_: os.kill(os.getpid(), signal.SIGINT)\n"
         "sys.exit(cli.main(['inspect', 'nothing']))\n"
     )
     done = subprocess.run(
@@ -283,7 +283,7 @@ def test_a_log_has_a_line_a_minute(
     monkeypatch.setattr(_messages.time, "monotonic", lambda: now)
     caplog.set_level(logging.INFO, "packstore")
     args = argparse.Namespace(log_format="text", quiet=False)
-    with _messages.progress_of("pack", args) as report:
+    with _messages.show_progress("pack", args) as report:
         for stage, totals in {"compare": [900, 1100, 1000], "read": [1000]}.items():
             begun = now
             while now < begun + 200:

@@ -1,0 +1,258 @@
+"""Arguments that several commands have, and the flags of settings."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from packstore.config import Settings
+from packstore.errors import ConfigError, display, sentence, spelled
+
+if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
+
+
+def add_source(
+    parser: argparse.ArgumentParser, help: str = "as for packstore pack"
+) -> None:
+    """Add the positional SOURCE, one or several; :func:`source_of` returns it."""
+    parser.add_argument("source", nargs="+", metavar="SOURCE", help=help)
+
+
+def source_of(paths: list[str]) -> Any:
+    """Return the source that Python calls take: `-` is standard input.
+
+    A single path stays alone, as only that may be a packed dataset.
+    """
+    if paths == ["-"]:
+        return sys.stdin.buffer
+    return paths[0] if len(paths) == 1 else paths
+
+
+def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
+    """Add the positional DATASET and its storage options; with `versions` also
+    ``--version``.
+    """
+    parser.add_argument(
+        "dataset", metavar="DATASET", help="folder or URL of a packed dataset"
+    )
+    if versions:
+        parser.add_argument(
+            "--version",
+            type=int,
+            metavar="N",
+            help="an older version (default: the newest)",
+        )
+    add_storage_options(parser)
+
+
+def open_dataset(args: argparse.Namespace) -> Dataset:
+    """Open the dataset of :func:`add_dataset`."""
+    from packstore.io.dataset.dataset import open as open_
+
+    return open_(
+        args.dataset, storage_options=args.storage_option, version=args.version
+    )
+
+
+def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:
+    """Add ``--storage-option``; with `source` also ``--source-storage-option``."""
+    parser.add_argument(
+        "--storage-option",
+        action=KeyValue,
+        read=read_storage_option,
+        secret=True,
+        default={},
+        metavar="KEY=VALUE",
+        help="option for fsspec, e.g. endpoint_url=… (repeatable)",
+    )
+    if source:
+        parser.add_argument(
+            "--source-storage-option",
+            action=KeyValue,
+            read=read_storage_option,
+            secret=True,
+            metavar="KEY=VALUE",
+            help="option of SOURCE, if it lies elsewhere (repeatable)",
+        )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def refuse_memory(args: argparse.Namespace, *urls: str | None) -> None:
+    """Raise ConfigError for output in memory, if this process ends with the command."""
+    if not args.own_process:
+        return
+    for url in urls:
+        if url is not None and re.search(r"(?:^|::)memory://", url):
+            raise ConfigError(
+                sentence(
+                    display(url),
+                    rule="output must outlive the command",
+                    found="a store in memory",
+                    remedy="Name a folder or a URL of a store",
+                )
+            )
+
+
+def add_settings(
+    parser: argparse.ArgumentParser,
+    title: str,
+    config: type[Settings],
+    names: Iterable[str] | None = None,
+    default: str | None = None,
+) -> None:
+    """Add a flag for each setting, in a group of their own.
+
+    A flag that is not given is absent from the namespace, so that defaults live in
+    `config` only.
+
+    Args:
+        title: title of the group.
+        config: class of the settings.
+        names: settings that get a flag; None: all.
+        default: text of the help in place of the defaults of `config`.
+    """
+    group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
+    type_hints = typing.get_type_hints(config)
+    flags_in_use = {
+        flag for action in parser._actions for flag in action.option_strings
+    }
+    chosen_names = set(config.names() if names is None else names)
+    for field in dataclasses.fields(config):
+        flag = "--" + field.metadata.get("flag", field.name).replace("_", "-")
+        if field.name in chosen_names and flag not in flags_in_use:
+            keywords = _flag_keywords(field, type_hints[field.name])
+            help = _flag_help(field, default)
+            group.add_argument(flag, dest=field.name, help=help, **keywords)
+
+
+def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
+    """Return the settings given on the command line, as keywords of `config`."""
+    values = vars(args)
+    return {name: values[name] for name in config.names() if name in values}
+
+
+def _flag_help(field: dataclasses.Field[Any], default: str | None) -> str:
+    text: str = field.metadata["help"].replace("%", "%%")
+    if field.default in (None, dataclasses.MISSING, ()):
+        return text
+    return f"{text} (default: {default or field.default})"
+
+
+def _flag_keywords(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Return the keywords of ``add_argument`` for the type of a setting."""
+    metavar = field.metadata.get("metavar")
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
+    if origin is Literal:
+        return {"choices": arguments}
+    if origin is tuple:
+        return {"action": "append", "metavar": metavar or "NAME"}
+    if origin is Mapping:
+        is_secret = "secret" in field.metadata
+        return {
+            "action": KeyValue,
+            "read": _value_reader(is_secret, value_type=arguments[1]),
+            "secret": is_secret,
+            "splits": "splits" in field.metadata,
+            "metavar": metavar or "KEY=VALUE",
+        }
+    # Of an optional type, the first is the type of its values.
+    value_type = arguments[0] if arguments else hint
+    if value_type is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    default_metavar = {int: "N", float: "X"}.get(value_type, "NAME")
+    return {"type": value_type, "metavar": metavar or default_metavar}
+
+
+def _value_reader(is_secret: bool, value_type: Any) -> Callable[[str], Any]:
+    """Return the function that reads the values of a mapping."""
+    if is_secret:
+        return read_storage_option
+    if value_type is str:
+        return str
+    return json_or_text
+
+
+class KeyValue(argparse.Action):
+    """Collects KEY=VALUE items into a dict.
+
+    Args:
+        read: reads the text of a value.
+        secret: an error does not show the item.
+        splits: one argument may hold several items, joined by commas, and a key may
+            have several values, which become a list.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        read: Callable[[str], Any] = str,
+        secret: bool = False,
+        splits: bool = False,
+        **settings: Any,
+    ) -> None:
+        super().__init__(*args, **settings)
+        self.read = read
+        self.secret = secret
+        self.splits = splits
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Add the items; one that cannot be read is a usage error."""
+        text = spelled(values)
+        for item in text.split(",") if self.splits else [text]:
+            key, value = self._parse(parser, item, option_string)
+            # Not changed in place: the first is the default of all parsers.
+            mapping = dict(getattr(namespace, self.dest, None) or {})
+            if self.splits and key in mapping:
+                earlier = mapping[key]
+                value = [*(earlier if isinstance(earlier, list) else [earlier]), value]
+            mapping[key] = value
+            setattr(namespace, self.dest, mapping)
+
+    def _parse(
+        self, parser: argparse.ArgumentParser, item: str, flag: str | None
+    ) -> tuple[str, Any]:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            shown_item = "no = after a name" if self.secret else repr(item)
+            parser.error(
+                f"{flag} must have the form {self.metavar}; found {shown_item}"
+            )
+        try:
+            return key, self.read(text)
+        except (ValueError, RecursionError) as error:
+            parser.error(
+                f"{flag} {key} must be JSON if it begins with a bracket: {error}"
+            )
+
+
+def read_storage_option(text: str) -> Any:
+    """Parse the value of a storage option; a secret of digits stays text."""
+    if text in ("true", "false", "null") or text.startswith(("{", "[")):
+        return json.loads(text)
+    return text
+
+
+def json_or_text(text: str) -> Any:
+    """Parse JSON; text that is not JSON stays as it is."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

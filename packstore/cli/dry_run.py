@@ -1,0 +1,73 @@
+"""``packstore pack --dry-run``: lint and plan a sample, and try the destination."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from packstore.cli._messages import show_progress
+from packstore.cli.estimate import print_estimate
+from packstore.cli.output import print_outcome, stdout_console
+
+if TYPE_CHECKING:
+    from packstore.etl.reports.place import Finding
+    from packstore.etl.reports.projection import Report
+
+STYLES = {"ok": None, "remark": "yellow", "problem": "red"}
+"""Level of a finding -> style of its line."""
+
+
+def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
+    """Print the report of a job that is not run; return the exit code.
+
+    Args:
+        job: arguments of ``packstore.pack``.
+    """
+    from packstore.etl.reports.records import dry_run
+
+    with show_progress("dry run", args) as progress:
+        report, findings = dry_run(**job, progress=progress)
+    ok = all(finding.ok for finding in findings)
+    if args.json:
+        diagnosis = {
+            "kind": report.kind,
+            "records": report.records,
+            "findings": report.findings,
+            "forms": report.forms,
+        }
+        return print_outcome(
+            ok,
+            {
+                "diagnosis": diagnosis,
+                "estimate": report.choices[0],
+                "findings": findings,
+            },
+        )
+    _print_diagnosis(report)
+    print_estimate(report)
+    _print_findings(findings)
+    return 0 if ok else 1
+
+
+def _print_diagnosis(report: Report) -> None:
+    console = stdout_console()
+    console.print(f"{report.records:,} records of kind {report.kind}")
+    for form, num_records in report.forms.items():
+        console.print(f"  {num_records:,} {form}")
+    _print_findings(report.findings, report.records)
+    if not report.findings:
+        console.print("no findings", style="green")
+
+
+def _print_findings(findings: Iterable[Finding], num_records: int = 0) -> None:
+    """Print findings; on records, also their share of `num_records`."""
+    console = stdout_console()
+    for finding in findings:
+        text = finding.text
+        if finding.records is not None:
+            share = finding.records / max(num_records, 1)
+            separator = ": " if text else ""
+            text = f"{finding.records:,} records, {share:.1%}{separator}{text}"
+        lines = [f"{finding.level:8}{finding.check:24} {text}", *finding.examples]
+        console.print("\n        ".join(lines), style=STYLES[finding.level])

@@ -1,0 +1,122 @@
+"""``packstore inspect``: the manifest and the statistics of a dataset."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from packstore.cli import Command
+from packstore.cli.arguments import add_dataset, open_dataset
+from packstore.cli.output import (
+    fact_table,
+    figure_table,
+    format_value,
+    print_json,
+    record_counts,
+    stdout_console,
+)
+from packstore.config.job import job_of, to_yaml
+from packstore.io.manifest.commit import with_hash
+
+if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
+
+
+def _configure(parser: argparse.ArgumentParser) -> None:
+    add_dataset(parser, versions=True)
+    formats = parser.add_mutually_exclusive_group()
+    formats.add_argument(
+        "--json", action="store_true", help="print the manifest itself"
+    )
+    formats.add_argument(
+        "--as-config",
+        action="store_true",
+        help="print the job that made it, for pack --config",
+    )
+
+
+def _run(args: argparse.Namespace) -> int:
+    dataset = open_dataset(args)
+    if args.json:
+        print_json(with_hash(dataset.manifest.to_json()).decode())
+    elif args.as_config:
+        job = job_of(dataset.manifest.provenance, dataset.url)
+        sys.stdout.write(to_yaml(job))
+    else:
+        _print_manifest(dataset)
+    return 0
+
+
+def _print_manifest(dataset: Dataset) -> None:
+    m = dataset.manifest
+    console = stdout_console()
+    console.print(fact_table(f"dataset {dataset.url}", _facts(dataset)))
+
+    num_records = max(m.records.read, 1)
+    rows = [
+        (name, format_value(count), f"{count / num_records:.1%}")
+        for name, count in record_counts(m.records).items()
+    ]
+    console.print(figure_table("records", ("", "records", "share"), rows))
+    console.print(fact_table("planning", _flatten(m.statistics.planning)))
+
+    tokenizer = dict(m.provenance.get("tokenizer") or {})
+    template = tokenizer.get("chat_template")
+    if template:
+        tokenizer["chat_template"] = f"{len(template)} characters"
+    provenance = {**m.provenance, "tokenizer": tokenizer}
+    console.print(fact_table("provenance", _flatten(provenance)))
+
+
+def _facts(dataset: Dataset) -> dict[str, object]:
+    m = dataset.manifest
+    totals = m.totals
+    statistics = m.statistics
+    per_pack = statistics.examples_per_pack
+    supervised_share = totals.supervised_tokens / max(totals.tokens, 1)
+    bits_per_token = 8 * totals.bytes / max(totals.tokens, 1)
+    return {
+        "version": dataset.version,
+        "kind": f"{m.kind} (K = {m.num_responses or 'stored per example'})",
+        "layout": m.layout,
+        "packs": f"{totals.packs:,} of {m.pack_size:,} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "strategy": f"{m.strategy}, packs {m.pack_order}, seed {m.seed}",
+        "examples": totals.examples,
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean "
+        f"{per_pack.mean:.2f}",
+        "sequences": totals.sequences,
+        "tokens": totals.tokens,
+        "tokens unpacked": totals.logical_tokens,
+        "supervised tokens": f"{totals.supervised_tokens:,} ({supervised_share:.1%})",
+        "longest sequence": statistics.longest_sequence,
+        "shortest pack": statistics.shortest_pack,
+        "most segments": statistics.most_segments,
+        "files": f"{len(m.shards)} {m.file_format}, {totals.bytes:,} bytes, "
+        f"{bits_per_token:.1f} bits per token",
+        "features": ", ".join(m.features) or "none",
+        "fingerprint": m.fingerprint,
+    }
+
+
+def _flatten(value: Any, prefix: str = "") -> dict[str, object]:
+    """Return nested mappings as one, with dotted names; lists of values become text."""
+    if isinstance(value, list):
+        if not value or not isinstance(value[0], dict):
+            return {prefix: ", ".join(str(entry) for entry in value)}
+        value = {str(i): entry for i, entry in enumerate(value)}
+    if not isinstance(value, dict) or not value:
+        return {prefix: value}
+    flat: dict[str, object] = {}
+    for name, entry in value.items():
+        flat |= _flatten(entry, prefix=f"{prefix}.{name}" if prefix else str(name))
+    return flat
+
+
+INSPECT = Command(
+    configure=_configure,
+    run=_run,
+    examples="  packstore inspect s3://bucket/prefs-8k --json > manifest.json\n"
+    "  packstore inspect prefs-8k --as-config > job.yaml\n",
+)

@@ -1,0 +1,163 @@
+"""The result of a command on stdout: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+
+from packstore.errors import CONTROL, visible
+
+if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
+    from packstore.io.manifest.manifest import Records
+
+UNFOLDED_WIDTH = 1 << 20
+"""Width of output that is no terminal: no cell is folded, so that text can be found."""
+
+
+class _VisibleConsole(Console):
+    """A console that makes control characters of its input visible."""
+
+    def render(self, *objects: Any, **options: Any) -> Iterator[Segment]:
+        for segment in super().render(*objects, **options):
+            if segment.control:
+                yield segment
+            else:
+                yield segment._replace(text=visible(segment.text))
+
+
+def stdout_console() -> Console:
+    """Return a console on stdout that reads no markup and prints no control characters
+    of its input.
+
+    Without a terminal it folds no line, even if COLUMNS is set.
+    """
+    console = _VisibleConsole(
+        highlight=False, soft_wrap=True, markup=False, emoji=False
+    )
+    if not console.is_terminal:
+        console.width = UNFOLDED_WIDTH
+    return console
+
+
+def fact_table(title: str, facts: Mapping[str, object]) -> Table:
+    """Return a table of names and values."""
+    table = _titled_table(title, show_header=False)
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(visible(name), Text(format_value(value)))
+    return table
+
+
+def figure_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+) -> Table:
+    """Return a table of names, in the first column, and figures."""
+    table = _titled_table(title)
+    for i, column in enumerate(columns):
+        table.add_column(visible(column), justify="left" if i == 0 else "right")
+    for row in rows:
+        table.add_row(*[visible(cell) for cell in row])
+    return table
+
+
+def _titled_table(title: str, **settings: Any) -> Table:
+    """Return an empty table. Its title is not folded if the table is narrower."""
+    text = Text(visible(title), no_wrap=True, overflow="ignore")
+    return Table(title=text, title_justify="left", title_style="bold", **settings)
+
+
+def format_value(value: object) -> str:
+    """Format a value for people: grouped digits, few decimals."""
+    if value is None:
+        return "–"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return visible(str(value))
+
+
+def print_facts(
+    args: argparse.Namespace, title: str, facts: Mapping[str, object], result: Any
+) -> None:
+    """Print `facts` as a table, or, with ``--json``, `result`."""
+    if args.json:
+        print_result(result)
+    else:
+        stdout_console().print(fact_table(title, facts))
+
+
+def print_result(result: Any) -> None:
+    """Print one JSON value; dataclasses become objects, and unknown values text."""
+    print_json(json.dumps(result, indent=1, default=_as_json) + "\n")
+
+
+def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:
+    """Print the result of a check as JSON; return the exit code."""
+    print_result({"ok": ok, **parts})
+    return 0 if ok else 1
+
+
+def print_json(text: str) -> None:
+    """Print JSON; escape control characters that JSON allows, too."""
+    sys.stdout.write(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
+
+
+def _as_json(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.asdict(value)
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Print a dataset that a job has committed."""
+    m = dataset.manifest
+    title = f"{m.kind} dataset {dataset.url}"
+    per_pack = m.statistics.examples_per_pack
+    facts: dict[str, object] = {
+        "version": dataset.version,
+        **record_counts(m.records),
+        "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
+        "fill rate": f"{m.fill_rate:.2%}",
+        "examples per pack": f"{per_pack.min} to {per_pack.max}, mean "
+        f"{per_pack.mean:.2f}",
+        "tokens": m.totals.tokens,
+        "bytes": m.totals.bytes,
+        "shards": len(m.shards),
+    }
+    result = {
+        "url": dataset.url,
+        "version": dataset.version,
+        "shards": len(m.shards),
+        "kind": m.kind,
+        "layout": m.layout,
+        "pack_size": m.pack_size,
+        "fill_rate": m.fill_rate,
+        "records": m.records,
+        "totals": m.totals,
+        "fingerprint": m.fingerprint,
+    }
+    print_facts(args, title, facts, result)
+
+
+def record_counts(records: Records) -> dict[str, int]:
+    """Return the counts of records, by name: read, packed, dropped and noted."""
+    counts = {"records read": records.read, "records packed": records.packed}
+    for reason, count in records.dropped.items():
+        counts[f"dropped: {reason}"] = count
+    for event, count in records.noted.items():
+        counts[f"noted: {event}"] = count
+    return counts
