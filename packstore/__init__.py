@@ -65,28 +65,30 @@ if TYPE_CHECKING:
 else:
 
     class _CallablePackage(ModuleType):
-        """The sub-package, made callable from here so that it never imports a higher
-        layer.
+        """The sub-package ``packstore.pack``, which is also the function of this name.
+
+        It is made callable here, so that the sub-package imports no higher layer.
         """
 
         def __call__(self, *args: Any, **settings: Any) -> Dataset:
-            return _pack()(*args, **settings)
+            return _load_pack()(*args, **settings)
 
         @property
         def __doc__(self) -> str:
-            given = inspect.signature(_pack()).parameters.values()
-            plain = [
-                parameter.replace(annotation=parameter.empty) for parameter in given
+            function = _load_pack()
+            signature = inspect.signature(function)
+            parameters = [
+                parameter.replace(annotation=parameter.empty)
+                for parameter in signature.parameters.values()
             ]
-            return (
-                f"packstore.pack{inspect.Signature(plain)}\n\n{inspect.getdoc(_pack())}"
-            )
+            signature = inspect.Signature(parameters)
+            return f"packstore.pack{signature}\n\n{inspect.getdoc(function)}"
 
         @property
         def __signature__(self) -> inspect.Signature:
-            return inspect.signature(_pack())
+            return inspect.signature(_load_pack())
 
-    def _pack() -> Any:
+    def _load_pack() -> Any:
         return importlib.import_module("packstore.etl.pipeline").pack
 
     _pack_package.__class__ = _CallablePackage
@@ -112,6 +114,7 @@ _LAZY = {
     "publish": "packstore.io.versions.publish",
     "scan": "packstore.io.dataset.scan",
 }
+"""Public name -> its module, which is imported at the first use."""
 
 
 def __getattr__(name: str) -> Any:

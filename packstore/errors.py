@@ -24,10 +24,10 @@
     ├── WorkerError (RuntimeError)
     └── BackendError (RuntimeError)
 
-Each class says when it is raised. A message is one line and says where, what must hold,
-what was found, and what to do: :func:`sentence` joins those four parts. Callers add
-context as notes (the row group being read, the number of attempts);
-:func:`message_with_notes` returns both.
+The docstring of a class describes when it is raised. A message is one line of four
+parts: the place, the rule, the value that breaks it, and a remedy; :func:`sentence`
+joins them. Callers add context as notes (the row group being read, the number of
+attempts); :func:`message_with_notes` returns both.
 """
 
 from __future__ import annotations
@@ -42,66 +42,77 @@ CONTROL = re.compile(
 
 
 def sentence(where: str, rule: str, found: str = "", remedy: str = "") -> str:
-    """Returns one line of the form ``where: rule; found X. Remedy.``
+    """Return one line of the form ``where: rule; found X. Remedy.``
 
-    `found` and `remedy` may be empty. Line breaks and control characters in the parts,
-    which may quote user data, are replaced, and very long parts are truncated: the
-    message is one line.
+    Line breaks and control characters in the parts, which may quote user data, are
+    replaced, and very long parts are truncated: the message is one line.
+
+    Args:
+        where: file, record, setting or argument.
+        rule: the rule that is broken, such as ``must be a folder``.
+        found: the value that breaks it, or "".
+        remedy: a way out, as an instruction, or "".
     """
     text = f"{_one_line(where)}: {_one_line(rule)}"
     if found:
         text += f"; found {_one_line(found)}"
     text = text.rstrip(".") + "."
-    # Settings of a remedy are typed as they stand: it is cut only where it would fill a
-    # screen.
-    return f"{text} {_one_line(remedy, 3000).rstrip('.')}." if remedy else text
+    if remedy:
+        # Settings of a remedy are to be copied, so that it is hardly ever truncated.
+        text += f" {_one_line(remedy, limit=3000).rstrip('.')}."
+    return text
 
 
 def refuse_pointer(start: bytes, where: str, kind: type[PackstoreError]) -> None:
-    """Raises `kind` if a file begins as what Git LFS leaves in place of one it did not
-    download.
+    """Raise `kind` for the pointer that Git LFS leaves in place of a file.
+
+    Args:
+        start: the first bytes of the file.
     """
     if start.startswith(b"version https://git-lfs"):
-        found = "the pointer that Git LFS left in its place"
         raise kind(
-            sentence(where, "must be the file itself", found, "Run git lfs pull")
+            sentence(
+                where,
+                rule="must be the file itself",
+                found="the pointer that Git LFS left in its place",
+                remedy="Run git lfs pull",
+            )
         )
 
 
 def add_place(error: BaseException, place: str) -> None:
-    """Adds a note, once, of the part of the file that was being read."""
+    """Add a note, once, of the part of the file that was being read."""
     note = f"While reading {place}."
     if note not in getattr(error, "__notes__", ()):
         error.add_note(note)
 
 
 def message_with_notes(error: BaseException) -> str:
-    """Returns the message of an error and its notes, on one line."""
+    """Return the message of an error and its notes, on one line."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def quote(value: object, limit: int = 60) -> str:
-    """Returns `value` as a short, quoted, printable excerpt for an error message."""
-    text = (
-        ascii(value)
-        if isinstance(value, str) and not value.isprintable()
-        else repr(value)
-    )
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    """Return `value` as a short, quoted, printable excerpt for an error message."""
+    if isinstance(value, str) and not value.isprintable():
+        text = ascii(value)
+    else:
+        text = repr(value)
+    return _truncate(text, limit)
 
 
 def visible(text: str) -> str:
-    """Escapes control characters of `text`, except tab and newline, as ``\\x1b``,
+    """Escape control characters of `text`, except tab and newline, as ``\\x1b``,
     ``\\u202e``.
 
     A terminal would execute them: clear the screen, set the clipboard, hide text, or
-    show the rest of the line in another order. YAML reads these escapes in quotes.
+    show the end of the line in another order. YAML reads these escapes in quotes.
     """
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def visible_line(text: str) -> str:
-    """Escapes control characters and newlines: no part of `text` looks like another
+    """Escape control characters and newlines: no part of `text` looks like another
     line.
     """
     return visible(text).replace("\n", "\\n")
@@ -118,7 +129,7 @@ def markdown_text(value: object) -> str:
 
 
 def spelled(path: str) -> str:
-    """Returns `path` as valid Unicode.
+    """Return `path` as valid Unicode.
 
     If the locale is not UTF-8, Python decodes undecodable bytes of a file name to lone
     surrogates, which neither manifests nor UTF-8 streams can hold.
@@ -130,50 +141,60 @@ def spelled(path: str) -> str:
 
 
 class Login(NamedTuple):
-    """One part of a chained URL, split at the login before its host."""
+    """One part of a chained URL, split at the login before its host.
 
-    scheme: str  # with ``://``, or what was mistyped for it; empty: the part is no URL
-    login: str  # user and password, up to the last ``@`` that may end them
-    rest: str  # host and path; empty: the end of the login is ambiguous
-    more: str = (
-        ""  # query, fragment or session id after the path, with the character before it
-    )
-    # True: the login has a ``/``, ``?`` or ``#``, where clients end it too early
-    cut: bool = False
-    mistyped: bool = False  # True: the part resembles a URL, and is a local path
+    Attributes:
+        scheme: with ``://``, or with the characters mistyped for it; "": the part is no
+            URL.
+        login: user and password, up to the last ``@`` that may end them.
+        location: host and path; "": the end of the login is ambiguous.
+        suffix: query, fragment or session id after the path, with the character before
+            it.
+        has_early_end: the login holds a ``/``, ``?`` or ``#``, where clients end it too
+            early.
+        is_mistyped: the part resembles a URL, but is a local path.
+    """
+
+    scheme: str
+    login: str
+    location: str
+    suffix: str = ""
+    has_early_end: bool = False
+    is_mistyped: bool = False
 
 
 def logins(url: str) -> list[Login]:
-    """Splits a URL, which may be a chain joined by ``::``, into its parts.
+    """Split a URL, which may be a chain joined by ``::``, into its parts.
 
     A password may contain ``@`` and, by mistake, ``/``, so that its end is unknown:
     everything up to the last ``@`` counts as login, even after a possible port. An
     ``@`` in a path after a host without login does not.
     """
-    return [_login(part) for part in re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*:/)", url)]
+    parts = re.split(r"::(?=[A-Za-z][A-Za-z0-9+.-]*:/)", url)
+    return [_split_login(part) for part in parts]
 
 
 def display(url: str) -> str:
-    """Returns the URL without login, query string, fragment and session id, to be
-    shown.
+    """Return the URL to be shown: without login, query string, fragment and session
+    id.
     """
-    return "::".join(
-        part.scheme + (part.rest or "***") for part in logins(spelled(url))
-    )
+    parts = logins(spelled(url))
+    return "::".join(part.scheme + (part.location or "***") for part in parts)
 
 
 def is_mistyped(url: str) -> bool:
-    """Returns True if a part of `url` resembles a URL, and is a local path."""
-    return any(part.mistyped for part in logins(url))
+    """Return True if a part of `url` resembles a URL, but is a local path."""
+    return any(part.is_mistyped for part in logins(url))
 
 
-_MISTYPED = re.compile(
+_MISTYPED_SCHEME = re.compile(
     r"[A-Za-z][A-Za-z0-9+.-]+:/(?!/)"  # http:/host
     r"|(?:https?|ftp|s3a?|gc?s|az|abfss?)(?:/{2,}|:/{3,})"  # http//host, http:///host
     r"|/{2,}(?=.*@)",  # //user:password@host
     re.DOTALL,
 )
-_OF_KEYS = [
+
+_STORE_SCHEMES = {
     "s3",
     "s3a",
     "gs",
@@ -185,38 +206,57 @@ _OF_KEYS = [
     "local",
     "memory",
     "hf",
-]
-"""Schemes of stores in whose names ``#`` and ``;`` are characters like others."""
-# A host without password or port; of IPv6 with a port, which resembles a password.
+}
+"""Schemes of stores whose keys may hold ``#`` and ``;``."""
+
 _HOST = re.compile(r"[^:]*|(?:[^:@]*@)?\[[0-9A-Fa-f:.%]*\](?::[0-9]*)?")
+"""A host without password or port; of IPv6 also with a port, which resembles a
+password.
+"""
 
 
-def _login(part: str) -> Login:
-    scheme, colon, rest = part.partition("://")
-    scheme += colon
-    if mistyped := _MISTYPED.match(part):
-        scheme, rest = mistyped[0], part[mistyped.end() :]
-    elif not colon:
-        return Login("", "", part)
-    host = re.split("[/?#]", rest, maxsplit=1)[0]
-    cut, login, name = False, "", rest
+def _split_login(part: str) -> Login:
+    mistyped = _MISTYPED_SCHEME.match(part)
+    if mistyped is not None:
+        scheme = mistyped[0]
+    elif "://" in part:
+        scheme = part[: part.index("://") + 3]
+    else:
+        return Login(scheme="", login="", location=part)
+    address = part[len(scheme) :]
+
+    login = ""
+    has_early_end = False
+    host = re.split("[/?#]", address, maxsplit=1)[0]
     if _HOST.fullmatch(host):
-        login, _, name = host.rpartition("@")
-        name += rest[len(host) :]
-    elif "@" in rest:
-        login, _, name = rest.rpartition("@")
-        cut = "@" not in host
-        # After a question mark, the last @ may belong to the query, and a secret may
-        # follow it.
-        name = "" if "?" in login else name
-    ends = "[?]" if scheme.partition(":")[0].lower() in _OF_KEYS else "[?#;]"
-    shown = re.split(ends, name, maxsplit=1)[0]
-    return Login(scheme, login, shown, name[len(shown) :], cut, bool(mistyped))
+        login, _, host_only = host.rpartition("@")
+        address = host_only + address[len(host) :]
+    elif "@" in address:
+        login, _, address = address.rpartition("@")
+        has_early_end = "@" not in host
+        if "?" in login:
+            # The last @ may belong to the query, and a secret may follow it.
+            address = ""
+
+    is_store = scheme.partition(":")[0].lower() in _STORE_SCHEMES
+    location = re.split("[?]" if is_store else "[?#;]", address, maxsplit=1)[0]
+    return Login(
+        scheme=scheme,
+        login=login,
+        location=location,
+        suffix=address[len(location) :],
+        has_early_end=has_early_end,
+        is_mistyped=mistyped is not None,
+    )
 
 
 def _one_line(text: str, limit: int = 600) -> str:
-    flat = "".join(c if c.isprintable() else " " for c in spelled(text))
-    return flat if len(flat) <= limit else flat[: limit - 1] + "…"
+    line = "".join(c if c.isprintable() else " " for c in spelled(text))
+    return _truncate(line, limit)
+
+
+def _truncate(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class PackstoreError(Exception):
@@ -236,11 +276,11 @@ class MissingExtraError(PackstoreError, ImportError):
 
 
 class InputError(PackstoreError, ValueError):
-    """An input file cannot be read as what it claims to be."""
+    """An input file cannot be read, or breaks the rules of its format."""
 
 
 class RecordError(InputError):
-    """One record breaks a rule whose policy is ``"error"``."""
+    """A record breaks a rule, and the job is set to stop then (``on``: ``error``)."""
 
 
 class DropRateError(PackstoreError, ValueError):
@@ -252,7 +292,7 @@ class TokenizerError(PackstoreError, ValueError):
 
 
 class WrongEngineError(TokenizerError):
-    """A faster way to tokenize returns other ids than the reference.
+    """A faster engine returns other token ids than the reference.
 
     Attributes:
         tokenizer: sha256 of the tokenizer file.
@@ -266,7 +306,7 @@ class StorageError(PackstoreError, OSError):
 
     Attributes:
         transient: True: a retry helps; False: it never does; None: it seldom does.
-        written: True if the file is there, whole, but might not survive a power cut.
+        written: True if the file is complete, but might not survive a power cut.
     """
 
     transient: bool | None = None
@@ -291,7 +331,7 @@ class DatasetNotFoundError(StorageError, FileNotFoundError):
 
 
 class MissingFilesError(StorageError, FileNotFoundError):
-    """A committed version names files that are not there, or have another size."""
+    """A committed version names files that are absent, or have another size."""
 
     transient: bool | None = False
 
@@ -309,7 +349,7 @@ class UnsupportedFormatError(FormatError):
 
 
 class CompatibilityError(PackstoreError, ValueError):
-    """Two valid things do not belong together."""
+    """Two valid inputs do not fit each other."""
 
 
 class DivergedError(PackstoreError, ArithmeticError):

@@ -1,11 +1,11 @@
-"""Reports of progress: one type for all calls that take long."""
+"""The type of progress reports, of every call that takes long."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int | None, str], None]
-"""Called with a stage, how much of it is done, the total (None: unknown), and the unit;
-often, so it decides itself when to draw. Reading and writing call it from two threads
-where they overlap.
+"""Called with the stage, the amount done, the total (None: unknown), and the unit.
+
+Calls are frequent, and come from two threads while reading and writing overlap.
 """

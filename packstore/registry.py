@@ -1,5 +1,4 @@
-"""Names that users type: the code that each stands for, and what an unknown one may
-mean.
+"""Names that users type: the code behind each name, and suggestions for unknown names.
 
 A plug-in is one small file plus one line in the registry of its folder. Listing the
 choices (``--help``) imports nothing.
@@ -34,45 +33,46 @@ class Registry(dict[str, str], Generic[T]):
         extras: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(entries)
-        self.noun, self._extras = noun, extras or {}
+        self.noun = noun
+        self._extras = extras or {}
 
     def check(self, name: str) -> str:
-        """Returns `name` if it is known."""
+        """Return `name`; raise UnknownNameError if it is not registered."""
         if name in self:
             return name
-        choices = (
-            f"choose one of: {', '.join(self)}.{meant(str(name).strip().lower(), self)}"
+        hint = meant(str(name).strip().lower(), self)
+        raise UnknownNameError(
+            f"unknown {self.noun} {name!r}; choose one of: {', '.join(self)}.{hint}"
         )
-        raise UnknownNameError(f"unknown {self.noun} {name!r}; {choices}")
 
     def load(self, name: str) -> T:
-        """Loads the object registered as `name`."""
+        """Import the object registered as `name`.
+
+        Raises:
+            UnknownNameError: it is not registered.
+            MissingExtraError: it needs a package that is not installed.
+        """
         module, _, attribute = self[self.check(name)].partition(":")
         try:
-            loaded: Any = getattr(importlib.import_module(module), attribute)
+            entry: T = getattr(importlib.import_module(module), attribute)
         except ImportError as error:
             if name not in self._extras:
                 raise
-            raise missing_extra(
-                f"{self.noun} {name!r}", self._extras[name], error
-            ) from error
-        return loaded  # type: ignore[no-any-return]
+            noun = f"{self.noun} {name!r}"
+            raise missing_extra(noun, self._extras[name], error) from error
+        return entry
 
 
 def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
-    """Returns the value of a setting; refuses one that is none of the choices."""
+    """Return the value of a setting; raise ConfigError if it is none of the choices."""
     if value not in choices:
-        raise ConfigError(
-            f"{name} must be one of: {', '.join(map(str, choices))}; found "
-            f"{quote(value)}."
-        )
+        allowed = ", ".join(str(allowed_value) for allowed_value in choices)
+        raise ConfigError(f"{name} must be one of: {allowed}; found {quote(value)}.")
     return value
 
 
 def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:
-    """Returns the error for a missing optional dependency, with the command that
-    installs it.
-    """
+    """Return the error for a missing package, with the command that installs it."""
     package = (error.name or str(error)).partition(".")[0]
     return MissingExtraError(
         f"{noun} needs the package {package!r}, which is not installed. "
@@ -80,62 +80,100 @@ def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraErro
     )
 
 
-_THEIRS = {
-    "examples_per_step packs_per_batch": "batch_size train_batch_size "
-    "global_batch_size",
-    "packs_per_batch": "micro_batch_size",
-    "pack_size": "max_seq_length max_seq_len seq_length seq_len",
-    "max_length": "max_prompt_length",
-    "learning_rate": "lr peak_lr",
-    "lr_scheduler_type": "lr_scheduler scheduler schedule",
-    "warmup_steps": "warmup warmup_ratio lr_warmup_steps",
-    "num_train_epochs": "epochs num_epochs",
-    "max_grad_norm": "clip_grad grad_clip gradient_clip_val",
-    "model": "model_name_or_path model_name model_path",
-    "reference": "ref_model reference_model",
-    "tokenizer": "tokenizer_name tokenizer_path processing_class",
-    "train_dataset": "dataset dataset_name data_path",
-    "eval_dataset": "validation val_dataset",
-    "output_dir": "output",
-    "loss": "loss_type",
-    "loss_parameters loss_parameter": "beta label_smoothing",
-    "bf16 dtype": "mixed_precision torch_dtype",
-    "attention": "attn_implementation",
-    "peft_config": "lora use_peft lora_r lora_rank",
-    "resume_from_checkpoint": "resume",
-    "report_to": "tracker trackers",
-    "num_workers": "num_proc dataset_num_proc",
-    "": "shuffle",
+NAMES_HERE: Mapping[str, tuple[str, ...]] = {
+    "batch_size": ("examples_per_step", "packs_per_batch"),
+    "train_batch_size": ("examples_per_step", "packs_per_batch"),
+    "global_batch_size": ("examples_per_step", "packs_per_batch"),
+    "micro_batch_size": ("packs_per_batch",),
+    "max_seq_length": ("pack_size",),
+    "max_seq_len": ("pack_size",),
+    "seq_length": ("pack_size",),
+    "seq_len": ("pack_size",),
+    "max_prompt_length": ("max_length",),
+    "lr": ("learning_rate",),
+    "peak_lr": ("learning_rate",),
+    "lr_scheduler": ("lr_scheduler_type",),
+    "scheduler": ("lr_scheduler_type",),
+    "schedule": ("lr_scheduler_type",),
+    "warmup": ("warmup_steps",),
+    "warmup_ratio": ("warmup_steps",),
+    "lr_warmup_steps": ("warmup_steps",),
+    "epochs": ("num_train_epochs",),
+    "num_epochs": ("num_train_epochs",),
+    "clip_grad": ("max_grad_norm",),
+    "grad_clip": ("max_grad_norm",),
+    "gradient_clip_val": ("max_grad_norm",),
+    "model_name_or_path": ("model",),
+    "model_name": ("model",),
+    "model_path": ("model",),
+    "ref_model": ("reference",),
+    "reference_model": ("reference",),
+    "tokenizer_name": ("tokenizer",),
+    "tokenizer_path": ("tokenizer",),
+    "processing_class": ("tokenizer",),
+    "dataset": ("train_dataset",),
+    "dataset_name": ("train_dataset",),
+    "data_path": ("train_dataset",),
+    "validation": ("eval_dataset",),
+    "val_dataset": ("eval_dataset",),
+    "output": ("output_dir",),
+    "loss_type": ("loss",),
+    "beta": ("loss_parameters", "loss_parameter"),
+    "label_smoothing": ("loss_parameters", "loss_parameter"),
+    "mixed_precision": ("bf16", "dtype"),
+    "torch_dtype": ("bf16", "dtype"),
+    "attn_implementation": ("attention",),
+    "lora": ("peft_config",),
+    "use_peft": ("peft_config",),
+    "lora_r": ("peft_config",),
+    "lora_rank": ("peft_config",),
+    "resume": ("resume_from_checkpoint",),
+    "tracker": ("report_to",),
+    "trackers": ("report_to",),
+    "num_proc": ("num_workers",),
+    "dataset_num_proc": ("num_workers",),
+    "shuffle": (),
 }
-ELSEWHERE = {
-    name: ours.split() for ours, names in _THEIRS.items() for name in names.split()
-}
-"""A name in torch, transformers, TRL, Megatron or Lightning -> names of settings and
-flags here.
+"""A name in torch, transformers, TRL, Megatron or Lightning -> settings and flags here.
 """
 
-DECIDED = {
+ADVICE: Mapping[str, str] = {
     "batch_size": "Batches are cut while training: examples_per_step",
     "shuffle": "The dataset decides: PackedDataset(url, shuffle=…)",
     "early_stopping_patience": "It is a callback, which Python passes: "
     "docs/training.md, Recipes",
 }
-"""What to say of a name if nothing that it means here is known in this place."""
+"""A name that has no counterpart in this place -> advice."""
 
 
-def meant(name: str, known: Iterable[str], spell: Callable[[str], str] = repr) -> str:
-    """Returns a sentence, after a space, on what an unknown name or flag may mean; else
-    nothing.
+def meant(
+    name: str, valid_names: Iterable[str], spell: Callable[[str], str] = repr
+) -> str:
+    """Return a suggestion for an unknown name or flag, after a space; else "".
+
+    Args:
+        name: the unknown name.
+        valid_names: names or flags that are valid in its place.
+        spell: spells a valid name in the suggestion.
     """
-    plain = {_plain(each): each for each in known}
-    if (theirs := _plain(name)) in ELSEWHERE:
-        near = [plain[ours] for ours in ELSEWHERE[theirs] if ours in plain]
+    normalized = _normalize(name)
+    originals = {_normalize(valid_name): valid_name for valid_name in valid_names}
+    if normalized in NAMES_HERE:
+        suggestions = [
+            originals[setting]
+            for setting in NAMES_HERE[normalized]
+            if setting in originals
+        ]
     else:
-        near = difflib.get_close_matches(name, list(plain.values()), n=1)
-    if near:
-        return f" Did you mean {' or '.join(map(spell, near))}?"
-    return f" {DECIDED[theirs]}." if theirs in DECIDED else ""
+        suggestions = difflib.get_close_matches(name, list(originals.values()), n=1)
+
+    if suggestions:
+        names = " or ".join(spell(suggestion) for suggestion in suggestions)
+        return f" Did you mean {names}?"
+    if normalized in ADVICE:
+        return f" {ADVICE[normalized]}."
+    return ""
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lstrip("-").replace("-", "_")

@@ -1,28 +1,30 @@
-"""Hides logins, keys and tokens of URLs, options and environments in texts that are
-shown.
-"""
+"""Hide logins, keys and tokens of URLs, options and environments in shown texts."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
-from urllib.parse import quote as percent
+from urllib.parse import quote as percent_encode
 
 from packstore.errors import logins
 
-_NAME = re.compile(
+_SECRET_NAME = re.compile(
     r"key|secret|token|pass|cred|sas|auth|connection|headers|cookie|sig", re.I
 )
-# Patterns of secrets in messages of clients that were not given as options: they came
-# from the environment, a profile, or a signed URL.
-_FORMS = re.compile(
+"""Part of the name of an option that may hold a secret."""
+
+_SECRET_FORM = re.compile(
     r"(?P<name>(?:AccountKey|SharedAccessSignature|X-Amz-(?:Signature|Credential|Security-Token)"
     r"|[?&;](?:sig|token|access_token|password)|Authorization|aws_secret_access_key|aws_session_token)\s*[=:]\s*(?:(?:Bearer|Basic)\s+)?"
     r"|Bearer\s+|://|(?=\bhf_[A-Za-z0-9]{16}))"
     r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
     re.I,
 )
+"""Secrets in messages of clients that are not among the options: they come from the
+environment, a profile, or a signed URL.
+"""
+
 _LOGIN = re.compile(r"[^\s'\"<>]*(?::|//)[^\s'\"<>]*(?=@|%40)", re.I)
 """User and password, with the scheme before them: a password may hold a slash or an @.
 """
@@ -32,96 +34,120 @@ class Secrets:
     """The secrets in the URL and the storage options of a location."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        texts = {*_of_url(url), *_of_options(options)}
-        forms = {form for text in texts for form in (text, percent(text, safe=""))}
-        self._texts = sorted(forms, key=len, reverse=True)
+        secrets = {*_secrets_of_url(url), *_secrets_of_options(options)}
+        spellings = secrets | {percent_encode(secret, safe="") for secret in secrets}
+        # A secret may be a part of another one.
+        self._longest_first = sorted(spellings, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Returns `text` with every secret replaced."""
-        for secret in self._texts:
+        """Return `text` with every secret replaced."""
+        for secret in self._longest_first:
             text = text.replace(secret, "***")
-        return _FORMS.sub(r"\g<name>***", text)
+        return _SECRET_FORM.sub(r"\g<name>***", text)
 
     def hide_in(self, error: BaseException) -> BaseException:
-        """Returns the error; if it or a cause has secrets, a copy of its builtin kind
-        without.
+        """Return the error; if it or a cause shows secrets, a copy of its builtin kind
+        without them.
         """
-        return _without(self.hide, error)
+        return _hide_in_error(error, self.hide)
 
 
-def client_text(said: object) -> str:
-    """Return the text of a client of the hub or of a tracker, or a name given to it,
-    for showing.
+def client_text(text: object) -> str:
+    """Return a text of a client of the hub or of a tracker, without secrets.
 
     Clients repeat names, which may be URLs by mistake, the endpoint with its login, and
     headers.
     """
-    return _LOGIN.sub("***", _FORMS.sub(r"\g<name>***", str(said)))
+    return _LOGIN.sub("***", _SECRET_FORM.sub(r"\g<name>***", str(text)))
 
 
 def client_cause(error: BaseException) -> BaseException:
     """Return the error of such a client, or a copy without its secrets."""
-    return _without(client_text, error)
+    return _hide_in_error(error, client_text)
 
 
-def _without(hide: Callable[[str], str], error: BaseException) -> BaseException:
-    """Return the error; if it or a cause has secrets, a copy of its builtin kind
-    without.
+def _hide_in_error(error: BaseException, hide: Callable[[str], str]) -> BaseException:
+    """Return the error; if it or a cause shows secrets, a copy of its builtin kind
+    without them.
     """
     if all(hide(str(link)) == str(link) for link in chain_of(error)):
         return error
-    kinds = (k for k in type(error).__mro__ if k.__module__ == "builtins")
-    kind = next((k for k in kinds if issubclass(k, OSError)), Exception)
+    kind = _builtin_os_error(error) or Exception
     return kind(f"{type(error).__name__}: {hide(str(error))}")
 
 
-def _of_url(url: str) -> Iterator[str]:
-    for _, login, _, more, *_ in logins(url):
-        if login:
-            yield login
-            password = login.partition(":")[2]
-            # Clients may split a login at other characters than its author, and show
-            # the parts.
-            pieces = [p for p in re.split("[@:/?#]", password) if len(p) > 2]
-            yield from filter(None, (password, *pieces))
-        if len(more) > 1:
-            yield more[1:]
-    if any(login.login and not login.rest for login in logins(url)):
+def _builtin_os_error(error: BaseException) -> type[OSError] | None:
+    """Return the most specific builtin class of an OSError."""
+    for kind in type(error).__mro__:
+        if kind.__module__ == "builtins" and issubclass(kind, OSError):
+            return kind
+    return None
+
+
+def _secrets_of_url(url: str) -> Iterator[str]:
+    parts = logins(url)
+    for part in parts:
+        if part.login:
+            yield part.login
+            yield from _secrets_of_password(part.login.partition(":")[2])
+        query = part.suffix[1:]
+        if query:
+            yield query
+    if any(part.login and not part.location for part in parts):
         # The end of the login is unknown: hide all that may belong to it or to a query.
-        yield from (p for p in re.split("[@&]", url.partition("?")[2]) if len(p) > 2)
+        for piece in re.split("[@&]", url.partition("?")[2]):
+            if len(piece) > 2:
+                yield piece
+
+
+def _secrets_of_password(password: str) -> Iterator[str]:
+    if password:
+        yield password
+    # Clients may split a login at other characters than its author, and show the parts.
+    for piece in re.split("[@:/?#]", password):
+        if len(piece) > 2:
+            yield piece
 
 
 def without_secrets(options: Any) -> Any:
-    """Returns nested options without those whose names suggest a secret."""
+    """Return nested options without the ones that may be secrets, by their names."""
     if not isinstance(options, Mapping):
         return options
-    kept = {str(k): v for k, v in options.items() if not _NAME.search(str(k))}
-    return {name: without_secrets(value) for name, value in kept.items()}
+    return {
+        str(name): without_secrets(value)
+        for name, value in options.items()
+        if not _SECRET_NAME.search(str(name))
+    }
 
 
-def _of_options(options: Any, hide: bool = False) -> Iterator[str]:
-    """Yields all texts in nested options under names that suggest a secret."""
+def _secrets_of_options(options: Any, is_secret: bool = False) -> Iterator[str]:
+    """Yield all texts in nested options that may be secrets, by their names."""
     if isinstance(options, Mapping):
-        for key, value in options.items():
-            yield from _of_options(value, hide or bool(_NAME.search(str(key))))
+        for name, value in options.items():
+            has_secret_name = _SECRET_NAME.search(str(name)) is not None
+            yield from _secrets_of_options(value, is_secret or has_secret_name)
     elif isinstance(options, list | tuple):
         for value in options:
-            yield from _of_options(value, hide)
-    elif hide and len(str(options)) > 3:
+            yield from _secrets_of_options(value, is_secret)
+    elif is_secret and len(str(options)) > 3:
         yield str(options)
-        for part in re.split(r"[;&]", str(options)):  # a connection string, a signature
+        # A connection string or a signature has several parts.
+        for part in re.split(r"[;&]", str(options)):
             name, _, value = part.partition("=")
-            if len(value) > 3 and _NAME.search(name):
+            if len(value) > 3 and _SECRET_NAME.search(name):
                 yield value
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields the error and its causes, the one raised last first."""
+    """Yield the error, its cause, the cause of that, and so on."""
     seen: set[int] = set()
     link: BaseException | None = error
     while link is not None and id(link) not in seen:
         seen.add(id(link))
         yield link
-        link = link.__cause__ or (
-            None if link.__suppress_context__ else link.__context__
-        )
+        if link.__cause__ is not None:
+            link = link.__cause__
+        elif link.__suppress_context__:
+            link = None
+        else:
+            link = link.__context__

@@ -25,7 +25,7 @@ from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import seeds
 from packstore.format.arrays import Examples
-from packstore.registry import ELSEWHERE
+from packstore.registry import NAMES_HERE
 from packstore.testing import assert_examples_equal, random_examples
 
 
@@ -106,8 +106,8 @@ def test_names_of_other_tools_lead_to_settings() -> None:
         *(field.name for field in fields(TrainingArguments)),
     }
     flags = {"tokenizer", "num_workers", "loss_parameter"}  # of commands, not settings
-    assert {name for ours in ELSEWHERE.values() for name in ours} <= settings | flags
-    assert settings & ELSEWHERE.keys() <= {"shuffle"}  # which a loader does not have
+    assert {name for ours in NAMES_HERE.values() for name in ours} <= settings | flags
+    assert settings & NAMES_HERE.keys() <= {"shuffle"}  # which a loader does not have
 
 
 def test_every_setting_has_one_home_and_a_help() -> None:

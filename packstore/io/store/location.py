@@ -453,7 +453,7 @@ def _check_url(url: str) -> None:
             remedy="Write scheme://…; for a local path, ./ or one / at its beginning",
         )
         raise StorageError(text)
-    if any(part.cut for part in parts):
+    if any(part.has_early_end for part in parts):
         text = sentence(
             where=display(url),
             rule="a login in a URL must not hold a slash, question mark or hash",
