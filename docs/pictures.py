@@ -228,7 +228,7 @@ WAYS = {
     "padded, 16 pairs, random order": "padded_random_16",
     "padded, 4 pairs": "padded_random_4",
     "padded, 1 pair": "padded_random_1",
-    "padded, 16 pairs of like length": "length_grouped_16",
+    "padded, 16 pairs of similar length": "length_grouped_16",
     "padding-free": "padding_free",
     "packs": "packs",
     "packs, prompts stored once": "shared_packs",

@@ -23,7 +23,7 @@ WAYS = {
     "padded, 16 pairs a batch, random order": "padded_random_16",
     "padded, 4 pairs": "padded_random_4",
     "padded, 1 pair": "padded_random_1",
-    "padded, 16 pairs of like length (`group_by_length`)": "length_grouped_16",
+    "padded, 16 pairs of similar length (`group_by_length`)": "length_grouped_16",
     "padding-free": "padding_free",
 }
 CONTENDERS = ("trl", "trl_packed", "concat", "shared_prefix")
@@ -155,7 +155,7 @@ def test_the_pages_give_what_a_gpu_measured() -> None:
         ("packs with shared prefixes", "shared_prefix/triton"),
         ("padding-free, the same head", "padding_free/triton"),
         ("padding-free, TRL's head", "padding_free/trl"),
-        ("padded, pairs of like length, TRL's head", "padded_grouped/trl"),
+        ("padded, pairs of similar length, TRL's head", "padded_grouped/trl"),
     ):
         found = [session.get(f"{model}/{way}{end}") for end in ("/compiled", "")]
         assert page[name] == [

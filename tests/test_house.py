@@ -252,10 +252,7 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     files = {
         f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")
     }
-    helpers = {
-        f"{package}.{name}" for name in ("settings", "common")
-    }  # of the command line
-    assert modules == files - helpers
+    assert modules == files - {f"{package}.settings"}
     for name in registry:
         with suppress(MissingExtraError):  # what only a machine with a GPU has
             assert registry.load(name) is not None

@@ -159,7 +159,7 @@ def _run(args: argparse.Namespace) -> int:
     from packstore.config.remedies import from_shell
 
     if "out" in args:
-        from packstore.cli.arguments import refuse_memory
+        from packstore.cli._arguments import refuse_memory
 
         refuse_memory(args, args.out)
     with from_shell():

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from packstore.cli.arguments import add_settings
+from packstore.cli._arguments import add_settings
 from packstore.config.training import TrainModelConfig
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Column, Table
 
 from packstore.cli import Command
-from packstore.cli._messages import show_progress
-from packstore.cli.arguments import (
+from packstore.cli._arguments import (
     add_json,
     add_settings,
     add_source,
@@ -18,7 +17,8 @@ from packstore.cli.arguments import (
     read_settings,
     source_of,
 )
-from packstore.cli.output import format_value, print_result, stdout_console
+from packstore.cli._messages import show_progress
+from packstore.cli._output import format_value, print_result, stdout_console
 from packstore.config import (
     BatchConfig,
     PackConfig,

@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from packstore.cli import Command
+from packstore.cli._arguments import add_dataset, add_json, add_settings, open_dataset
 from packstore.cli._messages import show_progress
 from packstore.cli._model import (
     add_model,
@@ -18,8 +19,7 @@ from packstore.cli._model import (
     load_on_device,
     process_group,
 )
-from packstore.cli.arguments import add_dataset, add_json, add_settings, open_dataset
-from packstore.cli.output import print_facts
+from packstore.cli._output import print_facts
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError
 from packstore.io.store.storage_errors import as_storage_errors

@@ -7,10 +7,10 @@ from __future__ import annotations
 import argparse
 
 from packstore.cli import Command
+from packstore.cli._arguments import add_dataset, add_json, add_settings, read_settings
 from packstore.cli._messages import add_message_options, show_progress
+from packstore.cli._output import print_facts
 from packstore.cli._parser import add_command
-from packstore.cli.arguments import add_dataset, add_json, add_settings, read_settings
-from packstore.cli.output import print_facts
 from packstore.errors import display
 from packstore.exchange import EXPORTERS, export
 

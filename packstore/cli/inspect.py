@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
-from packstore.cli.arguments import add_dataset, open_dataset
-from packstore.cli.output import (
+from packstore.cli._arguments import add_dataset, open_dataset
+from packstore.cli._output import (
     fact_table,
     figure_table,
     format_value,

@@ -9,9 +9,9 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from packstore.cli import Command
+from packstore.cli._arguments import add_dataset, add_json, open_dataset
 from packstore.cli._messages import show_progress
-from packstore.cli.arguments import add_dataset, add_json, open_dataset
-from packstore.cli.output import print_outcome, print_result, stdout_console
+from packstore.cli._output import print_outcome, print_result, stdout_console
 from packstore.errors import ConfigError, visible_line
 
 if TYPE_CHECKING:

@@ -8,8 +8,7 @@ import argparse
 from typing import Any
 
 from packstore.cli import Command
-from packstore.cli._messages import show_progress
-from packstore.cli.arguments import (
+from packstore.cli._arguments import (
     add_json,
     add_settings,
     add_source,
@@ -18,7 +17,8 @@ from packstore.cli.arguments import (
     refuse_memory,
     source_of,
 )
-from packstore.cli.output import print_dataset
+from packstore.cli._messages import show_progress
+from packstore.cli._output import print_dataset
 from packstore.config import (
     PackConfig,
     PlanConfig,
@@ -41,7 +41,7 @@ def _configure_pack(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE",
-        help="YAML file with SOURCE, OUT and settings; flags override",
+        help="YAML file of the job; flags override it",
     )
     parser.add_argument(
         "--out", metavar="OUT", help="destination, instead of OUT in the job file"
@@ -69,7 +69,7 @@ def _run_pack(args: argparse.Namespace) -> int:
     job = _read_job(args)
     refuse_memory(args, job["out"], job.get("rejects"))
     if args.dry_run:
-        from packstore.cli.dry_run import try_job
+        from packstore.cli._dry_run import try_job
 
         return try_job(args, job)
 

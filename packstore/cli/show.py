@@ -15,8 +15,8 @@ import numpy as np
 from rich.text import Text
 
 from packstore.cli import Command
-from packstore.cli.arguments import add_dataset, add_json, open_dataset
-from packstore.cli.output import print_json, stdout_console
+from packstore.cli._arguments import add_dataset, add_json, open_dataset
+from packstore.cli._output import print_json, stdout_console
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from packstore.cli import Command
+from packstore.cli._arguments import add_dataset, add_json, open_dataset
 from packstore.cli._messages import show_progress
-from packstore.cli.arguments import add_dataset, add_json, open_dataset
-from packstore.cli.output import (
+from packstore.cli._output import (
     figure_table,
     format_value,
     print_result,

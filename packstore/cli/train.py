@@ -8,14 +8,14 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
-from packstore.cli._model import is_main_rank, redirect_transformers_logs
-from packstore.cli.arguments import (
+from packstore.cli._arguments import (
     add_json,
     add_settings,
     json_or_text,
     read_settings,
 )
-from packstore.cli.output import print_facts
+from packstore.cli._model import is_main_rank, redirect_transformers_logs
+from packstore.cli._output import print_facts
 from packstore.config.job import read_yaml
 from packstore.config.training import TrainConfig, TrainModelConfig
 

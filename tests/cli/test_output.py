@@ -232,7 +232,7 @@ def test_an_interrupt_while_the_command_is_loaded() -> None:
         ),
         (
             "inspect packed --json >/dev/full",
-            b"error: standard output: must take what is written",
+            b"error: standard output: must accept all output",
         ),
     ],
 )

@@ -146,9 +146,9 @@ def test_a_pack_is_drawn_as_it_is_stored(
             [5],
             301,
             8,
-            "holds packs 0 to 299 of the 301 asked for: at most 300 packs, and 20 MB",
+            "holds packs 0 to 299 of the 301 requested: at most 300 packs, and 20 MB",
         ),
-        ([31_000_000] * 800_000, 2, 1 << 20, "holds packs 0 to 0 of the 2 asked for"),
+        ([31_000_000] * 800_000, 2, 1 << 20, "holds packs 0 to 0 of the 2 requested"),
     ],
     ids=["packs", "bytes"],
 )

@@ -445,7 +445,7 @@ def _check_url(url: str) -> None:
         raise StorageError(text)
 
     parts = logins(url)
-    if any(part.mistyped for part in parts):
+    if any(part.is_mistyped for part in parts):
         text = sentence(
             where=display(url),
             rule="a URL must begin with a scheme and two slashes",

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli._messages import show_progress
+from packstore.cli._output import print_outcome, stdout_console
 from packstore.cli.estimate import print_estimate
-from packstore.cli.output import print_outcome, stdout_console
 
 if TYPE_CHECKING:
     from packstore.etl.reports.place import Finding
