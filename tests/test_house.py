@@ -252,7 +252,7 @@ def test_every_file_of_a_plugin_folder_is_registered_and_loads(folder: Path) -> 
     files = {
         f"{package}.{p.stem}" for p in folder.glob("*.py") if not p.stem.startswith("_")
     }
-    assert modules == files - {f"{package}.settings"}
+    assert modules == files
     for name in registry:
         with suppress(MissingExtraError):  # what only a machine with a GPU has
             assert registry.load(name) is not None
