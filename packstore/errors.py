@@ -128,7 +128,7 @@ def markdown_text(value: object) -> str:
     return re.sub(r"[\\`*\[\]|!]|:(?=//)", r"\\\g<0>", html.escape(line, quote=False))
 
 
-def spelled(path: str) -> str:
+def to_unicode(path: str) -> str:
     """Return `path` as valid Unicode.
 
     If the locale is not UTF-8, Python decodes undecodable bytes of a file name to lone
@@ -178,7 +178,7 @@ def display(url: str) -> str:
     """Return the URL to be shown: without login, query string, fragment and session
     id.
     """
-    parts = logins(spelled(url))
+    parts = logins(to_unicode(url))
     return "::".join(part.scheme + (part.location or "***") for part in parts)
 
 
@@ -251,7 +251,7 @@ def _split_login(part: str) -> Login:
 
 
 def _one_line(text: str, limit: int = 600) -> str:
-    line = "".join(c if c.isprintable() else " " for c in spelled(text))
+    line = "".join(c if c.isprintable() else " " for c in to_unicode(text))
     return _truncate(line, limit)
 
 

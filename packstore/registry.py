@@ -40,7 +40,7 @@ class Registry(dict[str, str], Generic[T]):
         """Return `name`; raise UnknownNameError if it is not registered."""
         if name in self:
             return name
-        hint = meant(str(name).strip().lower(), self)
+        hint = suggest(str(name).strip().lower(), self)
         raise UnknownNameError(
             f"unknown {self.noun} {name!r}; choose one of: {', '.join(self)}.{hint}"
         )
@@ -146,7 +146,7 @@ ADVICE: Mapping[str, str] = {
 """A name that has no counterpart in this place -> advice."""
 
 
-def meant(
+def suggest(
     name: str, valid_names: Iterable[str], spell: Callable[[str], str] = repr
 ) -> str:
     """Return a suggestion for an unknown name or flag, after a space; else "".

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from packstore.config import Settings
-from packstore.errors import ConfigError, display, sentence, spelled
+from packstore.errors import ConfigError, display, sentence, to_unicode
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -215,7 +215,7 @@ class KeyValue(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         """Add the items; one that cannot be read is a usage error."""
-        text = spelled(values)
+        text = to_unicode(values)
         for item in text.split(",") if self.splits else [text]:
             key, value = self._parse(parser, item, option_string)
             # Not changed in place: the first is the default of all parsers.

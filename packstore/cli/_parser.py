@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from packstore.errors import display, visible_line
-from packstore.registry import meant
+from packstore.registry import suggest
 
 
 class Summary(NamedTuple):
@@ -171,14 +171,14 @@ class Parser(argparse.ArgumentParser):
         """
         flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if flag is not None:
-            hint = meant(flag[1], self._flags(), str)
+            hint = suggest(flag[1], self._flags(), str)
             if hint:
                 return f"{message}.{hint}"
 
         choice = re.search(r"invalid choice: '([^']+)'", message)
         if choice is not None:
             choices = re.findall(r"[\w-]+", message[choice.end() :])
-            hint = meant(choice[1], choices, str)
+            hint = suggest(choice[1], choices, str)
             if hint:
                 return f"{message.partition(' (choose from')[0]}.{hint}"
 

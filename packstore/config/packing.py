@@ -17,7 +17,7 @@ from packstore.config.reasons import answers_of
 from packstore.config.record_fields import SPELLINGS
 from packstore.config.settings import Settings, setting
 from packstore.errors import ConfigError, UnknownNameError, quote
-from packstore.registry import choice, meant
+from packstore.registry import choice, suggest
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that come from the records."""
@@ -119,7 +119,7 @@ class TokenizeConfig(SizeConfig):
             if column in SPELLINGS:
                 hint = f" Swap the two: {column}={role}."
             else:
-                hint = meant(role, SPELLINGS)
+                hint = suggest(role, SPELLINGS)
             raise UnknownNameError(
                 f"unknown field {role!r} in `fields`; choose from: "
                 f"{', '.join(SPELLINGS)}.{hint}"

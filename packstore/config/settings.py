@@ -24,9 +24,9 @@ from packstore.errors import (
     is_mistyped,
     quote,
     sentence,
-    spelled,
+    to_unicode,
 )
-from packstore.registry import meant
+from packstore.registry import suggest
 
 
 def setting(default: Any, help: str, **metadata: Any) -> Any:
@@ -62,11 +62,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         values = {name: getattr(self, name) for name in self.names()}
-        for name, value in self.checked(**values).items():
+        for name, value in self.validate(**values).items():
             object.__setattr__(self, name, value)
 
     @classmethod
-    def checked(cls, **values: Any) -> dict[str, Any]:
+    def validate(cls, **values: Any) -> dict[str, Any]:
         """Return values of some settings: lists as tuples, texts as valid Unicode.
 
         Paths keep the bytes that are no valid Unicode, so that the file can be opened.
@@ -142,7 +142,7 @@ def check_names(
     valid = sorted(valid)
     for name in names:
         if name not in valid:
-            hint = meant(str(name), valid)
+            hint = suggest(str(name), valid)
             raise UnknownNameError(
                 f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
             )
@@ -197,9 +197,9 @@ def _as_stored(item: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
 
 
 def _as_unicode(value: Any) -> Any:
-    """Return a value with its texts as valid Unicode; see :func:`spelled`."""
+    """Return a value with its texts as valid Unicode; see :func:`to_unicode`."""
     if isinstance(value, str):
-        return value if value.isascii() else spelled(value)
+        return value if value.isascii() else to_unicode(value)
     if isinstance(value, Mapping):
         return {key: _as_unicode(entry) for key, entry in value.items()}
     if isinstance(value, list):
@@ -214,7 +214,7 @@ def _spelling(item: dataclasses.Field[Any]) -> Callable[[str], str]:
     if "place" in item.metadata:
         return display
     if _PATHS & item.metadata.keys():
-        return spelled
+        return to_unicode
     return str  # as they are
 
 

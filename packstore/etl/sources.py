@@ -16,7 +16,7 @@ import numpy as np
 
 from packstore.config import PARTITION_BYTES, REASONS, PackConfig
 from packstore.config.remedies import current_door, spell
-from packstore.errors import ConfigError, RecordError, sentence, spelled
+from packstore.errors import ConfigError, RecordError, sentence, to_unicode
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.format.arrays import Examples, Rows, to_offsets
@@ -186,7 +186,7 @@ class PeekableBlocks:
 def _path_of(tokenizer: Any) -> str | None:
     """Return the path of a tokenizer, for the manifest; None: it is an object."""
     if isinstance(tokenizer, str | PathLike):
-        return spelled(str(tokenizer))
+        return to_unicode(str(tokenizer))
     return None
 
 

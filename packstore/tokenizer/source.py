@@ -24,7 +24,7 @@ from packstore.errors import (
     quote,
     refuse_pointer,
     sentence,
-    spelled,
+    to_unicode,
 )
 from packstore.secrets import client_cause, client_text
 from packstore.tokenizer.dialogue.template import BUILTIN
@@ -77,7 +77,7 @@ class _Files:
         if not path.is_file():
             return None
         content = _read(path)
-        self.hashes[spelled(path.name)] = hashlib.sha256(content).hexdigest()
+        self.hashes[to_unicode(path.name)] = hashlib.sha256(content).hexdigest()
         return _decoded(content, path.name)
 
     def read_json(self, path: Path) -> dict[str, Any]:
@@ -311,7 +311,7 @@ def _from_path(path: Path) -> _Files:
     if file.is_dir():
         rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
         raise TokenizerError(sentence(f"tokenizer {path}", rule))
-    files = _Files(spelled(file.name), _read(file))
+    files = _Files(to_unicode(file.name), _read(file))
     for name in (TOKENS_FILE, SETTINGS_FILE):
         files.settings |= files.read_json(file.parent / name)
     files.read_templates(file.parent)

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 
 from packstore.config import PackConfig
 from packstore.config.record_fields import JSON_COLUMNS, SPELLINGS
-from packstore.errors import InputError, quote, refuse_pointer, sentence, spelled
+from packstore.errors import InputError, quote, refuse_pointer, sentence, to_unicode
 from packstore.format.arrays import Rows
 from packstore.io.inputs.compression import CHUNK_BYTES, HashedStream, decompress
 from packstore.io.inputs.formats import (
@@ -421,7 +421,7 @@ def _list_matches(pattern: Location) -> list[tuple[str, Location]]:
         )
     is_relative = "://" not in pattern.url and not os.path.isabs(pattern.url)
     if is_relative:
-        return [(spelled(os.path.relpath(file.url)), file) for file in matches]
+        return [(to_unicode(os.path.relpath(file.url)), file) for file in matches]
     return [(file.display, file) for file in matches]
 
 

@@ -27,7 +27,7 @@ from packstore.errors import (
     logins,
     quote,
     sentence,
-    spelled,
+    to_unicode,
 )
 from packstore.io.store import clients, local
 from packstore.io.store.retry import retrying
@@ -85,7 +85,7 @@ class Location:
         url = os.fspath(self.url)
         # Most locations are joined from others; only the URL at the door is parsed.
         if _PLAIN_URL.fullmatch(url):
-            display_url = spelled(url)
+            display_url = to_unicode(url)
         else:
             _check_url(url)
             display_url = display(url)

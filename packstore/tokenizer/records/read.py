@@ -11,7 +11,7 @@ from packstore.config import REASONS, TokenizeConfig
 from packstore.config.record_fields import VERDICT_ROLES
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import BrokenLine
-from packstore.registry import meant
+from packstore.registry import suggest
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import AdaptedRecord, Adapter
 from packstore.tokenizer.records.forms import (
@@ -99,7 +99,7 @@ def form_named(name: str) -> Form:
     rule = f"it must be a form (docs/adapters.md), or {OWN}"
     word = name.lower().replace("-", "_")
     similar_names = [form_name for form_name in forms if word in form_name]
-    hint = meant(name, forms)
+    hint = suggest(name, forms)
     if similar_names:
         hint = f" Names like it: {', '.join(similar_names)}."
     raise ConfigError(sentence("setting form", rule, quote(name)) + hint)

@@ -30,7 +30,7 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.registry import meant
+from packstore.registry import suggest
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.in_memory import PackCollator
 from packstore.torch.logprobs.head import PackedPolicy
@@ -272,7 +272,7 @@ def _loss_name(trl_name: str, args: DPOConfig) -> str:
         )
     name = LOSS_NAMES.get(trl_name, trl_name)
     if name not in LOSSES and name not in UNSUPPORTED_LOSSES:
-        hint = meant(trl_name, [*LOSS_NAMES, *LOSSES])
+        hint = suggest(trl_name, [*LOSS_NAMES, *LOSSES])
         raise UnknownNameError(
             f"setting loss_type: unknown loss {quote(trl_name)}.{hint}"
         )

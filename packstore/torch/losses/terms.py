@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packstore.errors import ConfigError, UnknownNameError, quote, sentence
-from packstore.registry import meant
+from packstore.registry import suggest
 from packstore.torch.losses.formulas import LOSSES, LossTerm, Variant, sft
 from packstore.torch.losses.pairs import Pairs
 
@@ -295,7 +295,7 @@ def _check_parameter_names(
     """Raise UnknownNameError for a parameter that a loss does not take."""
     for parameter in parameters:
         if parameter not in accepted:
-            hint = meant(parameter, [*accepted, *settings])
+            hint = suggest(parameter, [*accepted, *settings])
             raise UnknownNameError(
                 f"loss {loss!r} has no parameter {quote(parameter)}; it takes: "
                 f"{', '.join(accepted) or 'none'}.{hint}"

@@ -151,7 +151,7 @@ class PackedTrainer(PackedSteps):
         check_settings(args, REFUSED_WITH_DATASETS)
         remedy = "Give a list of them"
         check_class("argument callbacks", callbacks or (), Sequence, remedy)
-        settings = TrainModelConfig.checked(
+        settings = TrainModelConfig.validate(
             examples_per_step=examples_per_step,
             packs_per_batch=packs_per_batch,
             loss_parameters=loss_parameters or {},
