@@ -94,11 +94,7 @@ def run(
         contextlib.closing(_ProcessPool(work, threads, max_workers)) as processes,
     ):
         if num_workers is None and getattr(work, "in_threads", False):
-
-            def submit(item: T) -> Future[R]:
-                return threads.submit(processes.work_here, item)
-
-            yield from in_order(submit, items, 2 * max_workers)
+            yield from in_order(processes.submit_here, items, 2 * max_workers)
         else:
             seconds_alone = getattr(work, "seconds_alone", 0.0)
             if max_workers == 1:
@@ -106,16 +102,22 @@ def run(
             elif num_workers is not None and seconds_alone:
                 seconds_alone = SECONDS_ALONE
                 processes.start(max_workers)  # they load packages meanwhile
-
-            remaining = iter(items)
-            alone_until = time.monotonic() + seconds_alone
-            for item in remaining:
-                if time.monotonic() >= alone_until:
-                    remaining = itertools.chain([item], remaining)
-                    break
-                yield processes.work_here(item)
-            yield from in_order(processes.submit, remaining, 2 * max_workers)
+            yield from _run_in_processes(processes, items, max_workers, seconds_alone)
         processes.keep_one()
+
+
+def _run_in_processes(
+    processes: _ProcessPool, items: Iterable[Any], max_workers: int, seconds: float
+) -> Iterator[Any]:
+    """Yield the results of this process for so many seconds, then of all workers."""
+    remaining = iter(items)
+    alone_until = time.monotonic() + seconds
+    for item in remaining:
+        if time.monotonic() >= alone_until:
+            remaining = itertools.chain([item], remaining)
+            break
+        yield processes.work_here(item)
+    yield from in_order(processes.submit, remaining, 2 * max_workers)
 
 
 def prepare() -> None:
@@ -175,6 +177,10 @@ class _ProcessPool:
         """Let one more process work, and a thread wait for the result of the item."""
         self._start_one_more()
         return self._threads.submit(self._work_in_process, item)
+
+    def submit_here(self, item: Any) -> Future[Any]:
+        """Let a thread of this process work on an item."""
+        return self._threads.submit(self.work_here, item)
 
     def work_here(self, item: Any) -> Any:
         """Work on an item in this thread.
