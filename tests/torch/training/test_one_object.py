@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from amounts import slow_except
 from transformers import TrainingArguments
 
 import packstore
@@ -254,7 +255,7 @@ def test_training_twice(users: Users) -> None:
     assert losses_of(trainer) == first
 
 
-@pytest.mark.parametrize("kind", ["trainer", "dpo_trainer"])
+@pytest.mark.parametrize("kind", slow_except(["trainer", "dpo_trainer"], "trainer"))
 def test_resuming_with_one_object_for_training_and_evaluation(
     users: Users, kind: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import slow_except, slow_products
 from ranks import launch
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -203,8 +204,7 @@ def outcome(trainer: Any) -> tuple[list[float], dict[str, bytes]]:
 RUNS = {"PackedTrainer": packed_run, "PackedDPOTrainer": dpo_run}
 
 
-@pytest.mark.parametrize("door", RUNS)
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "door"), slow_products(OPTIMIZERS, RUNS))
 def test_resumed_at_each_step_to_the_last_bit(
     stored: SimpleNamespace, tmp_path: Path, kind: str, door: str
 ) -> None:
@@ -251,7 +251,7 @@ def test_the_command_resumes_a_schedule_free_run(
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
-@pytest.mark.parametrize("kind", ["counting", "plateau"])
+@pytest.mark.parametrize("kind", slow_except(["counting", "plateau"], "plateau"))
 def test_a_resumed_run_has_its_own_settings(
     stored: SimpleNamespace, tmp_path: Path, kind: str
 ) -> None:

@@ -5,13 +5,13 @@ itself.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from amounts import slow_products
 from train_runs import arguments_of
 from transformers import TrainerCallback, TrainingArguments
 
@@ -58,16 +58,18 @@ def records(trainer: Any, name: str) -> list[dict[str, float]]:
     return [record for record in trainer.state.log_history if name in record]
 
 
-@pytest.mark.parametrize("make", TRAINERS.values(), ids=[*TRAINERS])
-@pytest.mark.parametrize(("max_steps", "epochs"), [(3, 1), (12, 2), (-1, 3)])
+@pytest.mark.parametrize(
+    ("length", "name"), slow_products([(3, 1), (12, 2), (-1, 3)], TRAINERS)
+)
 def test_rates_and_epochs_are_those_of_the_steps_that_ran(
     stored: SimpleNamespace,
     tmp_path: Path,
-    make: Callable[..., Any],
-    max_steps: int,
-    epochs: int,
+    length: tuple[int, int],
+    name: str,
 ) -> None:
     """In the result, the records, the state and its file, also after a resume."""
+    max_steps, epochs = length
+    make = TRAINERS[name]
     trainer = make(stored, tmp_path, max_steps=max_steps, save_steps=2)
     result = trainer.train()
     summary = records(trainer, "train_runtime")[-1]
@@ -95,14 +97,16 @@ def test_rates_and_epochs_are_those_of_the_steps_that_ran(
     assert again.state.num_train_epochs == epochs
 
 
-@pytest.mark.parametrize("make", TRAINERS.values(), ids=[*TRAINERS])
-@pytest.mark.parametrize("strategy", ["steps", "epoch", "no"])
+@pytest.mark.parametrize(
+    ("strategy", "name"), slow_products(["steps", "epoch", "no"], TRAINERS)
+)
 def test_logging_strategy(
-    stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any], strategy: str
+    stored: SimpleNamespace, tmp_path: Path, name: str, strategy: str
 ) -> None:
     """A record at the end of an epoch is of all its steps; without any, the summary has
     all.
     """
+    make = TRAINERS[name]
     each = make(stored, tmp_path / "each", num_train_epochs=2)
     each.train()
     steps = records(each, "loss")
@@ -135,10 +139,9 @@ def test_logging_strategy(
             assert record[name] == pytest.approx(mean, abs=1e-6)
 
 
-@pytest.mark.parametrize("make", TRAINERS.values(), ids=[*TRAINERS])
-@pytest.mark.parametrize("strategy", ["epoch", "no"])
+@pytest.mark.parametrize(("strategy", "name"), slow_products(["epoch", "no"], TRAINERS))
 def test_records_of_a_resumed_run_are_of_all_steps(
-    stored: SimpleNamespace, tmp_path: Path, make: Callable[..., Any], strategy: str
+    stored: SimpleNamespace, tmp_path: Path, name: str, strategy: str
 ) -> None:
     """Also of those before the checkpoint, which no record held yet."""
     more: dict[str, Any] = {
@@ -146,6 +149,7 @@ def test_records_of_a_resumed_run_are_of_all_steps(
         "save_steps": 3,
         "num_train_epochs": 2,
     }
+    make = TRAINERS[name]
     undisturbed = make(stored, tmp_path, **more)
     undisturbed.train()
     for step in (3, 6, 9):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from amounts import slow_except, slow_pairs, slow_products
 from ranks import launch
 from trainers_in_turn import packed_dpo, packed_trainer
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -167,8 +168,7 @@ def assert_like_fresh(
     assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("second", USES)
-@pytest.mark.parametrize("first", USES)
+@pytest.mark.parametrize(("first", "second"), slow_pairs(USES))
 def test_a_second_use(data: SimpleNamespace, first: str, second: str) -> None:
     model = load(data)
     USES[first](model, data)
@@ -300,8 +300,13 @@ def with_own_attention(model: Any) -> Any:
         return model(input_ids=PROMPT).logits.tolist()
 
 
-@pytest.mark.parametrize("door", ["PackedTrainer", "bf16", "PackedDPOTrainer", "lora"])
-@pytest.mark.parametrize("act", [generated, with_own_attention])
+@pytest.mark.parametrize(
+    ("door", "act"),
+    slow_products(
+        ["PackedTrainer", "bf16", "PackedDPOTrainer", "lora"],
+        [generated, with_own_attention],
+    ),
+)
 def test_unpacked_calls_in_mid_training(
     data: SimpleNamespace, door: str, act: Callable[[Any], Any]
 ) -> None:
@@ -341,7 +346,7 @@ def test_unpacked_calls_in_mid_training(
             ).abs().max() <= gap * logits.abs().max()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", slow_except(FAMILIES, "llama", "lfm2"))
 def test_generating_in_mid_training_in_each_family(
     kit: SimpleNamespace, data: SimpleNamespace, name: str
 ) -> None:
@@ -357,7 +362,7 @@ def test_generating_in_mid_training_in_each_family(
         assert result == generated(fresh)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", slow_except([False, True], True))
 def test_a_copy_in_mid_training_has_weights_of_its_own(
     data: SimpleNamespace, bf16: bool
 ) -> None:
@@ -452,7 +457,7 @@ assert model.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "lfm2", "bloom"])
+@pytest.mark.parametrize("name", slow_except(["llama", "lfm2", "bloom"], "lfm2"))
 def test_a_saved_model_in_another_process(
     kit: SimpleNamespace, data: SimpleNamespace, tmp_path: Path, name: str
 ) -> None:
