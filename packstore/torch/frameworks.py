@@ -50,7 +50,7 @@ def check_steps(batches: int, last: bool, *, divided: bool) -> None:
         if not agrees:
             _refuse_steps(
                 method.framework,
-                found=f"steps of {framework_batches} batches, and losses divided by "
+                actual=f"steps of {framework_batches} batches, and losses divided by "
                 f"that number, for {batches}",
                 remedy="Let the loader make steps of one batch, or step by hand (page "
                 "Loaders)",
@@ -100,15 +100,15 @@ def _check_accelerator(*, last: bool, divided: bool) -> None:
     if not agrees:
         _refuse_steps(
             "Accelerate",
-            found=f"gradient_accumulation_steps={state.num_steps}, which sets both",
+            actual=f"gradient_accumulation_steps={state.num_steps}, which sets both",
             remedy="Make the Accelerator without it; until batch.step.last use "
             "no_sync, then step",
         )
 
 
-def _refuse_steps(framework: str, found: str, remedy: str) -> NoReturn:
+def _refuse_steps(framework: str, *, actual: str, remedy: str) -> NoReturn:
     rule = "optimizer steps and the division of losses must follow the loader"
-    raise ConfigError(sentence(framework, rule=rule, found=found, remedy=remedy))
+    raise ConfigError(sentence(framework, rule=rule, found=actual, remedy=remedy))
 
 
 _SHARDERS = (

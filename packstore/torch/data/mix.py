@@ -150,8 +150,8 @@ class MixedPacks:
         parts = next(self._split([indices]))
         sizes = []
         rows: list[int] = []
-        for pass_, part in parts.items():
-            sizes.append(self._stream_of(pass_).sizes(np.array(part.positions)))
+        for source_pass, part in parts.items():
+            sizes.append(self._stream_of(source_pass).sizes(np.array(part.positions)))
             rows += part.rows
         return PackSizes.concat(sizes).take(np.argsort(rows))
 
@@ -167,15 +167,15 @@ class MixedPacks:
             if parts is None:
                 return
             packs_by_row: dict[int, Packs] = {}
-            for pass_, part in parts.items():
-                packs = self._read_pass(pass_, upcoming, readers)
+            for source_pass, part in parts.items():
+                packs = self._read_pass(source_pass, upcoming, readers)
                 packs_by_row.update(zip(part.rows, packs, strict=True))
             upcoming.advance()
             yield [packs_by_row[row] for row in range(len(packs_by_row))]
 
     def _read_pass(
         self,
-        pass_: _Pass,
+        source_pass: _Pass,
         upcoming: _UpcomingParts,
         readers: dict[_Pass, Iterator[list[Packs]]],
     ) -> list[Packs]:
@@ -183,22 +183,20 @@ class MixedPacks:
 
         `readers` holds the open passes; others are opened and closed as needed.
         """
-        if pass_ in readers:
-            packs = next(readers[pass_], None)
+        if source_pass in readers:
+            packs = next(readers[source_pass], None)
             if packs is not None:
                 return packs
 
         # These are the first packs of the pass, or were too far ahead for its reader.
         # The previous pass stays open, as the two overlap.
-        outdated = [
-            reading
-            for reading in readers
-            if reading.source == pass_.source and reading.number < pass_.number - 1
-        ]
-        for reading in outdated:
-            del readers[reading]
-        readers[pass_] = self._stream_of(pass_).read(upcoming.positions(pass_))
-        return next(readers[pass_])
+        for open_pass in list(readers):
+            is_same_source = open_pass.source == source_pass.source
+            if is_same_source and open_pass.number < source_pass.number - 1:
+                del readers[open_pass]
+        positions = upcoming.positions(source_pass)
+        readers[source_pass] = self._stream_of(source_pass).read(positions)
+        return next(readers[source_pass])
 
     def _split(self, batches: Iterable[Int64]) -> Iterator[_Parts]:
         """Divide the packs of each batch by the passes that they come from."""
@@ -221,16 +219,18 @@ class MixedPacks:
                     part.positions.append(position)
                 yield parts
 
-    def _stream_of(self, pass_: _Pass) -> PackStream:
+    def _stream_of(self, source_pass: _Pass) -> PackStream:
         """Return the source of a pass, in the order of that pass in this epoch."""
         streams = self._streams_of_passes
-        if pass_ not in streams:
+        if source_pass not in streams:
             if len(streams) >= _OPEN_PASSES * len(self.streams):
                 oldest = next(iter(streams))
                 del streams[oldest]
-            streams[pass_] = copy.copy(self.streams[pass_.source])
-            streams[pass_].set_epoch(self._epoch + (pass_.number << _PASS_SHIFT))
-        return streams[pass_]
+            streams[source_pass] = copy.copy(self.streams[source_pass.source])
+            streams[source_pass].set_epoch(
+                self._epoch + (source_pass.number << _PASS_SHIFT)
+            )
+        return streams[source_pass]
 
 
 class _Pass(NamedTuple):
@@ -273,7 +273,7 @@ class _UpcomingParts:
         self._parts.popleft()
         self._current += 1
 
-    def positions(self, pass_: _Pass) -> Iterator[Int64]:
+    def positions(self, source_pass: _Pass) -> Iterator[Int64]:
         """Yield the positions of a pass in each batch that has any.
 
         From the current batch on, up to `_LOOK_AHEAD` batches ahead of it.
@@ -284,8 +284,8 @@ class _UpcomingParts:
             parts = self._get(batch)
             if parts is None:
                 return
-            if pass_ in parts:
-                yield np.array(parts[pass_].positions)
+            if source_pass in parts:
+                yield np.array(parts[source_pass].positions)
             batch += 1
 
     def _get(self, batch: int) -> _Parts | None:

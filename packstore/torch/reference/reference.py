@@ -260,12 +260,19 @@ def _compute_parts(
                 if progress is not None:
                     num_done = int(running_batch.task.packs[-1]) + 1
                     progress("reference", num_done, len(dataset), "packs")
-            columns = zip(*values, strict=True)
-            yield part, Values(*[np.concatenate(column) for column in columns])
+            yield part, _concatenate(values)
 
 
 def _part_of(running: _Running) -> int:
     return running.task.part
+
+
+def _concatenate(values: Sequence[Values]) -> Values:
+    return Values(
+        example_ids=np.concatenate([part.example_ids for part in values]),
+        num_responses=np.concatenate([part.num_responses for part in values]),
+        logps=np.concatenate([part.logps for part in values]),
+    )
 
 
 def _start_batches(
