@@ -231,6 +231,13 @@ def test_a_login_with_odd_characters_is_hidden(
     assert not any(secret in text for secret in re.findall("[A-Z]{3,}", url))
 
 
+def test_a_user_without_password_is_hidden() -> None:
+    with pytest.raises(packstore.errors.DatasetNotFoundError) as caught:
+        packstore.open("memory://SECRET@bucket/ds")
+    assert "memory://bucket/ds" in str(caught.value)
+    assert "SECRET" not in str(caught.value)
+
+
 def test_a_login_with_a_slash_is_refused() -> None:
     for url in (
         "s3://AKIA:abc/SECRET@b/r.jsonl",

@@ -29,6 +29,7 @@ class Handler(BaseHTTPRequestHandler):
 
     repos: Hubs
     commits: list[tuple[str, list[str], list[str]]]
+    meanwhile: Files
     protocol_version = "HTTP/1.1"
 
     def do_POST(self) -> None:
@@ -45,11 +46,16 @@ class Handler(BaseHTTPRequestHandler):
         elif match := re.fullmatch(f"/api/{REPO}/preupload/main", path):
             modes = {"uploadMode": "regular", "shouldIgnore": False}
             files = [{"path": f["path"], **modes} for f in json.loads(body)["files"]]
+            self.repos.setdefault(key_of(match), {}).update(self.meanwhile)
             self._json({"files": files})
         elif match := re.fullmatch(f"/api/{REPO}/commit/main", path):
-            self._commit(
-                key_of(match), [json.loads(line) for line in body.splitlines()]
-            )
+            lines = [json.loads(line) for line in body.splitlines()]
+            files_before = self.repos.setdefault(key_of(match), {})
+            parent = lines[0]["value"].get("parentCommit")
+            if parent not in (None, revision(files_before)):
+                self._send(b"{}", 412, {"Content-Type": "application/json"})
+                return
+            self._commit(key_of(match), lines)
             place = f"{self._here()}/{key_of(match).removeprefix('models/')}"
             oid = revision(self.repos[key_of(match)])
             self._json({"commitUrl": f"{place}/commit/{oid}", "commitOid": oid})
@@ -192,12 +198,17 @@ def folder_files(folder: Path) -> Files:
 
 
 @contextlib.contextmanager
-def served(repos: Hubs) -> Iterator[tuple[dict[str, str], list[Any]]]:
+def served(
+    repos: Hubs, meanwhile: Files | None = None
+) -> Iterator[tuple[dict[str, str], list[Any]]]:
     """Serves `repos`; yields the environment in which a process uses this hub, and its
     commits.
+
+    `meanwhile` are files that somebody else commits while a client uploads.
     """
     commits: list[Any] = []
-    handler = type("OwnHandler", (Handler,), {"repos": repos, "commits": commits})
+    state = {"repos": repos, "commits": commits, "meanwhile": meanwhile or {}}
+    handler = type("OwnHandler", (Handler,), state)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}"

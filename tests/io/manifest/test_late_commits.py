@@ -84,6 +84,26 @@ def test_a_writer_wakes_after_another_and_clean(
         packstore.open(place, version=3)
 
 
+def test_a_number_that_a_cleaner_has_freed_is_lost(place: str) -> None:
+    """Two others commit while a job writes, and the first of their versions is
+    removed.
+    """
+    packstore.pack(pairs(20), place, **SETTINGS)
+    moments: list[str] = []
+
+    def overtake(path: str) -> None:
+        if path.endswith(".index") and not moments:
+            moments.append(path)
+            for start in (100, 200):
+                packstore.pack(pairs(10, start), place, overwrite=True, **SETTINGS)
+            Files(place).remove(manifest_path(2))
+
+    with at_each("put_file", overtake), pytest.raises(DatasetExistsError):
+        packstore.pack(pairs(30, 300), place, overwrite=True, **SETTINGS)
+    assert packstore.open(place).version == 3
+    assert manifest_path(2) not in Files(place).names()
+
+
 @pytest.mark.parametrize("dead", [False, True])
 def test_clean_leaves_what_a_late_writer_commits(place: str, dead: bool) -> None:
     """Also where its marker was removed."""

@@ -339,6 +339,48 @@ def test_versions_that_were_replaced_lately_stay(
     assert {p for p in files(place) if p.startswith("data/")} == shards
 
 
+def test_versions_after_a_spared_one_stay(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for n in (30, 31, 32, 33):
+        pack(place, pairs(n), overwrite=True)
+    later(monkeypatch, 8 * DAY)
+    Files(place).renew(manifest_path(2), 8 * DAY)  # version 1 was replaced just now
+    report = clean(place, delete=True, keep_versions=1)
+    assert [x.why for x in report.leftovers] == ["version 1", "version 2", "version 3"]
+    assert report.removable == []
+    for version in (1, 2, 3, 4):
+        assert packstore.open(place, version=version).verify().ok
+
+
+def test_a_folder_behind_a_link_is_left_alone(tmp_path: Path) -> None:
+    """Its files may be of another dataset."""
+    pack(tmp_path / "ds")
+    elsewhere = tmp_path / "elsewhere"
+    (tmp_path / "ds" / "data").rename(elsewhere)
+    (tmp_path / "ds" / "data").symlink_to(elsewhere)
+    (elsewhere / Path(SHARD).name).write_bytes(b"1")
+    clean(str(tmp_path / "ds"), **NOW)
+    assert (elsewhere / Path(SHARD).name).exists()
+    assert packstore.open(str(tmp_path / "ds")).verify().ok
+
+
+def test_a_folder_that_is_listed_as_its_own_entry_is_no_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An empty object with the folder's name, as consoles of stores make them."""
+    place = f"memory://{uuid.uuid4().hex}/ds"
+    pack(place)
+    ls = MemoryFileSystem.ls
+
+    def list_with_itself(self: Any, path: str, *args: Any, **kwargs: Any) -> Any:
+        entries = ls(self, path, *args, **kwargs)
+        return [{"name": path.rstrip("/"), "size": 0, "type": "file"}, *entries]
+
+    monkeypatch.setattr(MemoryFileSystem, "ls", list_with_itself)
+    assert clean(place).leftovers == []
+
+
 @pytest.mark.parametrize("look", [2, 3], ids=["the first look", "the second look"])
 def test_what_is_named_meanwhile_stays(
     place: str, monkeypatch: pytest.MonkeyPatch, look: int

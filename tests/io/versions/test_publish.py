@@ -92,6 +92,20 @@ def test_another_dataset_is_the_next_version(tmp_path: Path) -> None:
         assert published(env, *made) == [1, 2]
 
 
+def test_a_commit_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    """It comes after the card was read, into which ours is written."""
+    dataset = pack(tmp_path / "prefs")
+    repos: Hubs = {}
+    with served(repos, meanwhile={"README.md": b"theirs"}) as (env, _):
+        env |= {"HF_HOME": str(tmp_path / "cache")}
+        done = run_python(
+            "-m", "packstore", "publish", dataset.url, "me/prefs", env=env
+        )
+    assert done.returncode == 1
+    assert "the hub must take it" in done.stderr
+    assert repos[REPO] == {"README.md": b"theirs"}
+
+
 def test_a_hub_that_refuses_is_one_line(tmp_path: Path) -> None:
     dataset = pack(tmp_path / "prefs")
     env = {
