@@ -91,7 +91,6 @@ _DERIVED = (
 """Fields of a batch that are computed on first access, on its device."""
 
 
-@dataclass(kw_only=True, eq=False, repr=False)
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
@@ -146,6 +145,12 @@ class PackedBatch:
     _filler_packs: list[int]
     # int64 `[P]`: source of each pack in a mix; None: 0.
     _pack_sources: Int64 | None
+
+    # No dataclass: FSDP copies dataclasses among the inputs of a module field by field,
+    # which would lose computed tensors, and casts rewards and weights to bfloat16.
+    def __init__(self, **fields: Any) -> None:
+        """Make a batch from the fields above, as :func:`collate` does."""
+        vars(self).update(fields)
 
     def __repr__(self) -> str:
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -226,6 +226,12 @@ def test_keys_of_whole_segments_have_the_offsets_of_the_queries(
             assert layout.sizes == (changed.cu_seqlens.diff().tolist(),) * 2
     shared = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     assert not torch.equal(shared.cu_seqlens_k, shared.cu_seqlens)
+
+
+def test_wrappers_of_modules_leave_a_batch_as_it_is(kit: SimpleNamespace) -> None:
+    """FSDP copies dataclasses among the inputs, and casts their tensors."""
+    batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
+    assert not is_dataclass(batch.replace(step=None))
 
 
 def test_flash_inputs(kit: SimpleNamespace) -> None:
