@@ -77,7 +77,7 @@ class Examples:
 
     Attributes:
         input_ids: int32 `[N]`, the token ids of all sequences, one after another.
-        supervised: bool `[N]`, the tokens whose label is their id; all others get -100.
+        supervised: bool `[N]`, the tokens with their id as label; all others get -100.
         sequence_offsets: int64 `[S + 1]`, offsets of the sequences in `input_ids`.
         example_offsets: int64 `[E + 1]`, offsets of the examples in the sequences.
         reward: float32 `[S]`, the ground-truth reward of each sequence.

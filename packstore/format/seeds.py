@@ -2,7 +2,7 @@
 
 All random choices of packstore come from here, so that the same seed gives the same
 bytes on every machine, with any number of workers, and with every release of numpy
-(whose generators may change between releases; a hash does not).
+(its generators may change between releases; a hash does not).
 """
 
 from __future__ import annotations

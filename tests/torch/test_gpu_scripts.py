@@ -141,7 +141,7 @@ def test_compiled_layers_that_are_not_compiled_fail(
     session = Session(tmp_path, DRY, "", 4e9)
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(compiled, "GRAPHS", 1)
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
     with torch._dynamo.config.patch(recompile_limit=1):  # the limit of an older torch
         fast.group(session, *group, compiled=True)
     reasons = [

@@ -1,7 +1,7 @@
 """The default strategy: packs of neighbours, and well chosen examples to fill them.
 
 A look-ahead of a few thousand examples (the pool) is refilled from the input. A pack
-takes the oldest examples of the pool until one or two more can fill it; those are
+takes the oldest examples of the pool until one or two more can fill it; they are
 chosen to fill it exactly, again the oldest that do. So packs are as random as the
 input, no example moves far, and memory does not grow with the input.
 
@@ -191,7 +191,7 @@ def _oldest(pool: Pool, first: int) -> int:
     first_slot = first % SPAN
     slot = at_least(pool.slots, first_slot)
     if slot < 0:
-        # Slots are used in turn: those from 0 on follow the last one.
+        # Slots are used in turn: slot 0 follows the last one.
         slot = at_least(pool.slots, 0)
         if slot < 0:
             return -1
@@ -215,7 +215,7 @@ def _oldest_that_fits(pool: Pool, lengths: Int32, first: int, room: int) -> int:
 def _best_closing_length(pool: Pool, lengths: Int32, room: int) -> int:
     """Return the length that fills `room` best, alone or with one more; -1: none fits.
 
-    Of two lengths, the first is that of one of the oldest examples.
+    Of two lengths, the first belongs to one of the oldest examples.
     """
     best = at_most(pool.lengths, room)
     if room < 2 * at_least(pool.lengths, 1):

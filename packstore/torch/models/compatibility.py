@@ -6,7 +6,6 @@ setups (another EOS in the model's config) is logged.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -29,12 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Refuses a model whose tokenizer, vocabulary or positions are not those of the
+    """Raise for a model with another tokenizer, vocabulary or fewer positions than the
     dataset.
 
-    The folder from which a model was loaded mostly holds its tokenizer, or the cache of
-    the hub does: there each id must be the same token as in the dataset, and a text the
-    same ids.
+    The folder of a model mostly holds its tokenizer, or the cache of the hub does: each
+    id must be the same token there as in the dataset, and a text the same ids.
 
     A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's
     config that differs from the dataset's is only logged: a config often names several
@@ -52,48 +50,61 @@ def check_model(data: Dataset | Manifest, model: Any) -> None:
         ConfigError: `model` has no vocabulary size.
     """
     manifest = _manifest_of(data)
-    text = text_config(unwrapped(model))
-    size = getattr(text, "vocab_size", None)
-    if not isinstance(size, int):
+    config = text_config(unwrapped(model))
+    vocab_size = getattr(config, "vocab_size", None)
+    if not isinstance(vocab_size, int):
         raise ConfigError(
             "check_model takes a Hugging Face model or its config; found "
             f"{type(model).__name__}."
         )
-    if manifest.vocab_size is not None and manifest.vocab_size > size:
+    if manifest.vocab_size is not None and manifest.vocab_size > vocab_size:
         raise CompatibilityError(
             "dataset and model: token ids must be below the model's vocab_size of "
-            f"{size}; found "
-            f"a tokenizer of {manifest.vocab_size} ids. "
+            f"{vocab_size}; found a tokenizer of {manifest.vocab_size} ids. "
             "Use the model that belongs to the tokenizer, or pack again with the "
             "model's own."
         )
-    _check_ids(manifest, getattr(unwrapped(model), "name_or_path", None))
+    _check_tokenizer_of_model(manifest, getattr(unwrapped(model), "name_or_path", None))
+    _log_other_special_tokens(manifest, config)
+    _check_positions(manifest, config)
+
+
+def _log_other_special_tokens(manifest: Manifest, config: Any) -> None:
     for role in ("bos", "eos"):
-        ours = _tokenizer(manifest).get(f"{role}_id")
-        theirs = getattr(text, f"{role}_token_id", None)
-        known = theirs if isinstance(theirs, Sequence) else [theirs]
-        if ours is not None and theirs is not None and ours not in known:
-            message = "the model's config says %s is %s, the dataset was packed with %s"
-            logger.warning(message, role, theirs, ours)
-    places = getattr(text, "max_position_embeddings", None)
+        packed_id = _tokenizer_record(manifest).get(f"{role}_id")
+        config_ids = getattr(config, f"{role}_token_id", None)
+        if packed_id is None or config_ids is None:
+            continue
+        is_list = isinstance(config_ids, Sequence)
+        if packed_id not in (config_ids if is_list else [config_ids]):
+            logger.warning(
+                "the model's config says %s is %s, the dataset was packed with %s",
+                role,
+                config_ids,
+                packed_id,
+            )
+
+
+def _check_positions(manifest: Manifest, config: Any) -> None:
+    max_positions = getattr(config, "max_position_embeddings", None)
     longest = manifest.statistics.longest_sequence
-    if not isinstance(places, int) or longest <= places:
+    if not isinstance(max_positions, int) or longest <= max_positions:
         return
-    kinds = rope_kinds(text)
-    if not kinds and getattr(text, "position_embedding_type", None) != "nope":
+    kinds = rope_kinds(config)
+    if not kinds and getattr(config, "position_embedding_type", None) != "nope":
         raise CompatibilityError(
-            f"dataset and model: sequences must have at most the model's {places} "
-            "positions; "
-            f"found a sequence of {longest} tokens. Pack again with "
-            f"max_length={places}."
+            "dataset and model: sequences must have at most the model's "
+            f"{max_positions} positions; found a sequence of {longest} tokens. "
+            f"Pack again with max_length={max_positions}."
         )
-    if not any("dynamic" in kind for kind in kinds):  # made for longer ones
-        message = (
+    is_extensible = any("dynamic" in kind for kind in kinds)
+    if not is_extensible:
+        logger.warning(
             "dataset and model: a sequence of %s tokens, and the model was made for %d "
-            "positions; "
-            "RoPE goes on beyond"
+            "positions; RoPE goes on beyond",
+            longest,
+            max_positions,
         )
-        logger.warning(message, longest, places)
 
 
 def _manifest_of(data: Dataset | Manifest) -> Manifest:
@@ -104,33 +115,34 @@ def _manifest_of(data: Dataset | Manifest) -> Manifest:
 
 
 def check_ids(batch: PackedBatch, model: Any) -> None:
-    """Refuses ids of which the model has no embedding, as a dataset without a tokenizer
-    may have.
+    """Raise for ids beyond the model's embeddings: a dataset without a tokenizer may
+    have them.
 
-    A GPU would end the process without naming them; a batch that a loader made is on
-    the CPU.
+    A GPU would end the process without naming them; batches of a loader are on the CPU.
     """
     if batch.input_ids.device.type != "cpu":
         return
-    size, largest = text_config(unwrapped(model)).vocab_size, int(batch.input_ids.max())
-    if largest >= size:
-        rule, remedy = (
-            f"token ids must be below {size}",
-            "Use the model that belongs to the ids",
-        )
+    vocab_size = text_config(unwrapped(model)).vocab_size
+    largest = int(batch.input_ids.max())
+    if largest >= vocab_size:
         raise CompatibilityError(
-            sentence("dataset and model", rule, str(largest), remedy)
+            sentence(
+                where="dataset and model",
+                rule=f"token ids must be below {vocab_size}",
+                found=str(largest),
+                remedy="Use the model that belongs to the ids",
+            )
         )
 
 
 def check_tokenizer(
     data: Dataset | Manifest, tokenizer: Any, *, chat_template: bool = True
 ) -> None:
-    """Refuses a tokenizer other than the one that the dataset was packed with.
+    """Raise for a tokenizer other than the dataset's.
 
     Two tokenizers are the same if their files are; or if each id is the same token and
-    the same texts become the same ids, so that a tokenizer that was loaded and saved
-    again is accepted. Additional tokens after the dataset's are fine.
+    the same texts become the same ids, so a tokenizer that was loaded and saved again
+    is accepted. Additional tokens after the dataset's are fine.
 
     Args:
         data: the dataset, or its manifest.
@@ -147,70 +159,69 @@ def check_tokenizer(
             transformers is not installed.
     """
     manifest = _manifest_of(data)
-    facts = _tokenizer(manifest)
-    if not facts:
+    record = _tokenizer_record(manifest)
+    if not record:
         logger.warning("the dataset records no tokenizer; nothing to compare")
         return
     path = Path(tokenizer) if isinstance(tokenizer, str | PathLike) else None
-    if path is not None and facts.get("sha256") in _file_hashes(path):
+    if path is not None and record.get("sha256") in _file_hashes(path):
         templates = _stored_templates(path if path.is_dir() else path.parent)
     else:
         # A processor has its tokenizer inside.
         loaded = _load(path) if path else getattr(tokenizer, "tokenizer", tokenizer)
-        _compare_ids(facts, loaded)
-        for role in ("bos", "eos"):
-            ours, theirs = (
-                facts.get(f"{role}_id"),
-                getattr(loaded, f"{role}_token_id", None),
-            )
-            if ours is not None and theirs is not None and ours != theirs:
-                raise _refusal(f"its {role.upper()} must be id {ours}", str(theirs))
+        _compare_ids(record, loaded)
+        _compare_special_tokens(record, loaded)
         templates = _templates(getattr(loaded, "chat_template", None))
     if chat_template:
         _compare_template(manifest, templates)
 
 
 def check_same_tokenizer(manifests: Sequence[Manifest]) -> None:
-    """Refuses datasets, as of one mix, that record different tokenizers."""
-    known = [
-        (n, facts) for n, each in enumerate(manifests) if (facts := _tokenizer(each))
-    ]
-    for number, facts in known[1:]:
-        first, other = known[0]
-        hashes: tuple[str, ...] = ("vocab_sha256", "probe_sha256")
-        if any(each.get(name) is None for name in hashes for each in (facts, other)):
-            hashes = ("sha256",)
-        if any(facts.get(name) != other.get(name) for name in hashes):
-            names = [
-                f"{quote(t.get('name'))} of {t.get('vocab_size')} ids"
-                for t in (other, facts)
-            ]
+    """Raise for datasets, as of one mix, that record different tokenizers."""
+    records = {
+        number: _tokenizer_record(manifest)
+        for number, manifest in enumerate(manifests)
+        if _tokenizer_record(manifest)
+    }
+    if not records:
+        return
+    first = min(records)
+    for number, record in records.items():
+        if not _are_same_tokenizer(records[first], record):
             raise CompatibilityError(
                 f"datasets {first} and {number}: they must be packed with one "
-                "tokenizer; "
-                f"found {' and '.join(names)}. Pack one of them again."
+                f"tokenizer; found {_describe(records[first])} and "
+                f"{_describe(record)}. Pack one of them again."
             )
 
 
-def _tokenizer(manifest: Manifest) -> Mapping[str, Any]:
+def _are_same_tokenizer(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    for name in ("vocab_sha256", "probe_sha256"):
+        if a.get(name) is None or b.get(name) is None:
+            # Recorded without these: only the files can be compared.
+            return bool(a.get("sha256") == b.get("sha256"))
+    return bool(
+        a["vocab_sha256"] == b["vocab_sha256"]
+        and a["probe_sha256"] == b["probe_sha256"]
+    )
+
+
+def _describe(record: Mapping[str, Any]) -> str:
+    return f"{quote(record.get('name'))} of {record.get('vocab_size')} ids"
+
+
+def _tokenizer_record(manifest: Manifest) -> Mapping[str, Any]:
+    """Return what the manifest records about the tokenizer; empty without one."""
     return manifest.provenance.get("tokenizer") or {}
 
 
-def _check_ids(manifest: Manifest, name: str | None) -> None:
-    """Refuses a model, by its folder or hub name, whose tokenizer gives other ids."""
-    facts = _tokenizer(manifest)
-    file = Path(name or "", "tokenizer.json")
-    if name and not Path(name).exists():
-        from huggingface_hub import try_to_load_from_cache  # comes with transformers
-
-        with contextlib.suppress(ValueError):  # it is no name of the hub
-            file = Path(str(try_to_load_from_cache(name, file.name)))
-    if (
-        not name
-        or not facts
-        or not file.is_file()
-        or facts.get("sha256") in _file_hashes(file)
-    ):
+def _check_tokenizer_of_model(manifest: Manifest, name: str | None) -> None:
+    """Raise for a model, by its folder or hub name, with a tokenizer of other ids."""
+    record = _tokenizer_record(manifest)
+    if not name or not record:
+        return
+    file = _tokenizer_file(name)
+    if not file.is_file() or record.get("sha256") in _file_hashes(file):
         return
     try:
         tokenizer = _load(file)
@@ -219,15 +230,30 @@ def _check_ids(manifest: Manifest, name: str | None) -> None:
             "the dataset's tokenizer is not compared with the model's: %s", error
         )
         return
-    _compare_ids(facts, tokenizer)
+    _compare_ids(record, tokenizer)
+
+
+def _tokenizer_file(name: str) -> Path:
+    """Return the path of a model's ``tokenizer.json``, which may not exist."""
+    file = Path(name, "tokenizer.json")
+    if Path(name).exists():
+        return file
+    from huggingface_hub import try_to_load_from_cache  # comes with transformers
+
+    try:
+        return Path(str(try_to_load_from_cache(name, file.name)))
+    except ValueError:  # it is no name of the hub
+        return file
 
 
 def _file_hashes(path: Path) -> set[str]:
-    """sha256 of the file, or of each tokenizer file in the folder."""
+    """Return the sha256 of the file, or of each tokenizer file in the folder."""
     files = [path]
     if path.is_dir():
         files = [
-            p for p in path.iterdir() if p.suffix in (".json", ".model") and p.is_file()
+            file
+            for file in path.iterdir()
+            if file.suffix in (".json", ".model") and file.is_file()
         ]
     try:
         return {hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
@@ -239,7 +265,7 @@ def _file_hashes(path: Path) -> set[str]:
 
 
 def _load(path: Path) -> Any:
-    """The tokenizer of a file or folder, as transformers loads it."""
+    """Load the tokenizer of a file or folder by transformers."""
     try:
         from transformers import AutoTokenizer, PreTrainedTokenizerFast
     except ImportError as error:
@@ -249,94 +275,99 @@ def _load(path: Path) -> Any:
             return AutoTokenizer.from_pretrained(str(path), local_files_only=True)
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
     except Exception as error:  # the library raises errors of any class
-        found = quote(client_text(error), 200)
-        raise ConfigError(
-            f"tokenizer {path} does not load: {found}."
-        ) from client_cause(error)
+        text = quote(client_text(error), 200)
+        raise ConfigError(f"tokenizer {path} does not load: {text}.") from client_cause(
+            error
+        )
 
 
-def _compare_ids(facts: Mapping[str, Any], tokenizer: Any) -> None:
-    """Compares vocabulary and ids of probe texts of a loaded tokenizer."""
+def _compare_ids(record: Mapping[str, Any], tokenizer: Any) -> None:
+    """Raise if a loaded tokenizer has another vocabulary, or other ids for a text."""
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
             "check_tokenizer takes a path, a Hugging Face tokenizer or a "
-            "tokenizers.Tokenizer; "
-            f"found {type(tokenizer).__name__}."
+            f"tokenizers.Tokenizer; found {type(tokenizer).__name__}."
         )
-    by_id = {i: token for token, i in tokenizer.get_vocab().items()}
-    size = max(by_id, default=-1) + 1
-    expected = facts.get("vocab_size") or size
-    if size < expected:
-        raise _refusal(f"it must have at least {expected} ids", str(size))
-    if facts.get("vocab_sha256") is None or facts.get("probe_sha256") is None:
+    token_of = {token_id: token for token, token_id in tokenizer.get_vocab().items()}
+    vocab_size = max(token_of, default=-1) + 1
+    packed_size = record.get("vocab_size") or vocab_size
+    if vocab_size < packed_size:
+        raise _mismatch(
+            f"it must have at least {packed_size} ids", found=str(vocab_size)
+        )
+    if record.get("vocab_sha256") is None or record.get("probe_sha256") is None:
         logger.warning(
             "the dataset records only its tokenizer file; vocabularies are not compared"
         )
-    else:
-        if vocabulary_sha256(map(by_id.get, range(expected))) != facts["vocab_sha256"]:
-            raise _refusal("each id must be the same token", "another vocabulary")
-        rows = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
-        if (
-            probe_sha256([getattr(row, "ids", row) for row in rows])
-            != facts["probe_sha256"]
-        ):
-            raise _refusal(
-                "a text must become the same ids", "others for the same vocabulary"
+        return
+
+    tokens = [token_of.get(token_id) for token_id in range(packed_size)]
+    if vocabulary_sha256(tokens) != record["vocab_sha256"]:
+        raise _mismatch("each id must be the same token", found="another vocabulary")
+    encodings = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
+    ids = [getattr(encoding, "ids", encoding) for encoding in encodings]
+    if probe_sha256(ids) != record["probe_sha256"]:
+        raise _mismatch(
+            "a text must become the same ids", found="others for the same vocabulary"
+        )
+
+
+def _compare_special_tokens(record: Mapping[str, Any], tokenizer: Any) -> None:
+    for role in ("bos", "eos"):
+        packed_id = record.get(f"{role}_id")
+        token_id = getattr(tokenizer, f"{role}_token_id", None)
+        if packed_id is None or token_id is None:
+            continue
+        if packed_id != token_id:
+            raise _mismatch(
+                f"its {role.upper()} must be id {packed_id}", found=str(token_id)
             )
 
 
 def _templates(value: object) -> list[str]:
-    """The chat templates of a tokenizer, which may have several by name."""
+    """Return the chat templates of a tokenizer, which may have several by name."""
     if isinstance(value, Mapping):
-        return [str(v) for v in value.values()]
+        return [str(template) for template in value.values()]
     if isinstance(value, list):
         return [str(v.get("template")) for v in value if isinstance(v, Mapping)]
     return [] if value is None else [str(value)]
 
 
 def _stored_templates(folder: Path) -> list[str]:
-    """The chat templates beside a tokenizer file."""
+    """Return the chat templates beside a tokenizer file."""
     templates = []
-    for name in ("tokenizer_config.json", "chat_template.json", "chat_template.jinja"):
+    for name in ("tokenizer_config.json", "chat_template.json"):
         if (folder / name).is_file():
-            text = (folder / name).read_text(encoding="utf-8")
-            value = (
-                json.loads(text).get("chat_template")
-                if name.endswith(".json")
-                else text
-            )
-            templates += _templates(value)
+            settings = json.loads((folder / name).read_text(encoding="utf-8"))
+            templates += _templates(settings.get("chat_template"))
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        templates.append(file.read_text(encoding="utf-8"))
     return templates
 
 
 def _compare_template(manifest: Manifest, templates: list[str]) -> None:
-    """Compares chat templates; logs a difference if packing overrode the tokenizer's
-    template.
-    """
-    expected = _tokenizer(manifest).get("chat_template")
-    if (
-        expected is None
-        or not templates
-        or expected.strip() in (t.strip() for t in templates)
-    ):
+    """Raise for another chat template; log it if packing overrode the tokenizer's."""
+    packed_template = _tokenizer_record(manifest).get("chat_template")
+    if packed_template is None or not templates:
         return
-    if (manifest.provenance.get("settings") or {}).get("chat_template") is not None:
+    if packed_template.strip() in [template.strip() for template in templates]:
+        return
+    settings = manifest.provenance.get("settings") or {}
+    if settings.get("chat_template") is not None:
         logger.warning(
             "the dataset was packed with another chat template than the tokenizer's"
         )
         return
     raise CompatibilityError(
         "dataset and tokenizer: its chat template must be the one that the dataset was "
-        "packed "
-        "with; found another text. "
-        "Pack again with this template, or leave it out: check_tokenizer(…, "
-        "chat_template=False)."
+        "packed with; found another text. Pack again with this template, or leave it "
+        "out: check_tokenizer(…, chat_template=False)."
     )
 
 
-def _refusal(rule: str, value: str) -> CompatibilityError:
+def _mismatch(rule: str, found: str) -> CompatibilityError:
     return CompatibilityError(
-        f"dataset and tokenizer: {rule}; found {value}. "
-        "Use the tokenizer that the dataset was packed with, or pack again with this "
-        "one."
+        f"dataset and tokenizer: {rule}; found {found}. Use the tokenizer that the "
+        "dataset was packed with, or pack again with this one."
     )

@@ -1,12 +1,11 @@
-"""Compiles decoder layers, where a proof on a few tokens shows that they compute the
-same.
-"""
+"""Compiled decoder layers, which a try must show to compute as uncompiled ones."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import logging
+import math
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,23 +26,28 @@ from packstore.torch.models.unwrap import evaluating, unwrapped
 
 logger = logging.getLogger(__name__)
 
-GRAPHS = 64
-"""Graphs at most of one function, beyond which torch.compile leaves it uncompiled.
-transformers has one for all layers, of which a run needs one a kind of layer, layout,
-and sort of call: up to 12.
+MAX_GRAPHS = 64
+"""Maximum graphs of one function, beyond which torch.compile leaves it uncompiled.
+
+transformers has one function for all layers, and a run needs a graph per kind of layer,
+layout, and sort of call: up to 12.
 """
 
 ROUNDING = 2e-2
-"""Norm of what outputs and gradients of a compiled layer may differ by, relative to
-their own.
+"""Accepted norm of the differences of outputs and gradients of a compiled layer,
+relative to the norm of the values.
 """
 
-_TOLD: set[str] = set()
-"""What :func:`warn_about_uncompiled` has logged."""
+_warned_reasons: set[str] = set()
+"""Reasons that :func:`warn_about_uncompiled` has logged."""
+
+Autocast = Callable[[], AbstractContextManager[Any]]
+Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
+"""A layer, and the arguments of a call."""
 
 
 def compile_layers(model: Model, **options: Any) -> Model:
-    """Compiles each decoder layer of `model` in place, at its first call.
+    """Compile each decoder layer of `model` in place, at its first call.
 
     The compiler fuses the elementwise kernels between matrix products. Layers share
     their graphs, of dynamic sizes: one for training and one without gradients, for each
@@ -67,97 +71,116 @@ def compile_layers(model: Model, **options: Any) -> Model:
     layers = _layers(model)
     if not layers:
         inner = unwrapped(model)
-        where = f"compile_layers({type(inner).__name__})"
-        rule = "transformers must name the model's decoder layers (_no_split_modules)"
         names = sorted(getattr(inner, "_no_split_modules", None) or ())
-        found = ", ".join(names) or "none"
         raise BackendError(
-            sentence(where, rule, found, "Train it without compiled layers")
+            sentence(
+                where=f"compile_layers({type(inner).__name__})",
+                rule="transformers must name the model's decoder layers "
+                "(_no_split_modules)",
+                found=", ".join(names) or "none",
+                remedy="Train it without compiled layers",
+            )
         )
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        options.setdefault("recompile_limit", GRAPHS)
-    else:  # an older torch has one limit for all
+        options.setdefault("recompile_limit", MAX_GRAPHS)
+    else:  # an older torch has one limit for all functions
         limits = torch._dynamo.config
-        limits.recompile_limit = max(GRAPHS, limits.recompile_limit)
+        limits.recompile_limit = max(MAX_GRAPHS, limits.recompile_limit)
     for layer in layers:
         layer.compile(dynamic=True, **options)
     return model
 
 
 def compile_if_requested(
-    asked: str,
+    setting: str,
     model: Model,
     device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    autocast: Autocast = nullcontext,
 ) -> bool:
-    """Compiles the layers of a model, or not; returns whether. A collective call.
+    """Compile the layers of a model as the setting `compile` says. A collective call.
 
-    ``layers`` compiles them. ``auto`` does on a CUDA device with Triton if they then
-    compute what they do: a copy of the first layer of each kind runs forward and
-    backward on a few packed tokens of both layouts, on `device` and in the precision of
-    `autocast`, compiled beside uncompiled. What fails to compile later, at other sizes,
-    runs uncompiled after torch's warning.
+    ``layers`` compiles them. ``auto`` does on a CUDA device with Triton, if a try shows
+    that they then compute the same: a copy of the first layer of each kind runs forward
+    and backward on a few packed tokens of both layouts, on `device` and in the
+    precision of `autocast`, compiled and uncompiled. If a layer fails to compile later,
+    at other sizes, it runs uncompiled after torch's warning.
+
+    Returns:
+        Whether the layers are compiled.
     """
-    choice("compile", asked, ("auto", "layers", "none"))
-    runs = flash.runs_on(device) and find_spec("triton")
-    if asked == "none" or (asked == "auto" and not (runs and _layers(model))):
+    choice("compile", setting, ("auto", "layers", "none"))
+    if setting == "none":
         return False
-    if asked == "auto":
-        torch._dynamo.config.suppress_errors = True
-        if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
-            # Backward graphs are then compiled with forward graphs, whose errors are
-            # suppressed.
-            torch._functorch.config.force_non_lazy_backward_lowering = True
-        reason = _failure(model, device, autocast)
-        failed = all_reduce_sums([float(bool(reason))], device=device)[0]
-        if failed:
-            found = reason or "another rank failed"
-            logger.warning("layers stay uncompiled, which is slower: %s", found)
+    if setting == "auto":
+        has_compiler = flash.runs_on(device) and find_spec("triton")
+        if not (has_compiler and _layers(model)):
+            return False
+        _suppress_compiler_errors()
+        if not _all_ranks_compute_the_same(model, device, autocast):
             return False
         logger.info("compile 'auto' is 'layers': the first steps take longer")
     compile_layers(model)
     return True
 
 
-def _failure(
-    model: Any,
-    device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
+def _suppress_compiler_errors() -> None:
+    torch._dynamo.config.suppress_errors = True
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        # Backward graphs are then compiled with forward graphs, and errors of the
+        # latter are suppressed.
+        torch._functorch.config.force_non_lazy_backward_lowering = True
+
+
+def _all_ranks_compute_the_same(
+    model: Model, device: torch.device, autocast: Autocast
+) -> bool:
+    """Try compiled layers on each rank; log the reason if one fails."""
+    reason = _reason_against_compiling(model, device, autocast)
+    num_failed = all_reduce_sums([float(bool(reason))], device=device)[0]
+    if not num_failed:
+        return True
+    logger.warning(
+        "layers stay uncompiled, which is slower: %s", reason or "another rank failed"
+    )
+    return False
+
+
+def _reason_against_compiling(
+    model: Any, device: torch.device, autocast: Autocast
 ) -> str:
-    """Why a compiled layer does not serve; empty if it does."""
+    """Return the reason why a compiled layer does not serve; empty if it does."""
     try:
-        gap = max(_gap(*call, device, autocast) for call in _calls(model))
+        largest = max(_difference(*call, device, autocast) for call in _calls(model))
     except Exception as error:  # a compiler fails in any way
-        return (
-            f"a compiled one ends with {quote(f'{type(error).__name__}: {error}', 300)}"
-        )
-    if gap <= ROUNDING:
+        text = quote(f"{type(error).__name__}: {error}", 300)
+        return f"a compiled one ends with {text}"
+    if largest <= ROUNDING:
         return ""
-    return f"outputs and gradients of a compiled one differ by {gap:.2g} of their norm"
+    return (
+        f"outputs and gradients of a compiled one differ by {largest:.2g} of their norm"
+    )
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The decoder layers that transformers names."""
+    """Return the decoder layers, by their classes' names in transformers."""
     names = set(getattr(unwrapped(model), "_no_split_modules", None) or ())
     return [layer for layer in model.modules() if type(layer).__name__ in names]
 
 
-def _calls(model: Any) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]]:
-    """The first layer of each kind, and what it is called with on a few tokens of each
-    layout.
-    """
-    first: dict[object, nn.Module] = {}
+def _calls(model: Any) -> list[Call]:
+    """Return the calls of the first layer of each kind, on a few tokens per layout."""
+    layers: dict[object, nn.Module] = {}
     for layer in _layers(model):
         kind = getattr(layer, "attention_type", getattr(layer, "layer_type", None))
-        first.setdefault((type(layer), kind), layer)
-    calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+        layers.setdefault((type(layer), kind), layer)
+    calls: list[Call] = []
 
-    def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def record(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((layer, args, kwargs))
 
     hooks = [
-        layer.register_forward_pre_hook(note, with_kwargs=True)
-        for layer in first.values()
+        layer.register_forward_pre_hook(record, with_kwargs=True)
+        for layer in layers.values()
     ]
     try:
         with torch.no_grad(), evaluating(model):
@@ -169,59 +192,82 @@ def _calls(model: Any) -> list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
     return calls
 
 
-def _gap(
+def _difference(
     layer: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     device: torch.device,
-    autocast: Callable[[], AbstractContextManager[Any]],
+    autocast: Autocast,
 ) -> float:
-    """The largest difference of output and gradients, compiled and not, relative to
+    """Return the difference of output and gradients of a compiled layer, relative to
     their norm.
     """
     copied = copy.deepcopy(layer).to(device).train().requires_grad_(True)
-    weights = list(copied.parameters())
-    found: list[list[Tensor]] = []
     with torch._dynamo.config.patch(suppress_errors=False), torch.enable_grad():
-        for compiled in (False, True):
-            if compiled:
-                copied.compile(dynamic=True)
-            moved, named = tree_map(lambda x: _moved(x, device), (args, kwargs))
-            with autocast():
-                output = copied(*moved, **named)
-            output = output[0] if isinstance(output, tuple) else output
-            upstream = torch.linspace(
-                -1, 1, output.numel(), device=device, dtype=output.dtype
-            )
-            inputs = [
-                x for x in moved if isinstance(x, Tensor) and x.requires_grad
-            ] + weights
-            loss = (output * upstream.view_as(output)).sum()
-            grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-            found.append([x.detach() for x in (output, *grads) if x is not None])
-    norms = [torch.stack([x.double().norm() for x in each]).norm() for each in found]
-    apart = [(a.double() - b.double()).norm() for a, b in zip(*found, strict=True)]
-    gap = float(torch.stack(apart).norm() / norms[0].clamp(min=1e-30))
-    return gap if gap == gap else float("inf")  # nan
+        expected = _output_and_gradients(copied, args, kwargs, device, autocast)
+        copied.compile(dynamic=True)
+        compiled = _output_and_gradients(copied, args, kwargs, device, autocast)
+
+    differences = [
+        (a.double() - b.double()).norm()
+        for a, b in zip(expected, compiled, strict=True)
+    ]
+    norms = [values.double().norm() for values in expected]
+    norm = torch.stack(norms).norm().clamp(min=1e-30)
+    difference = float(torch.stack(differences).norm() / norm)
+    return float("inf") if math.isnan(difference) else difference
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """An argument of a layer on the device; hidden states have gradients."""
-    if not isinstance(value, Tensor):
-        return value.to(device) if hasattr(value, "to") else value
-    moved = value.detach().to(device, copy=True)
-    return moved.requires_grad_(moved.is_floating_point())
+def _output_and_gradients(
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+    autocast: Autocast,
+) -> list[Tensor]:
+    def copy_argument(value: Any) -> Any:
+        return _copy_to(value, device)
+
+    layer_args, layer_kwargs = tree_map(copy_argument, (args, kwargs))
+    with autocast():
+        output = layer(*layer_args, **layer_kwargs)
+    if isinstance(output, tuple):
+        output = output[0]
+    upstream = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
+    loss = (output * upstream.view_as(output)).sum()
+
+    inputs = [
+        value
+        for value in layer_args
+        if isinstance(value, Tensor) and value.requires_grad
+    ]
+    inputs.extend(layer.parameters())
+    gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
+    values = [output, *gradients]
+    return [value.detach() for value in values if value is not None]
+
+
+def _copy_to(value: Any, device: torch.device) -> Any:
+    """Return an argument of a layer on a device; hidden states with gradients."""
+    if isinstance(value, Tensor):
+        copied = value.detach().to(device, copy=True)
+        return copied.requires_grad_(copied.is_floating_point())
+    return value.to(device) if hasattr(value, "to") else value
 
 
 def warn_about_uncompiled() -> None:
-    """Logs, once for each reason, which code in compiled layers has run uncompiled so
+    """Log, once for each reason, which code in compiled layers has run uncompiled so
     far.
     """
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    counts = dynamo.counters if dynamo else {"graph_break": (), "unimplemented": ()}
-    for reason in {*counts["graph_break"], *counts["unimplemented"]} - _TOLD:
-        _TOLD.add(reason)
-        what = " ".join(reason.split("\n")[:2])
+    if dynamo is None:
+        return  # nothing was compiled
+    counters = dynamo.counters
+    reasons = {*counters["graph_break"], *counters["unimplemented"]}
+    for reason in reasons - _warned_reasons:
+        _warned_reasons.add(reason)
+        first_lines = " ".join(reason.split("\n")[:2])
         logger.warning(
-            "compiled layers run in part uncompiled, which is slower: %s", what[:300]
+            "compiled layers run in part uncompiled, which is slower: %s",
+            first_lines[:300],
         )

@@ -1,6 +1,4 @@
-"""The attention that a model's configs name, where layers may have a config of their
-own.
-"""
+"""The attention in the configs of a model, as layers may have a config of their own."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ Implementations = Sequence[tuple[Any, str | None]]
 
 
 def read_implementations(model: Any) -> Implementations:
-    """Return the attention of each config that a module of the model, or a config of
-    it, holds.
+    """Return the attention of each config that modules of the model hold, or configs
+    inside these.
     """
     configs: dict[int, Any] = {}
     for module in model.modules():
@@ -26,22 +24,20 @@ def read_implementations(model: Any) -> Implementations:
 
 
 def write_implementations(implementations: Implementations) -> None:
-    """Write back what :func:`read_implementations` returned."""
-    for (
-        config,
-        name,
-    ) in implementations:  # an outer one first, as it also sets its parts
+    """Restore the result of :func:`read_implementations`."""
+    # An outer config comes first, as it also sets its parts.
+    for config, name in implementations:
         config._attn_implementation = name
 
 
 @contextmanager
 def keeping_implementations(model: Any) -> Iterator[None]:
     """Put the attention of each config back after a block."""
-    before = read_implementations(model)
+    implementations = read_implementations(model)
     try:
         yield
     finally:
-        write_implementations(before)
+        write_implementations(implementations)
 
 
 def set_attention(model: Any, name: str) -> None:
@@ -54,12 +50,13 @@ def set_attention(model: Any, name: str) -> None:
     if text_config(model)._attn_implementation != name:
         return  # its attention is not in transformers' registry
 
-    of_models: set[int] = set()
+    configs_of_models: set[int] = set()
     for module in model.modules():
         if hasattr(module, "set_attn_implementation"):
-            of_models.update(id(config) for config in _with_parts(module.config))
+            parts = _with_parts(module.config)
+            configs_of_models.update(id(config) for config in parts)
     for config, _ in read_implementations(model):
-        if id(config) not in of_models:
+        if id(config) not in configs_of_models:
             config._attn_implementation = name
 
 

@@ -1,4 +1,4 @@
-"""Loads Hugging Face causal LMs, reward models, and adapters of them."""
+"""Hugging Face causal LMs, reward models and adapters, loaded for packed batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
@@ -34,19 +34,33 @@ def load_model(
     trainable: bool = False,
     scores: bool = False,
 ) -> Any:
-    """Loads a causal LM that takes packed batches, in evaluation mode, on the CPU.
+    """Load a causal LM that takes packed batches, in evaluation mode, on the CPU.
 
-    `path` is a folder or hub name, or the folder of a LoRA adapter, which names its
-    base model. If `trainable` is False all weights are frozen; True with an adapter
-    trains the adapter only. With `scores` it loads a reward model; to be trained, also
-    a causal LM in place of one, whose new head torch's generator draws.
+    Args:
+        path: a folder or hub name, or the folder of a LoRA adapter, which names its
+            base model.
+        dtype: dtype of the weights.
+        attention: backend of :func:`use_packed_attention`.
+        trainable: False freezes all weights; True with an adapter trains the adapter
+            only.
+        scores: load a reward model. To be trained, a causal LM serves as well: torch's
+            generator draws its head.
+
+    Raises:
+        ConfigError: transformers does not load the model, or its files lack weights.
+        MissingExtraError: transformers or PEFT is not installed.
     """
     name = os.fspath(path)
     choice("dtype", dtype, get_args(DType))
     if is_adapter(name):
-        # An adapter holds the head of scores, so that its base may have none.
-        how: Any = {"dtype": dtype, "attention": attention}
-        base = load_model(_adapter_base(name), trainable=scores, scores=scores, **how)
+        base = load_model(
+            _adapter_base(name),
+            dtype=dtype,
+            attention=attention,
+            # An adapter holds the head of scores, so its base may have none.
+            trainable=scores,
+            scores=scores,
+        )
         return add_adapter(base.requires_grad_(False), name, trainable)
     try:
         from transformers import (
@@ -55,132 +69,161 @@ def load_model(
         )
     except ImportError as error:
         raise missing_extra("load_model", "train", error) from error
-    auto, kind, labels = AutoModelForCausalLM, "causal LM", {}
+
+    torch_dtype = getattr(torch, dtype)
     if scores:
-        auto, kind = (
+        model, loading = _from_pretrained(
             AutoModelForSequenceClassification,
             "decoder with a score of one label",
+            name,
+            dtype=torch_dtype,
+            num_labels=1,
         )
-        labels = {"num_labels": 1}
-    model, loading = _from_pretrained(
-        auto, kind, name, dtype=getattr(torch, dtype), **labels
-    )
-    missing, unused = (
-        sorted(loading["missing_keys"]),
-        sorted(loading["unexpected_keys"]),
-    )
-    if scores and trainable and missing == [f"{SCORE}.weight"]:
-        missing = unused = []  # of a causal LM, which has a head that it does not need
+    else:
+        model, loading = _from_pretrained(
+            AutoModelForCausalLM, "causal LM", name, dtype=torch_dtype
+        )
+    lacks_head_only = sorted(loading["missing_keys"]) == [f"{SCORE}.weight"]
+    if scores and trainable and lacks_head_only:
         logger.info("model %s: it has no head of scores, so a new one is drawn", name)
         _set_padding(model, name)
-    wrong = [*missing, *sorted(key for key, *_ in loading["mismatched_keys"])]
-    if wrong:  # the library initialises them at random
-        rule = (
-            "its files must hold every weight of the model that its config.json "
-            "describes"
-        )
-        found = f"{len(wrong)} missing or of another shape, {quote(wrong[0])} first"
-        raise ConfigError(
-            sentence(f"model {name}", rule, found, "Copy the model's files anew")
-        )
-    if unused:
-        text = (
-            "model %s: its config.json has no place for %d of the weights in its "
-            "files, %s first"
-        )
-        logger.warning(text, name, len(unused), quote(unused[0]))
+        # The head of the causal LM has no place in the new model.
+        loading = {**loading, "missing_keys": (), "unexpected_keys": ()}
+    _check_weights(name, loading)
     use_packed_attention(model, attention)
     return model.requires_grad_(trainable).eval()
 
 
+def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
+    """Raise if the files lack weights of the model, and warn if they hold others."""
+    absent = sorted(loading["missing_keys"])
+    misshapen = sorted(key for key, *_ in loading["mismatched_keys"])
+    drawn_at_random = [*absent, *misshapen]
+    if drawn_at_random:
+        raise ConfigError(
+            sentence(
+                where=f"model {name}",
+                rule="its files must hold every weight of the model that its "
+                "config.json describes",
+                found=f"{len(drawn_at_random)} missing or of another shape, "
+                f"{quote(drawn_at_random[0])} first",
+                remedy="Copy the model's files anew",
+            )
+        )
+    unused = sorted(loading["unexpected_keys"])
+    if unused:
+        logger.warning(
+            "model %s: its config.json has no place for %d of the weights in its "
+            "files, %s first",
+            name,
+            len(unused),
+            quote(unused[0]),
+        )
+
+
 def _from_pretrained(
-    auto: Any, kind: str, name: str, **how: Any
+    auto: Any, kind: str, name: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Loads a model by its class `auto`; returns it, and what transformers says of its
-    weights.
+    """Load a model by its class `auto` in transformers.
+
+    Returns:
+        The model; and the names of weights that are absent, misshapen or left over.
     """
-    cached = {"local_files_only": _is_out_of_reach(name)}
-    how |= {"output_loading_info": True, "ignore_mismatched_sizes": True, **cached}
+    offline = {"local_files_only": _is_out_of_reach(name)}
     try:
-        return auto.from_pretrained(name, adapter_kwargs=cached, **how)  # type: ignore[no-any-return]
+        return auto.from_pretrained(  # type: ignore[no-any-return]
+            name,
+            adapter_kwargs=offline,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **offline,
+            **settings,
+        )
     except Exception as error:  # the library raises errors of any class
         text = client_text(error).strip().replace(":\n", ": ").partition("\n")[0]
-        raise _not_loaded(name, kind, quote(text, 200)) from client_cause(error)
+        raise _load_error(name, kind, quote(text, 200)) from client_cause(error)
 
 
-def _not_loaded(name: str, kind: str, found: str) -> ConfigError:
-    rule, remedy = (
-        f"it must be a folder or hub name of a {kind} that transformers loads",
-        "",
-    )
-    shown = name
-    if not os.path.exists(name):
-        shown = client_text(name)
-        found = f"no such folder: {found}"
-        remedy = (
-            f"Check the name; `hf download {shown} --local-dir FOLDER` gets one "
-            "of the hub"
+def _load_error(name: str, kind: str, found: str) -> ConfigError:
+    rule = f"it must be a folder or hub name of a {kind} that transformers loads"
+    if os.path.exists(name):
+        return ConfigError(sentence(f"model {name}", rule=rule, found=found))
+    safe_name = client_text(name)
+    return ConfigError(
+        sentence(
+            where=f"model {safe_name}",
+            rule=rule,
+            found=f"no such folder: {found}",
+            remedy=f"Check the name; `hf download {safe_name} --local-dir FOLDER` gets "
+            "one of the hub",
         )
-    return ConfigError(sentence(f"model {shown}", rule, found, remedy))
+    )
 
 
 def require_reachable_hub(name: str) -> None:
-    """Refuses a name on a hub that is out of reach, where another trainer loads the
-    model.
+    """Raise for a model on a hub that is out of reach, if the cache does not hold it.
+
+    For trainers that load the model themselves.
     """
     from huggingface_hub import try_to_load_from_cache
 
     if _is_out_of_reach(name) and not try_to_load_from_cache(name, "config.json"):
-        raise _not_loaded(
-            name, "causal LM", "the hub is out of reach, and its cache has none"
+        raise _load_error(
+            name, "causal LM", found="the hub is out of reach, and its cache has none"
         )
 
 
 def _is_out_of_reach(name: str) -> bool:
-    """Returns True for a name on a hub that is out of reach, of which only the cache is
-    read.
+    """Return True for a name on a hub that does not answer; only its cache is read.
 
     transformers would ask for each file six times, for 45 s. A hub that is slow is
     asked as usual.
     """
     from huggingface_hub import HfApi
 
+    if os.path.exists(name):
+        return False
     try:
-        if not os.path.exists(name):
-            HfApi().model_info(name)
-    except (
-        Exception
-    ) as error:  # of the hub, or of its HTTP client, which differs by release
+        HfApi().model_info(name)
+    except Exception as error:
+        # Of the hub, or of its HTTP client, which differs by release.
         return type(error).__name__ in ("ConnectError", "ConnectTimeout")
     return False
 
 
 def _set_padding(model: Any, name: str) -> None:
-    """Sets the padding token of a new reward model: its tokenizer's, else the end
-    token, as TRL.
+    """Set the padding token of a new reward model: its tokenizer's, else the end token,
+    as TRL.
 
     transformers scores a sequence at its last token that is not this one.
     """
     from transformers import AutoTokenizer
 
-    text, tokenizer = text_config(model), None
-    with suppress(
-        Exception
-    ):  # the library raises errors of any class where it finds none
+    config = text_config(model)
+    tokenizer = None
+    with suppress(Exception):  # the library raises errors of any class if it has none
         tokenizer = AutoTokenizer.from_pretrained(name)
-    roles = [(tokenizer, "pad"), (text, "pad"), (tokenizer, "eos"), (text, "eos")]
-    ids = (getattr(place, f"{role}_token_id", None) for place, role in roles)
-    known = (x[0] if isinstance(x, Sequence) else x for x in ids)
-    text.pad_token_id = next((x for x in known if x is not None), None)
+    candidates = [
+        getattr(tokenizer, "pad_token_id", None),
+        getattr(config, "pad_token_id", None),
+        getattr(tokenizer, "eos_token_id", None),
+        getattr(config, "eos_token_id", None),
+    ]
+    config.pad_token_id = None
+    for token_id in candidates:
+        if token_id is not None:
+            is_list = isinstance(token_id, Sequence)  # some configs list several
+            config.pad_token_id = token_id[0] if is_list else token_id
+            return
 
 
 def is_adapter(path: str | PathLike[str]) -> bool:
-    """Returns True for the folder of an adapter."""
+    """Return True for the folder of an adapter."""
     return Path(path, ADAPTER_FILE).is_file()
 
 
 def _adapter_base(path: str) -> str:
-    """Returns the folder or hub name of the model that an adapter was trained on."""
+    """Return the folder or hub name of an adapter's base model."""
     file = Path(path, ADAPTER_FILE)
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -189,8 +232,10 @@ def _adapter_base(path: str) -> str:
 
 
 def add_adapter(model: Any, path: str, trainable: bool) -> Any:
-    """Loads the adapter in a folder onto its model; refuses one that is not whole or
-    not of it.
+    """Load the adapter in a folder onto its model.
+
+    Raises:
+        ConfigError: the adapter is incomplete, or belongs to another model.
     """
     try:
         import peft
@@ -201,8 +246,9 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
             warnings.filterwarnings("error", "Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, UserWarning) as error:
-        rule = f"it must be an adapter of {client_text(_adapter_base(path))}"
-        found = quote(client_text(error), 200)
-        raise ConfigError(sentence(f"adapter {path}", rule, found)) from client_cause(
-            error
+        text = sentence(
+            where=f"adapter {path}",
+            rule=f"it must be an adapter of {client_text(_adapter_base(path))}",
+            found=quote(client_text(error), 200),
         )
+        raise ConfigError(text) from client_cause(error)

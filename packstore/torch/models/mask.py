@@ -1,5 +1,4 @@
-"""The stand-in of packed attention for a mask: the layout of the row, the window of the
-layer.
+"""The replacement of a mask in packed attention: a layout, and the window of a layer.
 
 transformers makes one mask per kind of layer and passes it to those layers. Its eager
 attention follows the mask; its flash attention follows the keyword ``sliding_window``.
@@ -21,7 +20,7 @@ from packstore.errors import BackendError
 from packstore.torch.batch.layout import AttentionLayout
 
 PREFIX = "packstore_"
-"""Begins the names of our attention functions in transformers."""
+"""Start of the names of packstore's attention functions in transformers."""
 
 LAYOUT: ContextVar[AttentionLayout | None] = ContextVar("packed_layout", default=None)
 """The layout of the row that this thread computes, for modules whose callers do not
@@ -31,7 +30,7 @@ pass it on.
 
 @contextmanager
 def using_layout(layout: AttentionLayout | None) -> Iterator[None]:
-    """Sets :data:`LAYOUT` while a block runs."""
+    """Set :data:`LAYOUT` for a block."""
     token = LAYOUT.set(layout)
     try:
         yield
@@ -40,17 +39,16 @@ def using_layout(layout: AttentionLayout | None) -> Iterator[None]:
 
 
 def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
-    """Returns the layout of the row: :data:`LAYOUT`, or in graphs and elsewhere what
-    was passed on.
+    """Return the layout of the row: :data:`LAYOUT`, or the keyword in a graph and where
+    no layout is set.
 
     FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask
     that another layer has waited for.
     """
-    graph = (
-        keyword is not None and torch.compiler.is_compiling()
-    )  # a ContextVar breaks one
-    known = None if graph else LAYOUT.get()
-    return keyword if known is None else known
+    if keyword is not None and torch.compiler.is_compiling():
+        return keyword  # a ContextVar breaks a graph
+    current = LAYOUT.get()
+    return keyword if current is None else current
 
 
 class UnservedError(BackendError):
@@ -68,14 +66,17 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask; use as a tensor raises, as packed attention would
-    not see it.
+    """Replaces transformers' mask; use as a tensor raises.
+
+    Packed attention takes the layout instead, so nothing that a model does to a mask
+    would have an effect.
     """
 
     __slots__ = ("chunk", "window")
 
     def __init__(self, window: int | None, chunk: int | None = None) -> None:
-        self.window, self.chunk = window, chunk
+        self.window = window
+        self.chunk = chunk
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _TouchedMaskError(f"reads its {name}")
@@ -89,7 +90,7 @@ class RequestedMask:
 
 @cache
 def skip_row_search() -> None:
-    """Stops transformers from reading `position_ids` in calls with packed attention.
+    """Stop transformers from reading `position_ids` in calls with packed attention.
 
     It looks for packed rows in the positions of a call without a mask, and the host
     waits for the device. There is no setting: a mask that is passed instead is read by
@@ -105,28 +106,25 @@ def skip_row_search() -> None:
         mask: Any,
         past: Any,
         positions: Any,
-        *others: Any,
-        **named: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         if str(config._attn_implementation).startswith(PREFIX):
             positions = None
-        return prepare(config, embeds, mask, past, positions, *others, **named)
+        return prepare(config, embeds, mask, past, positions, *args, **kwargs)
 
     masking_utils._preprocess_mask_arguments = without_positions
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
-    """Returns the window of a layer, from its mask and its keyword
-    ``sliding_window``.
-    """
+    """Return the window of a layer, by its mask and the keyword ``sliding_window``."""
     if mask is None or mask.window == keyword:
         return keyword
     if keyword is None:
         return mask.window
     raise BackendError(
         "packed attention: the window of a layer must be that of its mask; found a "
-        "window of "
-        f"{keyword}, and {mask.window or 'none'} in the mask. Set "
-        "config.sliding_window and "
-        "config.layer_types so that both agree, or train it unpacked."
+        f"window of {keyword}, and {mask.window or 'none'} in the mask. Set "
+        "config.sliding_window and config.layer_types so that both agree, or train it "
+        "unpacked."
     )

@@ -4,7 +4,7 @@ transformers.
 The function (``registered.py``) gets the layout of the row as a keyword of the model's
 forward call, which most models pass through to every layer (``row.py`` reaches the
 layers of others). Layers that mix tokens otherwise run once per sequence, and so do
-whole models whose attention is not in the registry (``row.py``).
+whole models with attention outside of the registry (``row.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +30,22 @@ logger = logging.getLogger("packstore")
 Model = TypeVar("Model", bound=nn.Module)
 
 LAYER_TYPES = {
-    *("attention", "chunked_attention", "full_attention", "sliding_attention"),
-    *("conv", "hybrid", "hybrid_sliding", "linear_attention", "mamba", "mlp", "moe"),
+    # attention by transformers' registry
+    "attention",
+    "chunked_attention",
+    "full_attention",
+    "sliding_attention",
+    # mixers, which run per sequence
+    "conv",
+    "hybrid",
+    "hybrid_sliding",
+    "linear_attention",
+    "mamba",
+    # neither
+    "mlp",
+    "moe",
 }
-"""Layer types, as in model configs, of registered attention, of mixers, and of none of
-both.
-"""
+"""Layer types of model configs that packed attention supports."""
 
 OWN_MODEL = "Any other module trains on packs as docs/own-model.md shows"
 
@@ -43,7 +53,7 @@ OWN_MODEL = "Any other module trains on packs as docs/own-model.md shows"
 def use_packed_attention(
     model: Model, backend: str = "auto", *, disable_dropout: bool = True
 ) -> Model:
-    """Makes `model` attend inside segments only; call it with
+    """Make `model` attend inside segments only; call it with
     ``**batch.model_inputs()``.
 
     Changes the model in place: replaces its attention implementation and sets its
@@ -53,14 +63,13 @@ def use_packed_attention(
     Args:
         model: a Hugging Face causal LM, optionally inside PEFT, DDP, FSDP or
             ``torch.compile``.
-        backend: a name of :data:`~packstore.torch.attention.ATTENTION`, of which
-            ``auto`` chooses by device, dtype and the model's needs and logs the choice
-            (``attention/auto.py``); or ``per_sequence``, which runs the whole model
-            once per sequence with its own attention. Models that packed attention
-            cannot serve run so under any name, which is logged.
-        disable_dropout: sets the model's dropout to 0 and logs it, as TRL does;
-            adapters keep theirs. False keeps dropout outside attention; in attention it
-            raises.
+        backend: a name of :data:`~packstore.torch.attention.ATTENTION`; ``auto``
+            chooses by device, dtype and the model's needs and logs the choice
+            (``attention/auto.py``); ``per_sequence`` runs the model once per sequence
+            with its original attention. Models that packed attention cannot serve run
+            so under any name, which is logged.
+        disable_dropout: set the model's dropout to 0 and log it, as TRL does; adapters
+            keep theirs. False keeps dropout outside attention; in attention it raises.
 
     Returns:
         `model`.
@@ -86,15 +95,19 @@ def use_packed_attention(
             f"{where}: it must be a decoder alone; found an encoder and a decoder. "
             f"{UNPACKED}."
         )
-    text = config.get_text_config()
-    # Imported late, as they load torch's compiler, which takes a second.
+    # Imported late, as it loads torch's compiler, which takes a second.
     from packstore.torch.models.row import (
         install_packed_forward,
         run_mixers_per_sequence,
     )
 
     state = install_packed_forward(inner)
-    reason = "you asked for it" if backend == PER_SEQUENCE else _unserved(inner, text)
+    text = config.get_text_config()
+    if backend == PER_SEQUENCE:
+        reason = "you asked for it"
+    else:
+        _reset_dynamic_rope_at_calls(inner)
+        reason = _reason_against_packing(inner, text)
     if not reason:
         name = register(backend)
         state.backend = backend
@@ -110,64 +123,59 @@ def use_packed_attention(
     return model
 
 
-def _unserved(model: Any, text: Any) -> str:
-    """The reason why packed attention cannot serve a model, or nothing."""
-    names = ("layer_types", "layers_block_type")
-    kinds = {kind for name in names for kind in getattr(text, name, None) or ()}
-    if not kinds <= LAYER_TYPES:
-        return f"it has layers of type {', '.join(sorted(kinds - LAYER_TYPES))}"
-    if any(
-        "position" in path and getattr(module, "padding_idx", None) is not None
-        for path, module in model.named_modules()
-    ):
-        return "its table of positions begins behind padding"
+def _reason_against_packing(model: Any, text: Any) -> str:
+    """Return the reason why packed attention cannot serve a model; empty: it can."""
+    layer_types = {
+        *(getattr(text, "layer_types", None) or ()),
+        *(getattr(text, "layers_block_type", None) or ()),
+    }
+    unsupported = layer_types - LAYER_TYPES
+    if unsupported:
+        return f"it has layers of type {', '.join(sorted(unsupported))}"
+    for path, module in model.named_modules():
+        if "position" in path and getattr(module, "padding_idx", None) is not None:
+            return "its table of positions begins behind padding"
     # HunYuan's config calls its fixed tables dynamic; its module does not.
-    rotary = [module for module in model.modules() if hasattr(module, "rope_type")]
-    for module in rotary:
-        known = _forget_calls in module._forward_pre_hooks.values()
-        if "dynamic" in str(module.rope_type) and not known:
-            module.register_forward_pre_hook(_forget_calls)
-    if any(
-        map(
-            depends_on_length,
-            [module.rope_type for module in rotary] or rope_kinds(text),
-        )
-    ):
+    kinds = [module.rope_type for module in _rotary_modules(model)] or rope_kinds(text)
+    if any(depends_on_length(kind) for kind in kinds):
         return "its RoPE tables depend on the longest position of a call"
     return ""
 
 
-def _forget_calls(module: Any, _: Any) -> None:
-    """Resets a rotary module, as `dynamic` RoPE keeps the tables of the longest call so
-    far.
-    """
+def _rotary_modules(model: Any) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, "rope_type")]
+
+
+def _reset_dynamic_rope_at_calls(model: Any) -> None:
+    for module in _rotary_modules(model):
+        has_hook = _reset_dynamic_rope in module._forward_pre_hooks.values()
+        if "dynamic" in str(module.rope_type) and not has_hook:
+            module.register_forward_pre_hook(_reset_dynamic_rope)
+
+
+def _reset_dynamic_rope(module: Any, _: Any) -> None:
+    """Reset a rotary module, as `dynamic` RoPE keeps the tables of its longest call."""
     for name in [*vars(module), *module._buffers]:
         if name.endswith("original_inv_freq"):
-            kind = name.removesuffix("original_inv_freq")
-            now = getattr(module, f"{kind}inv_freq")
-            setattr(
-                module,
-                f"{kind}inv_freq",
-                getattr(module, name).to(now.device, copy=True),
-            )
-            setattr(module, f"{kind}max_seq_len_cached", module.original_max_seq_len)
+            prefix = name.removesuffix("original_inv_freq")
+            device = getattr(module, f"{prefix}inv_freq").device
+            original = getattr(module, name).to(device, copy=True)
+            setattr(module, f"{prefix}inv_freq", original)
+            setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
 
 
 def _disable_dropout(model: nn.Module) -> None:
-    """Sets each dropout rate that a module stores, but of adapters, to 0, in place;
-    logs it.
-    """
-    changed: dict[str, float] = {}
+    """Set the dropout rates of all modules but adapters to 0, in place; log them."""
+    rates: dict[str, float] = {}
     for path, module in model.named_modules():
         if any(part.startswith("lora_") for part in path.split(".")):
             continue  # the user chose it when making the adapter
         for name, value in list(vars(module).items()):
-            drops = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
-            if drops and isinstance(value, float) and value > 0:
+            is_rate = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+            if is_rate and isinstance(value, float) and value > 0:
                 setattr(module, name, 0.0)
-                changed[path.rsplit(".", 1)[-1] if name == "p" else name] = value
-    if changed:
-        rates = ", ".join(
-            f"{name} {value:g}" for name, value in sorted(changed.items())
-        )
-        logger.info("dropout is disabled (disable_dropout=False keeps it): %s", rates)
+                shown_name = path.rsplit(".", 1)[-1] if name == "p" else name
+                rates[shown_name] = value
+    if rates:
+        listed = ", ".join(f"{name} {rate:g}" for name, rate in sorted(rates.items()))
+        logger.info("dropout is disabled (disable_dropout=False keeps it): %s", listed)

@@ -1,10 +1,10 @@
-"""Probes a model: packed, each sequence must have the logits of the model's own forward
-call alone.
+"""A probe of a model: in a pack, each sequence must have the logits that the model
+gives it alone.
 
 That one comparison shows a leak between segments, wrong positions, a state that is
 carried over, a window, chunk, cap or sink that is dropped, and a wrong kernel. It
 cannot see effects below rounding or beyond the lengths that time and memory allow (both
-are reported), nor, where rounding may choose experts, what happens to less than half of
+are reported), nor, where rounding may choose experts, effects on less than half of
 the tokens of a sequence.
 """
 
@@ -13,9 +13,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -42,62 +44,67 @@ from packstore.torch.models.unwrap import (
 logger = logging.getLogger("packstore")
 
 LENGTHS = (13, 16, 40, 6, 9)
-"""Tokens of the sequences: two pairs, and between them one that is as long as the
-config asks.
-"""
+"""Tokens of the sequences: a pair, a long sequence, and another pair."""
+
+LONG = 2
+"""Index of the long sequence: it is made longer than every length of the config."""
 
 SHARED_TOKENS = (0, 6, 0, 0, 4)
 """Tokens of the prompt that the second of a pair takes from the first, in layout
 shared_prefix.
 """
 
-LONG, FURTHER = 2, 16
-"""Index of the long sequence, and its tokens beyond the largest length of the config.
+TOKENS_BEYOND = 16
+"""Tokens of the long sequence beyond the largest length of the config."""
+
+ROUNDING_32_BITS = 1e-4
+ROUNDING_16_BITS = 1e-1
+"""Tolerance between two ways to compute the same logits, relative to the largest.
+
+Products have 16 bits by weight dtype, autocast or TF32.
 """
 
-ROUNDING = {False: 1e-4, True: 1e-1}
-"""Tolerance between two ways to compute the same logits, relative to the largest, by
-whether products have about 16 bits: by weight dtype, autocast or TF32.
-"""
+WORK_ON_CPU = 3e12
+WORK_ELSEWHERE = 1e15
+"""Floating-point operations allowed for the forward passes."""
 
-WORK = {"cpu": 3e12}
-"""Floating-point operations allowed for the forward passes, by device; 1e15 on others.
-"""
+SCORES = 2**26
+"""Elements of the scores of eager attention that are held at once."""
 
-SCORES, CAPPED_SCORES, LOGITS = 2**26, 2**28, 2**30
-"""Elements held at once: scores of eager attention, scores of models with a softcap
-(which only eager attention supports), and logits.
-"""
+CAPPED_SCORES = 2**28
+"""The same for a model with a softcap, which only eager attention supports."""
+
+LOGITS = 2**30
+"""Elements of logits that are held at once."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Settings of a config that count experts."""
 
 
 class _UnclearError(BackendError):
-    """Rounding is as large as the effect of a leak would be."""
+    """The probe has no result: a leak would change no more than rounding does."""
 
 
 def probe_model(model: nn.Module) -> None:
-    """Logs the result of :func:`check_isolation`, which nearly random weights leave
-    unclear.
-    """
+    """Log the result of :func:`check_isolation`; nearly random weights give none."""
     try:
-        logger.info(
-            "probe: packed and unpacked logits differ by %.2g", check_isolation(model)
-        )
+        difference = check_isolation(model)
     except _UnclearError as error:
         logger.warning("the probe gave no result: %s", error)
+        return
+    logger.info("probe: packed and unpacked logits differ by %.2g", difference)
 
 
 def check_isolation(
     model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
 ) -> float:
-    """Runs a small random pack in both layouts, and compares it with the model's own
+    """Run a small random pack in both layouts, and compare it with the model's own
     forward call.
 
     Each sequence must have the logits that the model gives it alone, without positions
     and with its own attention (`eager`, or `sdpa` for long sequences). One sequence
     reaches beyond every window of the config, as far as time and memory allow; the log
-    says where that stops. Differences must stay within rounding, and below a quarter of
+    names the limit. Differences must stay within rounding, and below a quarter of
     a token's effect on the next one.
 
     The model runs in evaluation mode (no dropout, no router noise) and is restored
@@ -119,154 +126,245 @@ def check_isolation(
             restart, or the model cannot attend inside segments.
         CompatibilityError: logits are not finite.
     """
-    inner: Any = next(
-        (m for m in model.modules() if hasattr(m, "set_attn_implementation")), None
-    )
-    if inner is None:
-        raise BackendError(
-            f"check_isolation({type(model).__name__}): it must be a Hugging Face "
-            "model; "
-            f"found none of its methods. {OWN_MODEL}."
-        )
-    if is_reward_model(model):  # its output is one number: hidden states say more
-        model = inner = backbone_of(unwrapped(model))
+    inner = _hugging_face_model(model)
+    if is_reward_model(model):
+        # Its output is one number; hidden states show more.
+        inner = backbone_of(unwrapped(model))
+        model = inner
     with keeping_implementations(unwrapped(inner)), evaluating(model), torch.no_grad():
         if backend is not None:
             use_packed_attention(model, backend, disable_dropout=False)
         return _compare(model, inner, vocab_size)
 
 
+def _hugging_face_model(model: nn.Module) -> Any:
+    for module in model.modules():
+        if hasattr(module, "set_attn_implementation"):
+            return module
+    raise BackendError(
+        f"check_isolation({type(model).__name__}): it must be a Hugging Face model; "
+        f"found none of its methods. {OWN_MODEL}."
+    )
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The logits of the model's own calls, and how far packed ones may be from them.
+
+    Attributes:
+        logits: `[length, V]` of each sequence.
+        attention: the attention that computed them.
+        rounding: the largest difference that rounding gives.
+        effect: the change of a token's logits when the token before it changes.
+    """
+
+    logits: list[Tensor]
+    attention: str
+    rounding: float
+    effect: float
+
+    def limit(self, sequence: int) -> float:
+        """Return the largest difference that is accepted for a sequence."""
+        if sequence == LONG:
+            return self.rounding
+        return min(self.rounding, self.effect / 4)
+
+
 def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
-    """Returns the largest difference of logits."""
+    """Return the largest difference of logits; raise if one is too large."""
     config = inner.config.get_text_config()
     vocab_size = vocab_size or int(config.vocab_size)
     marks = _marks(config)
-    sizes = list(LENGTHS)
-    sizes[LONG] = _longest(model, config, vocab_size, marks)
-    ids = [keys(n, 0, "probe", i) % np.uint64(vocab_size) for i, n in enumerate(sizes)]
-    for i, n in enumerate(SHARED_TOKENS):
-        if n:  # of one prompt, whose last token both have
-            ids[i][: n + 1] = ids[i - 1][: n + 1]
-    weight = next(model.parameters())
-    device = weight.device
-    rows = [torch.from_numpy(x.astype(np.int64)).to(device) for x in ids]
-    changed = rows[1].clone()
-    changed[::2] = (changed[::2] + 1) % vocab_size
-    (*own, moved), attention = _own_logits(model, inner, config, [*rows, changed])
-    # Also float64 weights have the tolerance of float32, as transformers' softmax and
-    # routers do.
-    tf32 = device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
-    half = weight.dtype.itemsize == 2 or torch.is_autocast_enabled(device.type) or tf32
-    rounding = ROUNDING[half] * max(float(x.abs().max()) for x in own)
-    effect = float((moved - own[1])[1::2].abs().amax(1).median())
-    worst, experts = 0.0, any(getattr(config, name, None) for name in EXPERTS)
-    for layout, shared_tokens in (
-        ("concat", (0,) * len(sizes)),
-        ("shared_prefix", SHARED_TOKENS),
-    ):
-        batch = _batch(ids, shared_tokens, (2, 1, 2)).to(device)
-        packed: Any = _by_token(model(**batch.model_inputs())).float()
+    lengths = list(LENGTHS)
+    lengths[LONG] = _longest(model, config, vocab_size, marks)
+    sequences = _random_sequences(lengths, vocab_size)
+
+    device = next(model.parameters()).device
+    has_16_bits = _has_16_bits(model)
+    expected = _expected(model, inner, sequences, vocab_size, has_16_bits)
+    has_experts = any(getattr(config, name, None) for name in EXPERTS)
+
+    worst = 0.0
+    no_shared_tokens = (0,) * len(lengths)
+    layouts = {"concat": no_shared_tokens, "shared_prefix": SHARED_TOKENS}
+    for layout, shared_tokens in layouts.items():
         where = f"check_isolation({type(model).__name__}), layout {layout}"
-        if bool(packed.isnan().any()):
-            raise CompatibilityError(
-                f"{where}: its logits must be finite; found nan. "
-                "Look at its weights: a training that diverged leaves such ones."
-            )
-        kept = [x[n:].float() for x, n in zip(own, shared_tokens, strict=True)]
-        for i, logits in enumerate(packed.split([len(x) for x in kept])):
-            by_token = (logits - kept[i]).abs().amax(1)
-            size = float(by_token.max())
-            if experts and (i == LONG or half):
+        batch = _batch(sequences, shared_tokens, num_responses=(2, 1, 2)).to(device)
+        segments = _packed_logits(model, batch, where)
+        for i, segment in enumerate(segments):
+            own_logits = expected.logits[i][shared_tokens[i] :].float()
+            by_token = (segment - own_logits).abs().amax(1)
+            difference = float(by_token.max())
+            if has_experts and (i == LONG or has_16_bits):
+                # Rounding may send a few tokens to other experts.
                 parts = [part for part in by_token.tensor_split(marks) if len(part)]
-                size = max(float(part.median()) for part in parts)
-            limit = rounding if i == LONG else min(rounding, effect / 4)
-            if not (size <= limit and effect > 0):
-                raise _failure(where, inner, attention, size, effect, rounding)
-            worst = max(worst, size)
+                difference = max(float(part.median()) for part in parts)
+            if not (difference <= expected.limit(i) and expected.effect > 0):
+                raise _failure(where, inner, expected, difference)
+            worst = max(worst, difference)
     return worst
 
 
+def _random_sequences(
+    lengths: Sequence[int], vocab_size: int
+) -> list[npt.NDArray[np.int64]]:
+    sequences = []
+    for i, length in enumerate(lengths):
+        ids = keys(length, 0, "probe", i) % np.uint64(vocab_size)
+        sequences.append(ids.astype(np.int64))
+    for i, num_shared in enumerate(SHARED_TOKENS):
+        if num_shared:
+            # The last token of the prompt is stored twice.
+            end = num_shared + 1
+            sequences[i][:end] = sequences[i - 1][:end]
+    return sequences
+
+
+def _has_16_bits(model: nn.Module) -> bool:
+    """Return True if the model's products have about 16 bits.
+
+    float64 weights have the tolerance of float32, too, as the softmax and the routers
+    of transformers compute in float32.
+    """
+    weight = next(model.parameters())
+    device_type = weight.device.type
+    if weight.dtype.itemsize == 2 or torch.is_autocast_enabled(device_type):
+        return True
+    return device_type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+def _expected(
+    model: nn.Module,
+    inner: Any,
+    sequences: Sequence[npt.NDArray[np.int64]],
+    vocab_size: int,
+    has_16_bits: bool,
+) -> _Expected:
+    device = next(model.parameters()).device
+    rows = [torch.from_numpy(ids).to(device) for ids in sequences]
+    # The effect of a token on the next one, in the second sequence.
+    changed = rows[1].clone()
+    changed[::2] = (changed[::2] + 1) % vocab_size
+    logits, attention = _own_logits(model, inner, [*rows, changed])
+    changed_logits = logits.pop()
+    changes = (changed_logits - logits[1])[1::2].abs().amax(1)
+
+    rounding = ROUNDING_16_BITS if has_16_bits else ROUNDING_32_BITS
+    largest = max(float(row.abs().max()) for row in logits)
+    return _Expected(
+        logits=logits,
+        attention=attention,
+        rounding=rounding * largest,
+        effect=float(changes.median()),
+    )
+
+
+def _packed_logits(
+    model: nn.Module, batch: PackedBatch, where: str
+) -> Sequence[Tensor]:
+    """Return the logits `[length, V]` of each segment."""
+    logits: Any = _by_token(model(**batch.model_inputs())).float()
+    if bool(logits.isnan().any()):
+        raise CompatibilityError(
+            f"{where}: its logits must be finite; found nan. "
+            "Look at its weights: a training that diverged leaves such ones."
+        )
+    num_queries, _ = batch.layout.sizes
+    segments: Sequence[Tensor] = logits.split(num_queries)
+    return segments
+
+
 def _failure(
-    where: str, inner: Any, attention: str, size: float, effect: float, rounding: float
+    where: str, inner: Any, expected: _Expected, difference: float
 ) -> BackendError:
-    name, error = str(inner.config._attn_implementation), BackendError
-    if size <= rounding:
-        error = _UnclearError
-        more = (
-            f", and a token moves the logits of the next by {effect:.2g}. "
-            "A leak would do no more: run the probe in float32, or on trained weights."
-        )
-    elif not name.startswith(PREFIX):
-        more = (
-            ". Prepare the model with use_packed_attention(model); its attention "
-            f"is {name!r}."
-        )
-    else:
-        more = (
-            ". If backend='reference' fails as well, the model mixes tokens outside of "
-            "attention "
-            "(a convolution, a recurrent layer), counts positions itself, or has a "
-            "mask of its "
-            "own: use backend='per_sequence'. If not, the backend is wrong. "
-            "docs/own-model.md says what a model must do."
-        )
-    return error(
+    text = (
         f"{where}: a sequence must have the logits that the model's own attention "
-        f"({attention}) "
-        f"gives it; found a difference of {size:.2g}, where rounding gives "
-        f"{rounding:.2g}{more}"
+        f"({expected.attention}) gives it; found a difference of {difference:.2g}, "
+        f"where rounding gives {expected.rounding:.2g}"
+    )
+    if difference <= expected.rounding:
+        return _UnclearError(
+            f"{text}, and a token moves the logits of the next by "
+            f"{expected.effect:.2g}. A leak would do no more: run the probe in "
+            "float32, or on trained weights."
+        )
+    attention = str(inner.config._attn_implementation)
+    if not attention.startswith(PREFIX):
+        return BackendError(
+            f"{text}. Prepare the model with use_packed_attention(model); its "
+            f"attention is {attention!r}."
+        )
+    return BackendError(
+        f"{text}. If backend='reference' fails as well, the model mixes tokens outside "
+        "of attention (a convolution, a recurrent layer), counts positions itself, or "
+        "has a mask of its own: use backend='per_sequence'. If not, the backend is "
+        "wrong. docs/own-model.md says what a model must do."
     )
 
 
 def _marks(config: Any) -> list[int]:
-    """Lengths of the config beyond which the model computes differently."""
-    longest = getattr(config, "max_position_embeddings", None)
-    marks = {
-        value
-        for name, value in config.to_dict().items()
-        if type(value) is int
-        and ("window" in name or "chunk" in name)
-        and "layers" not in name
-        and not (isinstance(longest, int) and value >= longest)
-    }
+    """Return the lengths of the config beyond which the model computes differently."""
+    max_positions = getattr(config, "max_position_embeddings", None)
+    marks = set()
+    for name, value in config.to_dict().items():
+        is_length = "window" in name or "chunk" in name
+        if type(value) is not int or not is_length or "layers" in name:
+            continue
+        if not isinstance(max_positions, int) or value < max_positions:
+            marks.add(value)
     for part in rope_parts(config):
         if depends_on_length(part.get("rope_type", part.get("type"))):
-            marks.add(int(part.get("original_max_position_embeddings") or longest or 0))
+            original = part.get("original_max_position_embeddings")
+            marks.add(int(original or max_positions or 0))
     return sorted(mark for mark in marks if mark > 0)
 
 
 def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -> int:
-    """Tokens of the long sequence: beyond all marks that time, memory and positions
-    allow.
+    """Return the tokens of the long sequence: beyond all marks that time, memory and
+    positions allow.
     """
-    weights = sum(p.numel() for p in model.parameters())
-    work = WORK.get(next(model.parameters()).device.type, 1e15)
-    limit = min(int(work / (6 * weights)), LOGITS // vocab_size, 2**15)
-    if _capped(config):
-        heads = getattr(config, "num_attention_heads", None) or 1
-        limit = min(limit, int((CAPPED_SCORES / heads) ** 0.5))
-    longest = getattr(config, "max_position_embeddings", None)
-    if isinstance(longest, int) and not any(map(depends_on_length, rope_kinds(config))):
-        limit = min(limit, longest)
-    beyond = [mark for mark in marks if mark + FURTHER > limit]
-    if beyond:
-        names = ", ".join(map(str, beyond))
+    limit = _length_limit(model, config, vocab_size)
+    lengths = [mark + TOKENS_BEYOND for mark in marks]
+    beyond_limit = [mark for mark in marks if mark + TOKENS_BEYOND > limit]
+    if beyond_limit:
         logger.info(
-            "the probe stops at %d tokens: nothing beyond %s was compared", limit, names
+            "the probe stops at %d tokens: nothing beyond %s was compared",
+            limit,
+            ", ".join(str(mark) for mark in beyond_limit),
         )
-    reached = [mark + FURTHER for mark in marks if mark not in beyond]
-    return max(1, min(limit, max([LENGTHS[LONG], *reached])))
+    reachable = [length for length in lengths if length <= limit]
+    longest = max([LENGTHS[LONG], *reachable])
+    return max(1, min(limit, longest))
+
+
+def _length_limit(model: nn.Module, config: Any, vocab_size: int) -> int:
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    is_on_cpu = next(model.parameters()).device.type == "cpu"
+    work = WORK_ON_CPU if is_on_cpu else WORK_ELSEWHERE
+    limit = min(int(work / (6 * num_weights)), LOGITS // vocab_size, 2**15)
+    if _has_capped_scores(config):
+        limit = min(limit, int((CAPPED_SCORES / _num_heads(config)) ** 0.5))
+    max_positions = getattr(config, "max_position_embeddings", None)
+    is_extensible = any(depends_on_length(kind) for kind in rope_kinds(config))
+    if isinstance(max_positions, int) and not is_extensible:
+        limit = min(limit, max_positions)
+    return limit
+
+
+def _num_heads(config: Any) -> int:
+    return getattr(config, "num_attention_heads", None) or 1
 
 
 def _own_logits(
-    model: nn.Module, inner: Any, config: Any, rows: list[Tensor]
+    model: nn.Module, inner: Any, rows: Sequence[Tensor]
 ) -> tuple[list[Tensor], str]:
-    """Logits `[length, V]` of each sequence by a call of its own; and the attention's
-    name.
+    """Return logits `[length, V]` of each sequence by a call of its own; and the name
+    of the attention.
     """
-    heads = getattr(config, "num_attention_heads", None) or 1
-    plain = _capped(config) or heads * max(map(len, rows)) ** 2 <= SCORES
-    name = "eager" if plain else "sdpa"
+    config = inner.config.get_text_config()
+    longest = max(len(ids) for ids in rows)
+    fits_eager = _num_heads(config) * longest**2 <= SCORES
+    name = "eager" if fits_eager or _has_capped_scores(config) else "sdpa"
     with keeping_implementations(inner):
         try:
             set_attention(inner, name)
@@ -274,75 +372,76 @@ def _own_logits(
             name = "eager"
             set_attention(inner, name)
         # Without position_ids, so that the model counts positions itself.
-        return [
-            _by_token(model(input_ids=ids[None], use_cache=False)) for ids in rows
-        ], name
+        outputs = [model(input_ids=ids[None], use_cache=False) for ids in rows]
+    return [_by_token(output) for output in outputs], name
 
 
-def _by_token(outputs: Any) -> Tensor:
-    """The logits, or hidden states, of one row."""
-    values: Tensor = (
-        outputs.logits if hasattr(outputs, "logits") else outputs.last_hidden_state
-    )
+def _by_token(output: Any) -> Tensor:
+    """Return the logits, or hidden states, of the one row of an output."""
+    has_logits = hasattr(output, "logits")
+    values: Tensor = output.logits if has_logits else output.last_hidden_state
     return values[0]
 
 
-def _capped(config: Any) -> bool:
-    """Returns True if the model softcaps attention scores, which only eager attention
+def _has_capped_scores(config: Any) -> bool:
+    """Return True if the model softcaps attention scores, which only eager attention
     supports.
     """
-    values = config.to_dict().items()
-    return any(x and "softcap" in name and "final" not in name for name, x in values)
+    return any(
+        value and "softcap" in name and "final" not in name
+        for name, value in config.to_dict().items()
+    )
 
 
 @contextmanager
 def ieee_products() -> Iterator[None]:
-    """Multiplies float32 matrices on a GPU in float32 instead of TF32, which has 10
-    bits.
-    """
+    """Multiply float32 matrices on a GPU in float32, not in TF32 with its 10 bits."""
     matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
+    precision = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
     try:
         yield
     finally:
-        matmul.fp32_precision = before
+        matmul.fp32_precision = precision
 
 
 def few_tokens(device: torch.device) -> PackedBatch:
-    """Makes a batch of one short sequence, to try a model on."""
-    return _batch([np.arange(1, 7)], [0], [1]).to(device)
+    """Return a batch of one short sequence, to try a model on."""
+    batch = _batch([np.arange(1, 7)], shared_tokens=[0], num_responses=[1])
+    return batch.to(device)
 
 
 def two_layouts(device: torch.device) -> list[PackedBatch]:
-    """Makes batches of one pair that share a prompt, laid end to end and with it stored
-    once.
+    """Return batches of one pair that shares a prompt, in layouts concat and
+    shared_prefix.
     """
     pair = [np.arange(1, 9), np.array([1, 2, 3, 4, 6, 5])]
-    return [_batch(pair, [0, shared], [2]).to(device) for shared in (0, 4)]
+    concat = _batch(pair, shared_tokens=[0, 0], num_responses=[2])
+    shared_prefix = _batch(pair, shared_tokens=[0, 4], num_responses=[2])
+    return [concat.to(device), shared_prefix.to(device)]
 
 
 def _batch(
-    ids: Sequence[Any], shared_tokens: Sequence[int], responses: Sequence[int]
+    sequences: Sequence[npt.NDArray[np.int64]],
+    shared_tokens: Sequence[int],
+    num_responses: Sequence[int],
 ) -> PackedBatch:
-    """One pack of sequences, less the tokens that the first of an example has
-    already.
-    """
-    lengths = np.array([len(x) for x in ids], np.int32)
-    segments = [x[n:] for x, n in zip(ids, shared_tokens, strict=True)]
-    tokens, bounds = (
-        np.concatenate(segments),
-        to_offsets(np.array([len(x) for x in segments])),
-    )
+    """Return one pack of sequences, without their leading `shared_tokens`."""
+    segments = [
+        ids[num_shared:]
+        for ids, num_shared in zip(sequences, shared_tokens, strict=True)
+    ]
+    tokens = np.concatenate(segments)
+    boundaries = to_offsets(np.array([len(segment) for segment in segments]))
     pack = Packs(
         signed_ids=~tokens.astype(np.int32),
-        reward=np.zeros(len(ids), np.float32),
-        lengths=lengths,
-        seq_boundaries=bounds.astype(np.int32),
-        example_ids=np.arange(len(responses)),
-        num_responses=np.array(responses, np.int32),
+        reward=np.zeros(len(sequences), np.float32),
+        lengths=np.array([len(ids) for ids in sequences], np.int32),
+        seq_boundaries=boundaries.astype(np.int32),
+        example_ids=np.arange(len(num_responses)),
+        num_responses=np.array(num_responses, np.int32),
         token_offsets=np.array([0, len(tokens)]),
-        sequence_offsets=np.array([0, len(ids)]),
-        example_offsets=np.array([0, len(responses)]),
+        sequence_offsets=np.array([0, len(sequences)]),
+        example_offsets=np.array([0, len(num_responses)]),
     )
     return collate(pack, "scored")

@@ -42,9 +42,7 @@ UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 @cache
 def register(backend: str) -> str:
-    """Register our function with this backend in transformers; return its name
-    there.
-    """
+    """Register packed attention by a backend in transformers; return its name there."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -63,20 +61,16 @@ def register(backend: str) -> str:
         sliding_window: int | None = None,
         softcap: float | None = None,
         s_aux: Tensor | None = None,
-        **others: Any,
+        **extras: Any,
     ) -> tuple[Tensor, None]:
-        layout = _checked(query_1NTH, key_1KTH, layout_of(packed_layout))
+        layout = _check_layout(query_1NTH, key_1KTH, layout_of(packed_layout))
         mask = attention_mask if isinstance(attention_mask, RequestedMask) else None
         if mask is None:
             _refuse_mask(attention_mask)
-        _refuse_extras(module, others)
-        q, k, v = (x[0].transpose(0, 1) for x in (query_1NTH, key_1KTH, value_1KTH))
-        kind = q.device.type
-        if torch.is_autocast_enabled(kind):  # as torch's own attention does
-            lower = torch.get_autocast_dtype(kind)
-            q, k, v = (
-                x if x.dtype == torch.float64 else x.to(lower) for x in (q, k, v)
-            )
+        _refuse_extras(module, extras)
+        q = _to_autocast_dtype(query_1NTH[0].transpose(0, 1))
+        k = _to_autocast_dtype(key_1KTH[0].transpose(0, 1))
+        v = _to_autocast_dtype(value_1KTH[0].transpose(0, 1))
         settings = Settings(
             scale=q.shape[-1] ** -0.5 if scaling is None else scaling,
             window=window_of(mask, sliding_window),
@@ -95,6 +89,14 @@ def register(backend: str) -> str:
     return name
 
 
+def _to_autocast_dtype(values: Tensor) -> Tensor:
+    """Convert values as torch does it for its own attention under autocast."""
+    device_type = values.device.type
+    if values.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return values
+    return values.to(torch.get_autocast_dtype(device_type))
+
+
 def _requested_mask(
     *_: Any,
     attention_mask: Tensor | None = None,
@@ -103,61 +105,58 @@ def _requested_mask(
     config: Any = None,
     **__: Any,
 ) -> RequestedMask:
-    """Replaces the mask that transformers would build, once per kind of layer."""
+    """Replace the mask that transformers would build, once per kind of layer."""
     _refuse_mask(attention_mask)
     if use_vmap:
         raise _unserved_call(
             "masks must be causal, in a window at most; found a model's own mask"
         )
-    if (
-        local_size is None
-        or getattr(config, "attention_chunk_size", None) != local_size
-    ):
-        return RequestedMask(local_size)
+    # transformers passes the size of a window and of a chunk by the same name.
+    chunk_size = getattr(config, "attention_chunk_size", None)
+    if local_size is None or chunk_size != local_size:
+        return RequestedMask(window=local_size)
     if getattr(config, "sliding_window", None) == local_size:
         raise _unserved_call(
             f"window and chunk of a layer must differ; found {local_size} twice"
         )
-    return RequestedMask(None, local_size)
+    return RequestedMask(window=None, chunk=local_size)
 
 
-def _checked(
-    query: Tensor, key: Tensor, layout: AttentionLayout | None
+def _check_layout(
+    query_1NTH: Tensor, key_1KTH: Tensor, layout: AttentionLayout | None
 ) -> AttentionLayout:
-    """Returns the layout, checked against the tokens."""
+    """Return the layout, or raise if it does not fit the tokens."""
     if layout is None:
         raise BackendError(
             "packed attention: the call must name the segments; found no layout. "
-            f"{CALL}"
-            f"{UNPACKED_CALL}. If you did call it so, its layers keep keywords from "
-            "attention: "
-            "train it unpacked."
+            f"{CALL}{UNPACKED_CALL}. If you did call it so, its layers keep keywords "
+            "from attention: train it unpacked."
         )
-    (rows, _, tokens, _), expected = query.shape, layout.num_queries
-    if (rows, tokens) != (1, expected):
+    num_tokens = layout.num_queries
+    num_rows, _, num_queries, _ = query_1NTH.shape
+    if num_rows != 1 or num_queries != num_tokens:
         raise BackendError(
-            f"packed attention: the layout is of one row of {expected} tokens; found "
-            f"{rows} rows "
-            f"of {tokens} tokens. {CALL}, and nothing else."
+            f"packed attention: the layout is of one row of {num_tokens} tokens; found "
+            f"{num_rows} rows of {num_queries} tokens. {CALL}, and nothing else."
         )
-    if key.shape[2] != expected:
+    num_keys = key_1KTH.shape[2]
+    if num_keys != num_tokens:
         raise BackendError(
-            f"packed attention: keys must be those of the {expected} tokens, without a "
-            "past; "
-            f"found {key.shape[2]} keys. {CALL}, and nothing else."
+            f"packed attention: keys must be those of the {num_tokens} tokens, without "
+            f"a past; found {num_keys} keys. {CALL}, and nothing else."
         )
     return layout
 
 
 def _refuse_mask(mask: Any) -> None:
-    if mask is not None:
-        # transformers 5.17 makes a mask to generate, later releases leave it out.
-        shape = tuple(mask.shape)
-        rule = (
-            "the layout alone says which tokens see which; found attention_mask of "
-            "shape"
-        )
-        raise _unserved_call(f"{rule} {shape}", UNPACKED_CALL)
+    if mask is None:
+        return
+    # transformers 5.17 makes a mask to generate, later releases leave it out.
+    raise _unserved_call(
+        "the layout alone says which tokens see which; found attention_mask of shape "
+        f"{tuple(mask.shape)}",
+        further_remedy=UNPACKED_CALL,
+    )
 
 
 def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
@@ -169,8 +168,8 @@ def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
     if extras.get("dropout"):
         raise BackendError(
             "packed attention: it must be without dropout; found dropout "
-            f"{extras['dropout']}. "
-            "Prepare the model anew: disable_dropout=False leaves it on."
+            f"{extras['dropout']}. Prepare the model anew: disable_dropout=False "
+            "leaves it on."
         )
     if extras.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise BackendError(
@@ -179,8 +178,7 @@ def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
         )
 
 
-def _unserved_call(rule: str, also: str = "") -> UnservedError:
-    """The error on which the model runs once per sequence instead (``row.py``)."""
-    return UnservedError(
-        f"packed attention: {rule}. Use backend={PER_SEQUENCE!r}{also}."
-    )
+def _unserved_call(rule: str, further_remedy: str = "") -> UnservedError:
+    """Return the error on which the model runs once per sequence instead."""
+    remedy = f"Use backend={PER_SEQUENCE!r}{further_remedy}"
+    return UnservedError(f"packed attention: {rule}. {remedy}.")

@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 REPLACED = "_packstore_forward"
-"""Attribute of a module that holds its replaced forward call, also below wrappers of
-others.
+"""Attribute of a module that holds its :class:`ReplacedForward`, also if another
+library has wrapped its forward call since.
 """
 
 
@@ -36,18 +36,14 @@ class ReplacedForward:
         raise NotImplementedError
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the replaced forward, or the one of the present class, which FSDP2
-        replaces.
-        """
+        """Call the earlier forward, else the one of the class, which FSDP2 changes."""
         if self.before is not None:
             return self.before(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
     def __func__(self) -> UnboundForward:
-        """The function behind the method: Accelerate wraps it, and binds the
-        wrapper.
-        """
+        """The function behind the method: Accelerate wraps it and binds the wrapper."""
         return UnboundForward(inspect.signature(type(self.module).forward))
 
     @property
@@ -58,11 +54,10 @@ class ReplacedForward:
 
 
 class UnboundForward:
-    """A replaced forward call that takes the module first, as a function of its class
-    does.
+    """A replaced forward call that takes the module first, as functions of classes do.
 
-    What wraps it and binds it to a module thus follows a copy of the module. A wrapper
-    around the bound object would run the original's weights in the copy.
+    A wrapper that is bound to a module thus follows a copy of the module. One around
+    the bound object would run the original's weights in the copy.
     """
 
     __name__ = "forward"  # a method of it is pickled by this name
@@ -76,7 +71,7 @@ class UnboundForward:
 
 
 def replaced_forward(module: Any) -> Any:
-    """Return what replaces the forward call of a module, or None."""
+    """Return the :class:`ReplacedForward` of a module, or None."""
     return vars(module).get(REPLACED)
 
 
@@ -101,11 +96,10 @@ def put_back_forward(module: Any) -> None:
 
 
 def release(module: Any) -> None:
-    """Take off what Accelerate has put around the forward call of a module that it
-    prepared.
+    """Remove Accelerate's wrapper around the forward call of a module, and its mark.
 
-    Else its precision would stay on a model that is used again, and so would its mark
-    of a prepared one, for which the next Accelerator does nothing.
+    Else its precision would stay on a model that is used again, and the next
+    Accelerator would take the model for prepared, and do nothing.
     """
     attributes = vars(module)
     attributes.pop("_is_accelerate_prepared", None)
@@ -118,9 +112,7 @@ def release(module: Any) -> None:
 
 
 def restore_forward(module: Any, original: Any) -> None:
-    """Set the forward call that a module had before: one of an object, or that of its
-    class.
-    """
+    """Set the earlier forward call of a module: its class's, or one of an object."""
     del module.forward
     if getattr(original, "__func__", None) is not type(module).forward:
         module.forward = original

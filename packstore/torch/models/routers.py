@@ -2,7 +2,7 @@
 
 transformers computes ``load_balancing_loss_func`` (Fedus et al., Switch Transformers,
 2021, equations 4 to 6) over all tokens of a call, so its value depends on the sequences
-that share the call. Here it is that of each logical sequence in a call of its own::
+that share the call. Here each logical sequence has the value of its own call::
 
     L_s = E sum_e f_e P_e
     f_e = times that a token of the sequence selects expert e, over tokens and layers
@@ -33,21 +33,26 @@ from packstore.torch.models.unwrap import evaluating, text_config, unwrapped
 
 logger = logging.getLogger("packstore")
 
-WITHOUT = "Train without that loss: set router_aux_loss_coef to 0 in the model's config"
+TRAIN_WITHOUT = (
+    "Train without that loss: set router_aux_loss_coef to 0 in the model's config"
+)
 
-_PROVED: WeakSet[nn.Module] = WeakSet()
+_MAX_NODES = 64
+"""Maximum nodes of the autograd graph between a policy's log-probs and a loss."""
 
-_NEAR = 64
-"""Nodes of the autograd graph between a policy's log-probs and a loss, at most."""
-
-_WARNED: set[str] = set()
-"""Model classes of which a warning was logged."""
+_verified_models: WeakSet[nn.Module] = WeakSet()
+_warned_classes: set[str] = set()
 
 
 @dataclass(frozen=True)
 class RouterSettings:
-    """Of a model: its class, the factor on its loss, E, and the experts that a token
-    selects.
+    """Settings of a model with experts.
+
+    Attributes:
+        model: name of the model's class.
+        coefficient: factor of the load-balancing loss.
+        experts: number of experts, E.
+        top_k: number of experts that a token selects.
     """
 
     model: str
@@ -58,8 +63,12 @@ class RouterSettings:
 
 @dataclass(frozen=True, eq=False)
 class RouterLosses:
-    """The loss of each sequence `[S]`, 0 for an empty one; `uses` has an entry for each
-    taker.
+    """The load-balancing loss of each sequence.
+
+    Attributes:
+        values: `[S]`, 0 for an empty sequence.
+        settings: settings of the model.
+        uses: an entry for each loss that took the values.
     """
 
     values: Tensor
@@ -68,73 +77,84 @@ class RouterLosses:
 
 
 def router_settings(model: Any) -> RouterSettings | None:
-    """Returns the settings of the loss that the model's config asks for, as TRL reads
-    it; or None.
+    """Return the settings of the load-balancing loss, as TRL reads them; None without
+    that loss.
 
-    A model that computes no such loss itself, or another one, is refused.
+    Raises:
+        CompatibilityError: the model computes no such loss itself, or another one.
     """
     model = unwrapped(model)
-    text = text_config(model)
-    if not hasattr(text, "output_router_logits"):
+    config = text_config(model)
+    if not hasattr(config, "output_router_logits"):
         return None
-    name, coefficient = (
-        type(model).__name__,
-        getattr(text, "router_aux_loss_coef", None),
-    )
-    if coefficient is None and text.output_router_logits:
-        rule = "a config with output_router_logits must name router_aux_loss_coef"
-        remedy = "Set output_router_logits to false in the model's config"
-        raise _unfit(name, rule, "none", remedy)
-    if not coefficient or not any(p.requires_grad for p in model.parameters()):
-        return None
-    names = ("num_experts", "num_experts_per_tok")
-    sizes: Any = [getattr(model, size, getattr(text, size, None)) for size in names]
-    settings = RouterSettings(name, float(coefficient), *sizes)
-    if model not in _PROVED:
-        _prove(model, settings)
-        _PROVED.add(model)
-        message = (
-            "experts of %s: log-probs carry their load-balancing loss, with "
-            "coefficient %g"
+    name = type(model).__name__
+    coefficient = getattr(config, "router_aux_loss_coef", None)
+    if coefficient is None and config.output_router_logits:
+        raise _compatibility_error(
+            name,
+            rule="a config with output_router_logits must name router_aux_loss_coef",
+            found="none",
+            remedy="Set output_router_logits to false in the model's config",
         )
-        logger.info(message, name, coefficient)
+    is_trained = any(parameter.requires_grad for parameter in model.parameters())
+    if not coefficient or not is_trained:
+        return None
+    settings = RouterSettings(
+        model=name,
+        coefficient=float(coefficient),
+        experts=_size(model, config, "num_experts"),
+        top_k=_size(model, config, "num_experts_per_tok"),
+    )
+    if model not in _verified_models:
+        _verify_formula(model, settings)
+        _verified_models.add(model)
+        logger.info(
+            "experts of %s: log-probs carry their load-balancing loss, with "
+            "coefficient %g",
+            name,
+            coefficient,
+        )
     return settings
 
 
+def _size(model: Any, config: Any, name: str) -> Any:
+    return getattr(model, name, getattr(config, name, None))
+
+
 @torch.no_grad()
-def _prove(model: Any, settings: RouterSettings) -> None:
-    """Compares the model's own load-balancing loss of a few tokens with ours."""
+def _verify_formula(model: Any, settings: RouterSettings) -> None:
+    """Compare the model's own load-balancing loss of a few tokens with ours."""
     device = next(model.parameters()).device
     batch = few_tokens(device)
     try:
         with evaluating(model), torch.autocast(device.type, enabled=False):
             outputs = model(**batch.model_inputs(), output_router_logits=True)
-    except (
-        IndexError
-    ) as error:  # of transformers' function, which takes the first layer's
-        raise _unfit(
-            settings.model, "a layer must return router_logits", "none"
+    except IndexError as error:
+        # transformers' function takes the logits of a first layer.
+        raise _compatibility_error(
+            settings.model, rule="a layer must return router_logits", found="none"
         ) from error
-    expected = getattr(outputs, "aux_loss", None)
-    if not isinstance(expected, Tensor):
-        raise _unfit(
+
+    own_loss = getattr(outputs, "aux_loss", None)
+    if not isinstance(own_loss, Tensor):
+        raise _compatibility_error(
             settings.model,
-            "its forward call must return the load-balancing loss as aux_loss, as its "
-            "config has "
-            f"router_aux_loss_coef {settings.coefficient:g}",
-            "a model that computes none",
-            "Set router_aux_loss_coef to 0 in the model's config: transformers, too, "
-            "trains it "
-            "without that loss",
+            rule="its forward call must return the load-balancing loss as aux_loss, as "
+            f"its config has router_aux_loss_coef {settings.coefficient:g}",
+            found="a model that computes none",
+            remedy="Set router_aux_loss_coef to 0 in the model's config: transformers, "
+            "too, trains it without that loss",
         )
-    ours = float(
-        router_losses(batch, outputs.router_logits, settings, rounded=True).values[0]
-    )
-    if not abs(ours - float(expected)) <= 1e-2 * abs(ours):
-        rule = (
-            f"its load-balancing loss must be that of Switch Transformers, {ours:.4g}"
+    losses = router_losses(batch, outputs.router_logits, settings, rounded=True)
+    loss = float(losses.values[0])
+    # Negated, so that nan is refused.
+    if not abs(loss - float(own_loss)) <= 1e-2 * abs(loss):
+        raise _compatibility_error(
+            settings.model,
+            rule="its load-balancing loss must be that of Switch Transformers, "
+            f"{loss:.4g}",
+            found=f"{float(own_loss):.4g}",
         )
-        raise _unfit(settings.model, rule, f"{float(expected):.4g}")
 
 
 def router_losses(
@@ -144,64 +164,73 @@ def router_losses(
     *,
     rounded: bool = False,
 ) -> RouterLosses:
-    """Computes the loss of each sequence from the logits `[T, E]` of each layer with
-    experts.
+    """Compute the loss of each sequence.
 
-    With `rounded`, probabilities have the dtype of the logits, as in transformers: a
-    tie in 16 bits may select another expert.
+    Args:
+        batch: the packed row.
+        logits: `[T, E]` of each layer with experts.
+        settings: settings of the model.
+        rounded: probabilities have the dtype of the logits, as in transformers: a tie
+            in 16 bits may select another expert.
     """
     shape = (batch.num_tokens, settings.experts)
-    if (
-        not logits
-        or settings.top_k is None
-        or any(each.shape != shape for each in logits)
-    ):
-        raise _unfit(
+    has_shape = bool(logits) and all(layer.shape == shape for layer in logits or ())
+    if not logits or settings.top_k is None or not has_shape:
+        raise _compatibility_error(
             settings.model,
-            f"the base model must return router_logits of shape {shape} for each layer",
-            f"shape {tuple(logits[0].shape)}" if logits else "none",
+            rule="the base model must return router_logits of shape "
+            f"{shape} for each layer",
+            found=f"shape {tuple(logits[0].shape)}" if logits else "none",
         )
     dtype = torch.promote_types(logits[0].dtype, torch.float32)
-    chances_TE, choices_TE = logits[0].new_zeros((2, *shape), dtype=dtype)
-    for each in logits:
-        each = each.to(chances_TE.device)
-        chance = (each if rounded else each.to(dtype)).softmax(-1)
-        chosen = chance.detach().topk(settings.top_k).indices
-        choices_TE.scatter_add_(1, chosen, torch.ones_like(chosen, dtype=dtype))
-        chances_TE = chances_TE + chance.to(dtype)
+    probabilities_TE = logits[0].new_zeros(shape, dtype=dtype)
+    selections_TE = logits[0].new_zeros(shape, dtype=dtype)
+    for layer_logits in logits:
+        layer_logits = layer_logits.to(probabilities_TE.device)
+        if not rounded:
+            layer_logits = layer_logits.to(dtype)
+        layer_probabilities = layer_logits.softmax(-1)
+        selected = layer_probabilities.detach().topk(settings.top_k).indices
+        ones = torch.ones_like(selected, dtype=dtype)
+        selections_TE.scatter_add_(1, selected, ones)
+        probabilities_TE = probabilities_TE + layer_probabilities.to(dtype)
+
+    counts_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(dtype)
+    mean_selections_SE = _sum_by_sequence(batch, selections_TE) / counts_S1
+    mean_probabilities_SE = _sum_by_sequence(batch, probabilities_TE) / counts_S1
+    products_SE = mean_selections_SE * mean_probabilities_SE
+    return RouterLosses(settings.experts * products_SE.sum(-1), settings)
+
+
+def _sum_by_sequence(batch: PackedBatch, values_TE: Tensor) -> Tensor:
+    """Return the sum over the tokens of each logical sequence, `[S, E]`, without
+    padding.
+    """
     sequence, place = batch.key_places
-    # Padding is at the end of a sequence; it goes to one row more.
-    sequence = torch.where(
-        place < batch.lengths[sequence], sequence, batch.num_segments
-    )
-    tokens_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(dtype)
-
-    def mean(values_TE: Tensor) -> Tensor:
-        rows = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
-        zeros = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
-        return zeros.index_add(0, sequence, rows)[:-1] / tokens_S1
-
-    losses_S = settings.experts * (mean(choices_TE) * mean(chances_TE)).sum(-1)
-    return RouterLosses(losses_S, settings)
+    is_padding = place >= batch.lengths[sequence]
+    # Padding goes to one row more, which is dropped.
+    sequence = sequence.masked_fill(is_padding, batch.num_segments)
+    rows = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
+    sums = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
+    return sums.index_add(0, sequence, rows)[:-1]
 
 
 def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses) -> None:
-    """Refuses losses without gradient, as reentrant gradient checkpointing
-    gives them.
-    """
+    """Raise for losses without gradient, as by reentrant gradient checkpointing."""
     if losses.values.requires_grad or not hidden.requires_grad:
         return
-    if any(
-        getattr(module, "gradient_checkpointing", False)
-        for module in backbone.modules()
-    ):
-        rule = "gradient checkpointing must keep the gradient of router_logits"
-        remedy = 'Enable it with {"use_reentrant": False}'
-        raise _unfit(losses.settings.model, rule, "none", remedy)
+    for module in backbone.modules():
+        if getattr(module, "gradient_checkpointing", False):
+            raise _compatibility_error(
+                losses.settings.model,
+                rule="gradient checkpointing must keep the gradient of router_logits",
+                found="none",
+                remedy='Enable it with {"use_reentrant": False}',
+            )
 
 
 class _Carry(torch.autograd.Function):
-    """Returns its first argument; the node in the autograd graph holds the second."""
+    """Return the first argument; the node in the autograd graph holds the second."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, losses: RouterLosses) -> Tensor:
@@ -214,7 +243,7 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(logps: Tensor, losses: RouterLosses) -> Tensor:
-    """Returns log-probs `[S]` that carry these losses, and warn once if no loss took
+    """Return log-probs `[S]` that carry these losses, and warn once if no loss takes
     them.
     """
     # Not decorated: that would load torch's compiler, which takes a second, with this
@@ -224,39 +253,41 @@ def carry(logps: Tensor, losses: RouterLosses) -> Tensor:
 
 
 def _carry(logps: Tensor, losses: RouterLosses) -> Tensor:
-    weakref.finalize(
-        losses, _warn_unused, losses.uses, losses.settings.model
-    ).atexit = False
+    name = losses.settings.model
+    finalizer = weakref.finalize(losses, _warn_if_unused, losses.uses, name)
+    finalizer.atexit = False
     return _Carry.apply(logps, losses)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def take_carried_losses(logps: Tensor) -> RouterLosses | None:
-    """Returns the losses that log-probs carry, or None; marks them as taken."""
+    """Return the losses that log-probs carry, and mark them as used; None without."""
     nodes = [logps.grad_fn]
-    for _ in range(_NEAR):
+    for _ in range(_MAX_NODES):
         node = nodes.pop(0) if nodes else None
         losses: RouterLosses | None = getattr(node, "router_losses", None)
         if losses is not None:
             losses.uses.append(True)
             return losses
-        nodes += [n for n, _ in getattr(node, "next_functions", ()) if n is not None]
+        next_nodes = [inner for inner, _ in getattr(node, "next_functions", ())]
+        nodes += [inner for inner in next_nodes if inner is not None]
     return None
 
 
-def _warn_unused(uses: list[bool], model: str) -> None:
-    if not uses and model not in _WARNED:
-        _WARNED.add(model)
-        logger.warning(
-            "experts of %s: their load-balancing loss, which the config asks for, was "
-            "added to no "
-            "loss; pass the log-probs to a PreferenceLoss, or set router_aux_loss_coef "
-            "to 0 in the "
-            "config",
-            model,
-        )
+def _warn_if_unused(uses: list[bool], model: str) -> None:
+    if uses or model in _warned_classes:
+        return
+    _warned_classes.add(model)
+    logger.warning(
+        "experts of %s: their load-balancing loss, which the config asks for, was "
+        "added to no loss; pass the log-probs to a PreferenceLoss, or set "
+        "router_aux_loss_coef to 0 in the config",
+        model,
+    )
 
 
-def _unfit(
-    model: str, rule: str, found: str, remedy: str = WITHOUT
+def _compatibility_error(
+    model: str, rule: str, found: str, remedy: str = TRAIN_WITHOUT
 ) -> CompatibilityError:
-    return CompatibilityError(sentence(f"experts of {model}", rule, found, remedy))
+    return CompatibilityError(
+        sentence(f"experts of {model}", rule=rule, found=found, remedy=remedy)
+    )

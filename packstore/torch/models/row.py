@@ -1,5 +1,4 @@
-"""The forward calls of prepared models: modules know the row, or run once per sequence
-of it.
+"""The forward calls of prepared models: they pass on the row, or run per sequence.
 
 Most models pass ``packed_layout`` on to their attention. Some drop it on the way, and
 some call modules without it, so it is also set for the thread, and set again where
@@ -16,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -60,13 +59,19 @@ from packstore.torch.models.unwrap import (
 
 logger = logging.getLogger("packstore")
 
-STATES = {
-    *("attention_mask", "conv_mask", "mask", "seq_idx", "state"),
-    *("cache_params", "past_key_value", "past_key_values"),
+STATE_ARGUMENTS = {
+    "attention_mask",
+    "cache_params",
+    "conv_mask",
+    "mask",
+    "past_key_value",
+    "past_key_values",
+    "seq_idx",
+    "state",
 }
 """Arguments of modules that look at other tokens: a cache, a state, or a mask."""
 
-CHECKPOINTS = ("_gradient_checkpointing_func", "checkpoint_fn")
+CHECKPOINT_FUNCTIONS = ("_gradient_checkpointing_func", "checkpoint_fn")
 """Attributes that hold the checkpoint function: of transformers' layers, of torch's
 wrapper.
 """
@@ -79,7 +84,34 @@ OTHER_INPUTS = (
 )
 """Arguments of models that take images, videos or sound beside text."""
 
-ONLY = "Call the model with **batch.model_inputs(), and nothing else"
+CALL_REMEDY = "Call the model with **batch.model_inputs(), and nothing else"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The tokens of one logical sequence, in a module that runs per sequence.
+
+    Attributes:
+        num_queries: tokens of the sequence's own segment, with padding.
+        num_keys: tokens of the sequence, with padding: its prefix and its segment.
+        num_real: tokens of the sequence, without padding.
+    """
+
+    num_queries: int
+    num_keys: int
+    num_real: int
+
+    def select_segment(self, rows: Tensor) -> Tensor:
+        """Return the rows of the segment, from rows of the sequence; zeros for padding.
+
+        Args:
+            rows: `[num_real, ...]`.
+        """
+        segment = rows[self.num_keys - self.num_queries :]
+        num_padding = self.num_keys - self.num_real
+        if not num_padding:
+            return segment
+        return torch.cat([segment, segment.new_zeros(num_padding, *segment.shape[1:])])
 
 
 def run_per_sequence(
@@ -88,112 +120,128 @@ def run_per_sequence(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    """Calls `forward` once per logical sequence, and joins the outputs of their own
-    segments.
+    """Call `forward` once per logical sequence, and join the outputs of the segments.
 
     Arguments by token, `[1, T, ...]` or `[T]`, are cut. Outputs that are not by token
-    become None; a number is kept if there is one sequence.
+    become None; a number stays if there is one sequence.
     """
     if type(layout) is not AttentionLayout:
         raise BackendError(
             "packed row: modules that run per sequence must have its tokens on one "
-            "rank; found a "
-            "row split over ranks. Train it with data parallelism alone."
+            "rank; found a row split over ranks. Train it with data parallelism alone."
         )
     # Empty segments pad the number of segments.
-    sizes = [
-        (n, m, real)
-        for n, m, real in zip(*layout.sizes, layout.real_sizes, strict=True)
-        if n
-    ]
-    leaves, tree = tree_flatten((args, dict(kwargs)))
+    runs = {
+        place: _Run(*sizes)
+        for place, sizes in enumerate(
+            zip(*layout.sizes, layout.real_sizes, strict=True)
+        )
+        if sizes[0]
+    }
+    arguments, tree = tree_flatten((args, dict(kwargs)))
+    cut_arguments = [_cut(argument, layout) for argument in arguments]
     outputs = []
-    for n, *cut in zip(
-        layout.sizes[0], *(_cut(leaf, layout) for leaf in leaves), strict=True
-    ):
-        if n:
-            args, kwargs = tree_unflatten(cut, tree)
-            outputs.append(forward(*args, **kwargs))
-    joined = tree_map(lambda *parts: _joined(parts, sizes), *outputs)
-    values = tuple(joined.values()) if isinstance(joined, Mapping) else joined
-    if not isinstance(
-        values[0] if isinstance(values, tuple) and values else values, Tensor
-    ):
+    for place in runs:
+        run_arguments = [parts[place] for parts in cut_arguments]
+        run_args, run_kwargs = tree_unflatten(run_arguments, tree)
+        outputs.append(forward(*run_args, **run_kwargs))
+
+    def join(*parts: Any) -> Tensor | None:
+        return _join(parts, list(runs.values()))
+
+    output = tree_map(join, *outputs)
+    if not isinstance(_first_value(output), Tensor):
         kind = getattr(outputs[0], "shape", type(outputs[0]).__name__)
         raise BackendError(
             "packed row: a module that runs per sequence must take and return "
-            f"[1, {layout.num_queries}, …]; found an output of {kind}. {ONLY}."
+            f"[1, {layout.num_queries}, …]; found an output of {kind}. {CALL_REMEDY}."
         )
-    return joined
+    return output
 
 
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
-    """The value for each sequence: the rows of a tensor by token, anything else
-    whole.
+    """Return an argument for each sequence: its rows of a tensor by token, without
+    padding; any other value as it is.
     """
-    tokens, runs = layout.num_queries, layout.sizes[1]
-    shapes = (value.shape, value.shape[:2]) if isinstance(value, Tensor) else ()
-    if (tokens,) not in shapes and (1, tokens) not in shapes:
-        return [value] * len(runs)
-    by_run = torch.split(layout.keys(value.reshape(tokens, 1, -1)), runs)
-    shape = value.shape[1 + (value.ndim > 1) :]
-    rows = (
-        x[:n].reshape(n, *shape) for x, n in zip(by_run, layout.real_sizes, strict=True)
-    )
-    return [x[None] if value.ndim > 1 else x for x in rows]
+    num_tokens = layout.num_queries
+    num_keys = layout.sizes[1]
+    if not isinstance(value, Tensor):
+        return [value] * len(num_keys)
+    has_rows = value.shape[:2] == (1, num_tokens)
+    if not has_rows and value.shape != (num_tokens,):
+        return [value] * len(num_keys)
+
+    shape = value.shape[2:] if value.ndim > 1 else ()
+    keys = layout.keys(value.reshape(num_tokens, 1, -1))
+    parts = []
+    for rows, num_real in zip(
+        torch.split(keys, num_keys), layout.real_sizes, strict=True
+    ):
+        part = rows[:num_real].reshape(num_real, *shape)
+        parts.append(part[None] if value.ndim > 1 else part)
+    return parts
 
 
-def _joined(parts: tuple[Any, ...], sizes: list[tuple[int, int, int]]) -> Tensor | None:
-    """The row's value of each sequence's; None for what is not by token."""
+def _join(parts: Sequence[Any], runs: list[_Run]) -> Tensor | None:
+    """Return the row's output from the output of each sequence; None for outputs that
+    are not by token.
+    """
     first = parts[0]
     if not isinstance(first, Tensor):
         return None
-    pairs = [*zip(parts, sizes, strict=True)]
-    if all(part.shape[:2] == (1, real) for part, (_, _, real) in pairs):
-        return torch.cat([_kept(part[0], *size) for part, size in pairs])[None]
+    pairs = list(zip(parts, runs, strict=True))
+    if all(part.shape[:2] == (1, run.num_real) for part, run in pairs):
+        return torch.cat([run.select_segment(part[0]) for part, run in pairs])[None]
     # Routers return theirs without the dimension of rows.
-    if all(part.shape == (real, *part.shape[1:2]) for part, (_, _, real) in pairs):
-        return torch.cat([_kept(part, *size) for part, size in pairs])
-    return first if len(parts) == 1 and first.ndim == 0 else None
+    if all(part.shape == (run.num_real, *part.shape[1:2]) for part, run in pairs):
+        return torch.cat([run.select_segment(part) for part, run in pairs])
+    is_number = len(parts) == 1 and first.ndim == 0
+    return first if is_number else None
 
 
-def _kept(rows: Tensor, queries: int, keys: int, real: int) -> Tensor:
-    """The rows of a sequence's own segment, and zeros for its padding."""
-    mine = rows[keys - queries :]
-    return (
-        mine
-        if keys == real
-        else torch.cat([mine, mine.new_zeros(keys - real, *mine.shape[1:])])
-    )
+def _first_value(output: Any) -> Any:
+    """Return the first value of an output, which may be a mapping or a tuple."""
+    values = tuple(output.values()) if isinstance(output, Mapping) else output
+    if isinstance(values, tuple) and values:
+        return values[0]
+    return values
 
 
 def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
-    """Makes mixers run per sequence: innermost modules that take a state but do not
+    """Make mixers run per sequence: innermost modules that take a state but do not
     attend.
     """
-
-    def takes(module: nn.Module) -> bool:
-        if isinstance(module, nn.Embedding) or hasattr(
-            type(module), "gradient_checkpointing"
-        ):
-            return False  # positions from a mask; and whole layers
-        return not STATES.isdisjoint(inspect.signature(type(module).forward).parameters)
-
-    takers = {
-        path: module for path, module in model.named_modules() if path and takes(module)
+    stateful = {
+        path: module
+        for path, module in model.named_modules()
+        if path and _takes_state(module)
     }
-    for path, module in takers.items():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        attends = (
-            code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
-        )  # by the registry
-        innermost = not any(other.startswith(f"{path}.") for other in takers)
-        if innermost and not attends and replaced_forward(module) is None:
+    for path, module in stateful.items():
+        is_innermost = not any(
+            inner_path.startswith(f"{path}.") for inner_path in stateful
+        )
+        is_mixer = is_innermost and not _attends(module)
+        if is_mixer and replaced_forward(module) is None:
             replace_forward(module, _PerSequenceForward(module, config))
 
 
+def _takes_state(module: nn.Module) -> bool:
+    if isinstance(module, nn.Embedding):
+        return False  # it takes a mask to compute positions
+    if hasattr(type(module), "gradient_checkpointing"):
+        return False  # a decoder layer
+    parameters = inspect.signature(type(module).forward).parameters
+    return not STATE_ARGUMENTS.isdisjoint(parameters)
+
+
+def _attends(module: nn.Module) -> bool:
+    """Return True if a module calls attention by transformers' registry."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names
+
+
 class _PerSequenceForward(ReplacedForward):
-    """The forward call of a mixer."""
+    """The forward call of a mixer: once per sequence of a packed row."""
 
     def __init__(self, module: nn.Module, config: Any) -> None:
         super().__init__(module)
@@ -201,44 +249,44 @@ class _PerSequenceForward(ReplacedForward):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, packed_layout: Any = None, **kwargs: Any) -> Any:
-        if not _is_ours(self.config):
+        if not _has_packed_attention(self.config):
             return self.original_forward(*args, **kwargs)
         layout = layout_of(packed_layout)
         if layout is None:
             raise BackendError(
                 f"packed row: {type(self.module).__name__} must know the segments; "
-                "found no "
-                "layout. Call the model with **batch.model_inputs(), and recompute "
-                "layers by "
-                "gradient_checkpointing_enable(); for calls without packs, give the "
-                "model back its "
-                "own attention: model.set_attn_implementation('sdpa')."
+                "found no layout. Call the model with **batch.model_inputs(), and "
+                "recompute layers by gradient_checkpointing_enable(); for calls "
+                "without packs, give the model back its own attention: "
+                "model.set_attn_implementation('sdpa')."
             )
         return run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
-def _is_ours(config: Any) -> bool:
-    """Returns True while a model has packed attention, not one of its own again."""
+def _has_packed_attention(config: Any) -> bool:
+    """Return True while a model has packed attention, not one of its own again."""
     return str(config._attn_implementation).startswith(PREFIX)
 
 
 @dataclass
 class PackedForwardState:
-    """The attention of a prepared model, and why it runs once per sequence, if
-    it does.
+    """The attention of a prepared model, before and after its preparation.
+
+    Attributes:
+        model: the model.
+        original: the attention in its configs before.
+        backend: backend of packed attention; empty: none was set.
+        reason: why the model runs once per sequence, with its original attention;
+            empty: it runs on packed rows.
+        is_known_causal: whether a try has shown that no token changes the output of
+            earlier ones.
     """
 
     model: Any
     original: Implementations
-    """The attention that its configs named before."""
     backend: str = ""
-    """Backend of packed attention; empty: none was set."""
     reason: str = ""
-    """Why the whole model runs once per sequence, with that attention; empty: it does
-    not.
-    """
-    causal: bool = False
-    """It was seen that no token changes the output of those before it."""
+    is_known_causal: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy; in another process, transformers must know its attention
@@ -251,7 +299,7 @@ class PackedForwardState:
     @property
     def is_packed(self) -> bool:
         """True if the model has packed attention now, not its original one again."""
-        return _is_ours(self.model.config.get_text_config())
+        return _has_packed_attention(self.model.config.get_text_config())
 
     def run_whole(self, reason: str) -> None:
         """Run the whole model once per sequence from now on, and log why."""
@@ -262,10 +310,9 @@ class PackedForwardState:
 
 
 def install_packed_forward(model: Any) -> PackedForwardState:
-    """Replace the forward calls of a model and of what `find_head` calls, and
-    `generate`, in place.
+    """Replace `generate` and the forward calls of a model and its backbone, in place.
 
-    Those of a model that was prepared before stay.
+    The replacements of a model that was prepared before stay.
     """
     replacement = replaced_forward(model)
     if replacement is None:
@@ -277,6 +324,7 @@ def install_packed_forward(model: Any) -> PackedForwardState:
             state.original = read_implementations(model)
 
     backbone = backbone_of(model)
+    # Log-probs call the backbone, and OPT's head its decoder, without the model.
     for module in {model, backbone, getattr(backbone, "decoder", backbone)}:
         replacement = replaced_forward(module)
         if replacement is None:
@@ -292,9 +340,7 @@ def install_packed_forward(model: Any) -> PackedForwardState:
 
 
 def take_back_attention(model: Any) -> None:
-    """Give a prepared model packed attention again, where its user has set another
-    since.
-    """
+    """Give a prepared model packed attention again, after its user set another one."""
     inner = unwrapped(model)
     state = replaced_forward(backbone_of(inner)).state
     if not (state.reason or state.is_packed):
@@ -307,8 +353,7 @@ def take_back_attention(model: Any) -> None:
 
 
 class UnpackedGenerate:
-    """Method `generate` of a prepared model, which runs with the model's original
-    attention.
+    """Method `generate` of a prepared model: runs with the original attention.
 
     Every other call without a layout is refused: it may be of a packed row, by mistake.
     """
@@ -333,7 +378,7 @@ class UnpackedGenerate:
 
 
 class PackedForward(ReplacedForward):
-    """The forward call of a model or backbone; of a PEFT model, which has no state.
+    """The forward call of a model or backbone, or of a PEFT model (without a state).
 
     Attributes:
         batch_call: called with the module and a packed batch, where a trainer passes
@@ -348,8 +393,8 @@ class PackedForward(ReplacedForward):
         self.batch_call: Callable[[Any, PackedBatch], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a packed row by its layout, a batch by the call for it, and the rest as
-        before.
+        """Run a packed row by its layout, and a batch by `batch_call`; pass on any
+        other call.
         """
         if self.batch_call is not None and args and isinstance(args[0], PackedBatch):
             return self.batch_call(self.module, args[0])
@@ -359,23 +404,28 @@ class PackedForward(ReplacedForward):
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:
                 raise BackendError(
-                    f"packed row: inputs must be text; found {name}. {ONLY}."
+                    f"packed row: inputs must be text; found {name}. {CALL_REMEDY}."
                 )
         if not torch.compiler.is_compiling():
             check_adapters(self.state.model)  # PEFT leaves its configs there
         if self.state.reason:
             return self._run_per_sequence(layout, args, kwargs)
-        # In a graph, a variable of the thread would break it.
-        config = self.state.model.config.get_text_config()
-        if torch.compiler.is_compiling() or not _is_ours(config):
+        # A context variable would break the graph of a compiled model.
+        if torch.compiler.is_compiling() or not self.state.is_packed:
             return self.original_forward(*args, **kwargs)
-        if self.module.training and LAYOUT.get() is None:
-            _wrap_checkpoints(self.module)
+        return self._run_packed(layout, args, kwargs)
+
+    def _run_packed(
+        self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        is_outermost = LAYOUT.get() is None
+        if self.module.training and is_outermost:
+            _wrap_checkpoint_functions(self.module)
         try:
             with using_layout(layout):
                 return self.original_forward(*args, **kwargs)
         except UnservedError as error:
-            if kwargs.get("attention_mask") is not None or LAYOUT.get() is not None:
+            if kwargs.get("attention_mask") is not None or not is_outermost:
                 raise
             self.state.run_whole(str(error).partition(". ")[0])
             return self._run_per_sequence(layout, args, kwargs)
@@ -384,13 +434,13 @@ class PackedForward(ReplacedForward):
     def _run_per_sequence(
         self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        # Without positions, so that the model counts them itself; and with all logits,
-        # as the rows to keep are those of the packed row.
-        dropped = ("packed_layout", "position_ids", "logits_to_keep")
-        kwargs = {name: value for name, value in kwargs.items() if name not in dropped}
-        if not self.state.causal and "input_ids" in kwargs:
+        kwargs = dict(kwargs)
+        kwargs.pop("packed_layout", None)
+        kwargs.pop("position_ids", None)  # the model counts them itself
+        kwargs.pop("logits_to_keep", None)  # it counts tokens of the packed row
+        if not self.state.is_known_causal and "input_ids" in kwargs:
             _check_causal(self.original_forward, self.state.model, kwargs["input_ids"])
-            self.state.causal = True
+            self.state.is_known_causal = True
         return run_per_sequence(self.original_forward, layout, args, kwargs)
 
 
@@ -398,46 +448,41 @@ class PackedForward(ReplacedForward):
 def _check_causal(
     forward: Callable[..., Any], model: nn.Module, ids_1T: Tensor
 ) -> None:
-    """Refuses a model whose output changes with later tokens: in one call, the last of
-    a few.
-    """
-    first = ids_1T[:, :8]
-    other = first.clone()
-    other[:, -1] = (other[:, -1] - 1).abs()
+    """Raise if the last of a few tokens changes the output of earlier ones."""
+    ids = ids_1T[:, :8]
+    changed_ids = ids.clone()
+    changed_ids[:, -1] = (ids[:, -1] - 1).abs()
     with evaluating(model):
-        outputs = [forward(input_ids=ids, use_cache=False) for ids in (first, other)]
-    a, b = (next(iter(output.values()))[:, :-1].float() for output in outputs)
-    if bool((a - b).abs().max() > 1e-2 * a.abs().max()):
+        output = forward(input_ids=ids, use_cache=False)
+        changed_output = forward(input_ids=changed_ids, use_cache=False)
+
+    logits = next(iter(output.values()))[:, :-1].float()
+    changed_logits = next(iter(changed_output.values()))[:, :-1].float()
+    difference = (logits - changed_logits).abs().max()
+    if bool(difference > 1e-2 * logits.abs().max()):
         raise BackendError(
-            f"use_packed_attention({type(model).__name__}): a token must not see those "
-            "after it; "
-            "found a model that looks ahead. Set is_decoder=True in its config if it "
-            "has such a "
-            "mode, or choose a causal LM."
+            f"use_packed_attention({type(model).__name__}): a token must not see later "
+            "ones; found a model that looks ahead. Set is_decoder=True in its config "
+            "if it has such a mode, or choose a causal LM."
         )
 
 
-def _wrap_checkpoints(model: nn.Module) -> None:
-    """Wraps the checkpoint functions that were set since the last call."""
+def _wrap_checkpoint_functions(model: nn.Module) -> None:
+    """Wrap the checkpoint functions that were set since the last call."""
     for module in model.modules():
-        for name in CHECKPOINTS:
+        for name in CHECKPOINT_FUNCTIONS:
             checkpoint = vars(module).get(name)
-            if (
-                checkpoint is not None
-                and getattr(checkpoint, "func", None) is not _checkpoint_with_layout
-            ):
+            function = getattr(checkpoint, "func", None)
+            if checkpoint is not None and function is not _checkpoint_with_layout:
                 setattr(module, name, partial(_checkpoint_with_layout, checkpoint))
 
 
 def _checkpoint_with_layout(
     checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Calls a checkpoint function so that the second run has the layout of the
-    first.
-    """
-    if (
-        torch.compiler.is_compiling()
-    ):  # the layout is an input of the graph that holds both runs
+    """Call a checkpoint function so that the second run has the layout of the first."""
+    if torch.compiler.is_compiling():
+        # The layout is an input of the graph, which holds both runs.
         return checkpoint(function, *args, **kwargs)
     layout = LAYOUT.get()
 

@@ -1,9 +1,9 @@
-"""Finds the Hugging Face model inside its wrappers, and reads its config."""
+"""The Hugging Face model inside its wrappers, its adapters and its config."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,109 +15,124 @@ from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.replaced import replaced_forward
 
 ROW_LOCAL = {
-    *(
-        "LORA",
-        "ADALORA",
-        "ADAPTION_PROMPT",
-        "BEFT",
-        "BOFT",
-        "C3A",
-        "DEFT",
-        "DELORA",
-        "FOURIERFT",
-    ),
-    *(
-        "FROD",
-        "GLORA",
-        "GRALORA",
-        "HIRA",
-        "HRA",
-        "IA3",
-        "LN_TUNING",
-        "LOHA",
-        "LOKR",
-        "MISS",
-        "OFT",
-    ),
-    *(
-        "OSF",
-        "PEANUT",
-        "PSOFT",
-        "PVERA",
-        "RANDLORA",
-        "ROAD",
-        "SHIRA",
-        "SUPERTUNING",
-        "TINYLORA",
-    ),
-    *("TRAINABLE_TOKENS", "UNILORA", "VBLORA", "VERA", "WAVEFT"),
+    "LORA",
+    "ADALORA",
+    "ADAPTION_PROMPT",
+    "BEFT",
+    "BOFT",
+    "C3A",
+    "DEFT",
+    "DELORA",
+    "FOURIERFT",
+    "FROD",
+    "GLORA",
+    "GRALORA",
+    "HIRA",
+    "HRA",
+    "IA3",
+    "LN_TUNING",
+    "LOHA",
+    "LOKR",
+    "MISS",
+    "OFT",
+    "OSF",
+    "PEANUT",
+    "PSOFT",
+    "PVERA",
+    "RANDLORA",
+    "ROAD",
+    "SHIRA",
+    "SUPERTUNING",
+    "TINYLORA",
+    "TRAINABLE_TOKENS",
+    "UNILORA",
+    "VBLORA",
+    "VERA",
+    "WAVEFT",
 }
-"""PEFT types whose effect on a token depends on that token and what attention shows it,
-as measured (``tests/torch/models/test_adapters.py``): packed, they do what they do to
-the sequence alone.
-"""
+"""PEFT types with the same effect in a packed row as on a sequence alone, as measured
+(``tests/torch/models/test_adapters.py``).
 
+They change a token by that token, and by the ones that attention shows it.
+"""
 
 SCORE = "score"
 """Name of the head in transformers' sequence-classification models of decoders."""
 
 
 def unwrapped(model: Any) -> Any:
-    """Returns the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in
+    """Return the Hugging Face model inside DDP, FSDP, ``torch.compile`` and PEFT, in
     any order.
     """
-    *_, inner = model, *layers(model)
+    inner = model
+    for layer in layers(model):
+        inner = layer
     return inner
 
 
 def is_reward_model(model: Any) -> bool:
-    """Returns True for a sequence-classification model, optionally inside wrappers."""
+    """Return True for a sequence-classification model, optionally inside wrappers."""
     return isinstance(getattr(unwrapped(model), SCORE, None), nn.Module)
 
 
 def peft_model_of(model: Any) -> Any | None:
-    """Returns the PEFT model among the wrappers, which knows the adapters; None without
+    """Return the PEFT model among the wrappers, which holds the adapters; None without
     PEFT.
     """
-    return next((layer for layer in layers(model) if _is_peft(layer)), None)
+    for layer in layers(model):
+        if _is_peft(layer):
+            return layer
+    return None
 
 
 def layers(model: Any) -> Iterator[Any]:
-    """Yields the model, then the model inside each wrapper; the last one has no
+    """Yield the model, then the model inside each wrapper; the last one has no
     wrapper.
     """
-    outer, inner = None, model
+    outer = None
+    inner = model
     while inner is not None and inner is not outer:
         yield inner
         outer = inner
-        # Wrappers pass the attributes of their model through, so classes and own
-        # children decide.
-        if _is_peft(outer):
-            inner = outer.get_base_model()
-        else:
-            children = getattr(outer, "_modules", {})
-            names = (
-                "_orig_mod",
-                "_fsdp_wrapped_module",
-                "module",
-            )  # compile; FSDP1; DDP, others
-            inner = next((children[name] for name in names if name in children), None)
+        inner = _inside(outer)
+
+
+def _inside(model: Any) -> Any | None:
+    """Return the model inside a wrapper, or None.
+
+    Wrappers pass on the attributes of their model, so only class and direct children
+    identify them.
+    """
+    if _is_peft(model):
+        return model.get_base_model()
+    children = getattr(model, "_modules", {})
+    # Of torch.compile, of FSDP1, and of DDP and others.
+    for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
+        if name in children:
+            return children[name]
+    return None
 
 
 def check_adapters(model: Any) -> None:
-    """Refuses adapters that read the row: tokens of other sequences, or added ones,
+    """Raise for adapters that read the row: tokens of other sequences, or added ones,
     would count.
     """
     for layer in layers(model):
         for config in (getattr(layer, "peft_config", None) or {}).values():
-            kind = str(getattr(config.peft_type, "value", config.peft_type))
+            peft_type = str(getattr(config.peft_type, "value", config.peft_type))
             if getattr(config, "alora_invocation_tokens", None) is not None:
-                kind += " with alora_invocation_tokens"
-            if kind not in ROW_LOCAL:
-                where = f"adapter of {type(layer).__name__}"
-                rule = "it must change each token of a packed row by that token alone"
-                remedy = "Train it unpacked, with batch.model_inputs(style='padded')"
-                raise CompatibilityError(sentence(where, rule, kind, remedy))
+                peft_type += " with alora_invocation_tokens"
+            if peft_type not in ROW_LOCAL:
+                raise CompatibilityError(
+                    sentence(
+                        where=f"adapter of {type(layer).__name__}",
+                        rule="it must change each token of a packed row by that token "
+                        "alone",
+                        found=peft_type,
+                        remedy="Train it unpacked, with "
+                        "batch.model_inputs(style='padded')",
+                    )
+                )
 
 
 def _is_peft(model: Any) -> bool:
@@ -125,71 +140,86 @@ def _is_peft(model: Any) -> bool:
 
 
 def backbone_of(model: Any) -> Any:
-    """Returns a causal LM without its head; the model itself if it has no such part."""
+    """Return a causal LM without its head; the model itself if it has no such part."""
     backbone = getattr(model, "base_model", model)
-    # The name that Llama 4 gives for it is that of a larger model.
-    return getattr(model, "model", model) if backbone is model else backbone
+    if backbone is not model:
+        return backbone
+    # Llama 4 names the part of a larger model as its base_model.
+    return getattr(model, "model", model)
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Refuses a compiled model, whose whole forward call log-probs without logits do
-    not run.
+    """Raise for a compiled model: log-probs without logits do not run its whole forward
+    call.
     """
     check_class("argument model", model, nn.Module, "load_model(path) loads one")
-    if any(x._compiled_call_impl or "_orig_mod" in x._modules for x in layers(model)):
-        raise CompatibilityError(
-            f"log-probs of {type(model).__name__}: the forward call must not be "
-            "compiled, as its "
-            "parts are called one by one; found a compiled model. "
-            "Compile the module that makes log-probs: "
-            "torch.compile(PackedPolicy(model))."
-        )
+    for layer in layers(model):
+        if layer._compiled_call_impl or "_orig_mod" in layer._modules:
+            raise CompatibilityError(
+                f"log-probs of {type(model).__name__}: the forward call must not be "
+                "compiled, as its parts are called one by one; found a compiled model. "
+                "Compile the module that makes log-probs: "
+                "torch.compile(PackedPolicy(model))."
+            )
 
 
 def check_prepared(model: Any) -> None:
-    """Refuses a model with attention of its own, which may mix the segments of a row in
-    silence.
-    """
+    """Raise for a model without packed attention: it may mix the segments of a row."""
     if torch.compiler.is_compiling():
         return
     inner = unwrapped(model)
     state = getattr(replaced_forward(backbone_of(inner)), "state", None)
     attention = str(text_config(inner)._attn_implementation)
-    if state is None or not (state.reason or attention.startswith(PREFIX)):
-        where, rule = (
-            f"packed row: {type(inner).__name__}",
-            "it must have packed attention",
+    if state is not None and (state.reason or attention.startswith(PREFIX)):
+        return
+    raise BackendError(
+        sentence(
+            where=f"packed row: {type(inner).__name__}",
+            rule="it must have packed attention",
+            found=attention,
+            remedy="Prepare the model: use_packed_attention(model)",
         )
-        remedy = "Prepare the model: use_packed_attention(model)"
-        raise BackendError(sentence(where, rule, attention, remedy))
+    )
 
 
 def check_direct_call(model: nn.Module, name: str) -> None:
-    """Refuses a compiled model, and with gradients one inside DDP or FSDP, in function
-    `name`.
+    """Raise for a compiled model, and with gradients for one inside DDP or FSDP.
+
+    Args:
+        model: the model of a call that runs its parts.
+        name: the function that was called.
     """
     check_not_compiled(model)
-    wrapped = isinstance(getattr(model, "module", None), nn.Module) and any(
+    if torch.is_grad_enabled() and _reduces_gradients(model):
+        raise CompatibilityError(
+            sentence(
+                where=f"{name}({type(model).__name__})",
+                rule="gradients must be reduced by the wrapper, which does not see "
+                "this call",
+                found="a wrapped model",
+                remedy="Wrap the other way round: DDP(PackedPolicy(model)), and call "
+                "that with the batch",
+            )
+        )
+
+
+def _reduces_gradients(model: nn.Module) -> bool:
+    """Return True for DDP, FSDP1 and their like."""
+    if not isinstance(getattr(model, "module", None), nn.Module):
+        return False
+    return any(
         kind.__module__.startswith(("torch.nn.parallel", "torch.distributed"))
         for kind in type(model).__mro__
     )
-    if torch.is_grad_enabled() and wrapped:
-        where = f"{name}({type(model).__name__})"
-        rule = "gradients must be reduced by the wrapper, which does not see this call"
-        remedy = (
-            "Wrap the other way round: DDP(PackedPolicy(model)), and call that "
-            "with the batch"
-        )
-        raise CompatibilityError(sentence(where, rule, "a wrapped model", remedy))
 
 
 def has_compiled_layers(model: nn.Module) -> bool:
-    """Returns True if a module inside a model is compiled in place."""
+    """Return True if a module inside a model is compiled in place."""
     return any(module._compiled_call_impl is not None for module in model.modules())
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Runs compiled layers as they are while a block runs: a few tokens need no
+    """Return a context in which compiled layers run uncompiled: a few tokens need no
     graph.
     """
     if torch.compiler.is_compiling() or not has_compiled_layers(model):
@@ -199,35 +229,29 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def check_parts(model: nn.Module) -> None:
-    """Refuses a model whose parts, called one by one, do not compute what its forward
-    call does.
+    """Raise for a model with parts that compute something else outside of its call.
 
-    Such are adapters that read the row, and outside of autocast what Accelerate puts
-    under it.
+    Such a model has adapters that read the row, or Accelerate runs its forward call in
+    mixed precision.
     """
     check_adapters(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        return  # its parts compute as its forward call does
-    if any(
-        "_original_forward" in vars(layer) for layer in layers(model)
-    ):  # Accelerate's name
-        raise CompatibilityError(
-            f"log-probs of {type(model).__name__}: its parts must compute as its "
-            "forward call "
-            "does; found a model whose forward call Accelerate runs in mixed "
-            "precision. "
-            "Prepare PackedPolicy(model) in its place; or take the model out of it "
-            "with "
-            "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
-        )
+        return  # the parts run in the precision of the forward call
+    for layer in layers(model):
+        if "_original_forward" in vars(layer):  # set by Accelerate
+            raise CompatibilityError(
+                f"log-probs of {type(model).__name__}: its parts must compute as its "
+                "forward call does; found a model whose forward call Accelerate runs "
+                "in mixed precision. Prepare PackedPolicy(model) in its place; or take "
+                "the model out of it with "
+                "accelerator.unwrap_model(model, keep_fp32_wrapper=False)."
+            )
 
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Puts models into evaluation mode while a block runs, and then each module
-    back.
-    """
-    before = [
+    """Put models into evaluation mode for a block, and then each module back."""
+    modes = [
         (module, module.training) for model in models for module in model.modules()
     ]
     try:
@@ -235,8 +259,8 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
             model.eval()
         yield
     finally:
-        for module, training in before:
-            module.training = training
+        for module, was_training in modes:
+            module.training = was_training
 
 
 REF_ADAPTER = "ref"
@@ -245,79 +269,75 @@ REF_ADAPTER = "ref"
 
 @contextmanager
 def as_reference(policy: nn.Module, peft_model: Any) -> Iterator[None]:
-    """Makes a PEFT policy its own reference: by its frozen adapter, else without any
+    """Make a PEFT policy its own reference: by its frozen adapter, else without any
     adapter.
 
-    Afterwards the active adapters, and what is trained of the model, are as before:
-    PEFT itself makes all of an adapter trainable when it becomes active again.
+    Afterwards the active adapters, and the trained parameters of the model, are as
+    before: PEFT itself makes all of an adapter trainable when it becomes active again.
     """
-    trained = [
+    parameters = [
         (parameter, parameter.requires_grad) for parameter in peft_model.parameters()
     ]
-    has_own = REF_ADAPTER in peft_model.peft_config
-    with evaluating(policy), ExitStack() as stack:
-        stack.callback(
-            lambda: [p.requires_grad_(is_trained) for p, is_trained in trained]
-        )
-        stack.enter_context(
-            _frozen(peft_model) if has_own else peft_model.disable_adapter()
-        )
-        yield
+    if REF_ADAPTER in peft_model.peft_config:
+        without_policy = _only_ref_adapter(peft_model)
+    else:
+        without_policy = peft_model.disable_adapter()
+    with evaluating(policy):
+        try:
+            with without_policy:
+                yield
+        finally:
+            for parameter, was_trained in parameters:
+                parameter.requires_grad_(was_trained)
 
 
 @contextmanager
-def _frozen(peft_model: Any) -> Iterator[None]:
-    """Makes the frozen adapter the only active one while a block runs."""
-    tuner, named = peft_model.base_model, peft_model.active_adapter
-    active, enabled = (
-        list(peft_model.active_adapters),
-        peft_model.get_model_status().enabled,
-    )
+def _only_ref_adapter(peft_model: Any) -> Iterator[None]:
+    """Make the frozen adapter the only active one for a block."""
+    tuner = peft_model.base_model
+    adapter = peft_model.active_adapter
+    active_adapters = list(peft_model.active_adapters)
+    is_enabled = peft_model.get_model_status().enabled
     tuner.enable_adapter_layers()
     peft_model.set_adapter(REF_ADAPTER, inference_mode=True)
     try:
         yield
     finally:
-        tuner.set_adapter(active)
-        peft_model.active_adapter = named
-        if enabled is False:
+        tuner.set_adapter(active_adapters)
+        peft_model.active_adapter = adapter
+        if is_enabled is False:  # it may also be "irregular"
             tuner.disable_adapter_layers()
 
 
 def text_config(model: Any) -> Any:
-    """Returns the text config of a model or of a config; what has none is returned as
-    it is.
+    """Return the text config of a model or of a config; the object itself if it has
+    none.
     """
     config = getattr(model, "config", model)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:
-    """Returns the RoPE settings of a text config: one mapping, or one per kind of
-    layer.
+    """Return the RoPE settings of a text config: the mapping, and those inside it, one
+    per kind of layer.
     """
-    settings = (
-        getattr(config, "rope_parameters", None)
-        or getattr(config, "rope_scaling", None)
-        or {}
-    )
-    return [
-        settings,
-        *(part for part in settings.values() if isinstance(part, Mapping)),
-    ]
+    settings = getattr(config, "rope_parameters", None)
+    settings = settings or getattr(config, "rope_scaling", None) or {}
+    parts = [part for part in settings.values() if isinstance(part, Mapping)]
+    return [settings, *parts]
 
 
 def rope_kinds(config: Any) -> list[str]:
-    """Returns the types of RoPE of a text config."""
+    """Return the types of RoPE of a text config."""
     return [
-        str(p.get("rope_type", p.get("type", "default")))
-        for p in rope_parts(config)
-        if p
+        str(part.get("rope_type", part.get("type", "default")))
+        for part in rope_parts(config)
+        if part
     ]
 
 
 def depends_on_length(kind: object) -> bool:
-    """Returns True for a type of RoPE whose tables depend on the longest position of a
-    call.
+    """Return True for a type of RoPE with tables that depend on the longest position of
+    a call.
     """
-    return any(name in str(kind) for name in ("dynamic", "longrope"))
+    return "dynamic" in str(kind) or "longrope" in str(kind)
