@@ -92,11 +92,13 @@ class _Run:
     """The tokens of one logical sequence, in a module that runs per sequence.
 
     Attributes:
-        num_queries: tokens of the sequence's own segment, with padding.
+        segment: number of the sequence's segment in the row.
+        num_queries: tokens of the segment, with padding.
         num_keys: tokens of the sequence, with padding: its prefix and its segment.
         num_real: tokens of the sequence, without padding.
     """
 
+    segment: int
     num_queries: int
     num_keys: int
     num_real: int
@@ -130,24 +132,17 @@ def run_per_sequence(
             "packed row: modules that run per sequence must have its tokens on one "
             "rank; found a row split over ranks. Train it with data parallelism alone."
         )
-    # Empty segments pad the number of segments.
-    runs = {
-        place: _Run(*sizes)
-        for place, sizes in enumerate(
-            zip(*layout.sizes, layout.real_sizes, strict=True)
-        )
-        if sizes[0]
-    }
+    runs = _runs_of(layout)
     arguments, tree = tree_flatten((args, dict(kwargs)))
     cut_arguments = [_cut(argument, layout) for argument in arguments]
     outputs = []
-    for place in runs:
-        run_arguments = [parts[place] for parts in cut_arguments]
+    for run in runs:
+        run_arguments = [parts[run.segment] for parts in cut_arguments]
         run_args, run_kwargs = tree_unflatten(run_arguments, tree)
         outputs.append(forward(*run_args, **run_kwargs))
 
     def join(*parts: Any) -> Tensor | None:
-        return _join(parts, list(runs.values()))
+        return _join(parts, runs)
 
     output = tree_map(join, *outputs)
     if not isinstance(_first_value(output), Tensor):
@@ -157,6 +152,22 @@ def run_per_sequence(
             f"[1, {layout.num_queries}, …]; found an output of {kind}. {CALL_REMEDY}."
         )
     return output
+
+
+def _runs_of(layout: AttentionLayout) -> list[_Run]:
+    query_lengths, key_lengths = layout.sizes
+    real_lengths = layout.real_sizes
+    runs = []
+    for segment, num_queries in enumerate(query_lengths):
+        if num_queries:  # empty segments pad the number of segments
+            run = _Run(
+                segment=segment,
+                num_queries=num_queries,
+                num_keys=key_lengths[segment],
+                num_real=real_lengths[segment],
+            )
+            runs.append(run)
+    return runs
 
 
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
@@ -377,29 +388,39 @@ class UnpackedGenerate:
         return self.before or type(self.state.model).generate.__get__(self.state.model)
 
 
-class PackedForward(ReplacedForward):
-    """The forward call of a model or backbone, or of a PEFT model (without a state).
+class BatchForward(ReplacedForward):
+    """The forward call of a model that a trainer may call with a packed batch.
 
     Attributes:
-        batch_call: called with the module and a packed batch, where a trainer passes
-            one to the model; None: the module takes no batch.
+        batch_call: called with the module and the batch; None: the module takes none.
     """
 
-    def __init__(
-        self, module: nn.Module, state: PackedForwardState | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.state: Any = state
         self.batch_call: Callable[[Any, PackedBatch], Any] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a packed row by its layout, and a batch by `batch_call`; pass on any
-        other call.
-        """
+        """Call `batch_call` with a batch; run any other input."""
         if self.batch_call is not None and args and isinstance(args[0], PackedBatch):
             return self.batch_call(self.module, args[0])
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the model."""
+        return self.original_forward(*args, **kwargs)
+
+
+class PackedForward(BatchForward):
+    """The forward call of a prepared model or its backbone, which takes packed rows."""
+
+    def __init__(self, module: nn.Module, state: PackedForwardState) -> None:
+        super().__init__(module)
+        self.state = state
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a packed row by its layout, and any other input as before."""
         layout = kwargs.get("packed_layout")
-        if layout is None or self.state is None:
+        if layout is None:
             return self.original_forward(*args, **kwargs)
         for name in OTHER_INPUTS:
             if kwargs.get(name) is not None:

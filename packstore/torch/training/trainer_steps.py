@@ -52,7 +52,7 @@ from packstore.torch.models.replaced import (
     replaced_forward,
 )
 from packstore.torch.models.routers import router_settings
-from packstore.torch.models.row import PackedForward, take_back_attention
+from packstore.torch.models.row import BatchForward, take_back_attention
 from packstore.torch.models.unwrap import (
     as_reference,
     evaluating,
@@ -90,7 +90,7 @@ def take_batches(model: nn.Module, **settings: Any) -> None:
     """
     PackedPolicy(model, **settings)  # proves the head
     if replaced_forward(model) is None:
-        replace_forward(model, PackedForward(model))
+        replace_forward(model, BatchForward(model))
     put_back_forward(model)
     set_batch_call(model, **settings)
 
