@@ -34,7 +34,7 @@ from hub import folder_files, served
 
 from packstore.cli import build_parser, main
 from packstore.errors import PackstoreError, message_with_notes
-from packstore.tokenizer.dialogue.template import BUILTIN
+from packstore.tokenizer.dialogue import BUILTIN
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

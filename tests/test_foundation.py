@@ -19,12 +19,11 @@ from packstore.config import (
     RunConfig,
     SelectConfig,
     TokenizeConfig,
+    TrainConfig,
     WriteConfig,
 )
-from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
-from packstore.format import seeds
-from packstore.format.arrays import Examples
+from packstore.format import Examples, seeds
 from packstore.registry import NAMES_HERE
 from packstore.testing import assert_examples_equal, random_examples
 

@@ -14,6 +14,7 @@ from packstore.config.packing import (
 from packstore.config.reading import CHECK_RETRIES, BatchConfig, ReadConfig, RetryConfig
 from packstore.config.reasons import REASONS
 from packstore.config.settings import Settings, fingerprint, setting
+from packstore.config.training import TrainConfig
 
 __all__ = [
     "CHECK_RETRIES",
@@ -29,6 +30,7 @@ __all__ = [
     "Settings",
     "SizeConfig",
     "TokenizeConfig",
+    "TrainConfig",
     "WorkConfig",
     "WriteConfig",
     "fingerprint",

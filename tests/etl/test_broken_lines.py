@@ -16,7 +16,7 @@ from small_jobs import pairs
 import packstore
 from packstore.cli import main
 from packstore.errors import InputError, RecordError
-from packstore.etl.reports.records import doctor, dry_run
+from packstore.etl.reports import doctor, dry_run
 
 BROKEN = [
     b'{"prompt": [5], "chosen": [6]',  # cut

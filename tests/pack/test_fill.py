@@ -15,9 +15,7 @@ from same import same
 
 from packstore import plan
 from packstore.errors import FormatError
-from packstore.format.arrays import IGNORE_INDEX, Examples, Packs
-from packstore.format.rules import check_packs
-from packstore.format.schema import KINDS, LAYOUTS
+from packstore.format import IGNORE_INDEX, KINDS, LAYOUTS, Examples, Packs, check_packs
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.fill import convert, fill, unpack
 from packstore.pack.layout import sizes

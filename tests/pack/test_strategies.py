@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packstore import plan
-from packstore.format import seeds
-from packstore.format.arrays import Int32, Int64
+from packstore.format import Int32, Int64, seeds
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.algorithms.pool import SPAN
 

@@ -20,12 +20,13 @@ from plain_reader import READER
 import packstore
 import packstore.errors
 from packstore.errors import FormatError
-from packstore.format.arrays import Packs
-from packstore.format.rules import RULES, check_packs
-from packstore.format.schema import (
+from packstore.format import (
     FEATURES,
     KINDS,
     LAYOUTS,
+    RULES,
+    Packs,
+    check_packs,
     from_arrow,
     pack_schema,
     to_arrow,

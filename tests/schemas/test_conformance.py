@@ -25,8 +25,7 @@ from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.conformance import judge, load, main
 from packstore.errors import IntegrityError
-from packstore.format.rules import RULES
-from packstore.format.schema import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS
+from packstore.format import FEATURES, FORMAT_VERSION, KINDS, LAYOUTS, RULES
 
 ROOT = Path(__file__).parents[2]
 KIT = ROOT / "schemas" / "conformance" / "v1"

@@ -14,22 +14,23 @@ import pyarrow as pa
 import pytest
 
 from packstore import config
-from packstore.format import schema
-from packstore.format.arrays import IGNORE_INDEX, SOURCE_SHIFT
-from packstore.format.rules import RULES
-from packstore.io.dataset import pack_index
-from packstore.io.dataset.verify import TOLERANCE
-from packstore.io.manifest.commit import FOLDER, MAX_MANIFEST_BYTES, manifest_path
-from packstore.io.manifest.manifest import (
+from packstore.format import IGNORE_INDEX, RULES, SOURCE_SHIFT, schema
+from packstore.io.dataset import TOLERANCE, pack_index
+from packstore.io.manifest import (
+    DATA,
     FILE_FORMATS,
+    FOLDER,
     GROUP_FOOTER_BYTES,
     MAX_FOOTER_BYTES,
+    MAX_MANIFEST_BYTES,
+    SIDE,
+    SIDE_TYPES,
+    SIDE_VERSION,
     Manifest,
+    manifest_path,
 )
-from packstore.io.manifest.side_manifest import SIDE, SIDE_TYPES, SIDE_VERSION
 from packstore.io.shards.parquet import MAX_GROUP_BYTES, MAX_VALUES
-from packstore.io.side.side import SHARD_ROWS
-from packstore.io.versions.shard_writer import DATA
+from packstore.io.side import SHARD_ROWS
 
 Load = Callable[[str], Any]
 

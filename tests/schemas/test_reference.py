@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from plain_reader import READER
 
 from packstore.errors import FormatError
-from packstore.format.rules import check_packs
-from packstore.format.schema import from_arrow, pack_schema
+from packstore.format import check_packs, from_arrow, pack_schema
 
 Row = dict[str, Any]
 CASES = json.loads(

@@ -15,7 +15,7 @@ from stores import Store
 import packstore
 from packstore.config import RetryConfig
 from packstore.errors import StorageError
-from packstore.io.store.retry import (
+from packstore.io.store import (
     retrying,
 )  # the plan of the waits: a pure function of its clock
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from packstore.format.arrays import Examples
+from packstore.format import Examples
 
 
 def take_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from packstore.format.arrays import Int64, Packs, PackSizes
+from packstore.format import Int64, Packs, PackSizes
 from packstore.testing import random_examples
 
 N, LONGEST = 41, 200

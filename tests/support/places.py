@@ -17,7 +17,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from packstore.io.store.location import Location
+from packstore.io.store import Location
 
 
 class Files:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from packstore.format.arrays import Packs, PackSizes
+from packstore.format import Packs, PackSizes
 
 
 def same(a: Any, b: Any) -> bool:

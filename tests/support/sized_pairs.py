@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packstore.format.arrays import Examples, to_offsets
+from packstore.format import Examples, to_offsets
 from packstore.pack.fill import fill
 from packstore.torch import PackedBatch, collate
 

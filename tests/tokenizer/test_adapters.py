@@ -18,7 +18,7 @@ import packstore
 from packstore import Answers, Chat, Drop, Pair
 from packstore.cli import main
 from packstore.errors import ConfigError, DatasetExistsError, RecordError
-from packstore.etl.reports.records import doctor, dry_run, estimate
+from packstore.etl.reports import doctor, dry_run, estimate
 from packstore.tokenizer.records.forms import load
 from tests.tokenizer.conftest import TEMPLATE
 

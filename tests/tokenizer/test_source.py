@@ -14,7 +14,7 @@ import transformers
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError, MissingExtraError, TokenizerError
-from packstore.tokenizer.source import load_tokenizer, recorded_tokenizer
+from packstore.tokenizer import load_tokenizer, recorded_tokenizer
 
 IDS = {"prompt": [0], "chosen": [1], "rejected": [0]}
 

@@ -30,12 +30,13 @@ from transformers import (
 
 from packstore import Dataset, open
 from packstore.config import PackConfig
-from packstore.format.arrays import Examples, Packs, to_offsets
-from packstore.io.dataset.pack_index import put_index
+from packstore.format import Examples, Packs, to_offsets
+from packstore.io.dataset import put_index
+from packstore.io.manifest import Records, build_manifest
 from packstore.io.manifest.commit import commit
-from packstore.io.manifest.manifest import PackShape, Records, build_manifest
-from packstore.io.store.location import Location
-from packstore.io.versions.shard_writer import ShardWriter
+from packstore.io.shards import PackShape
+from packstore.io.store import Location
+from packstore.io.versions import ShardWriter
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
 from packstore.torch import collate

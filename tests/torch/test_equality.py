@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from packstore.format.arrays import Examples, to_offsets
+from packstore.format import Examples, to_offsets
 from packstore.pack.fill import fill
 from packstore.testing import random_examples
 from packstore.torch import (

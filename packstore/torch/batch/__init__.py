@@ -3,4 +3,10 @@
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
 from packstore.torch.batch.layout import AttentionLayout, Targets
 
-__all__ = ["AttentionLayout", "PackedBatch", "StepInfo", "Targets", "collate"]
+__all__ = [
+    "AttentionLayout",
+    "PackedBatch",
+    "StepInfo",
+    "Targets",
+    "collate",
+]

@@ -1,1 +1,37 @@
 """One number per segment; see ``README.md``."""
+
+from packstore.torch.logprobs.head import (
+    Head,
+    PackedPolicy,
+    find_head,
+    packed_logps,
+    segment_scores,
+)
+from packstore.torch.logprobs.logprobs import (
+    HeadLogProbs,
+    segment_logps,
+    segment_token_counts,
+)
+from packstore.torch.logprobs.tiles import (
+    EAGER,
+    HEAD_BACKENDS,
+    Passes,
+    Projection,
+    Tile,
+)
+
+__all__ = [
+    "EAGER",
+    "HEAD_BACKENDS",
+    "Head",
+    "HeadLogProbs",
+    "PackedPolicy",
+    "Passes",
+    "Projection",
+    "Tile",
+    "find_head",
+    "packed_logps",
+    "segment_logps",
+    "segment_scores",
+    "segment_token_counts",
+]

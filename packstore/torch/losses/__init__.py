@@ -1,1 +1,19 @@
 """A sum and a count; see ``README.md``."""
+
+from packstore.torch.losses.formulas import LOSSES
+from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
+from packstore.torch.losses.pairs import Pairs
+from packstore.torch.losses.policy import PolicyLoss, Tokens
+from packstore.torch.losses.step_loss import LossOutput, StepDivisor, count_step
+
+__all__ = [
+    "LOSSES",
+    "FirstStepCheck",
+    "LossOutput",
+    "Pairs",
+    "PolicyLoss",
+    "PreferenceLoss",
+    "StepDivisor",
+    "Tokens",
+    "count_step",
+]

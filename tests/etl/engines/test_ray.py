@@ -21,7 +21,7 @@ from small_jobs import pairs, write_jsonl
 import packstore
 from packstore.errors import DatasetNotFoundError, MissingExtraError, PackstoreError
 from packstore.etl.partitions.slices import Assignment
-from packstore.io.store.staging import Staging
+from packstore.io.store import Staging
 
 ray = pytest.importorskip("ray", reason="ray is not installed (extra: ray)")
 

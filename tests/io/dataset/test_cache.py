@@ -19,7 +19,7 @@ from same import same
 import packstore
 from packstore.config import ReadConfig
 from packstore.errors import FormatError, StorageError
-from packstore.io.store.location import Location
+from packstore.io.store import Location
 
 
 @pytest.fixture(params=["parquet", "arrow"])

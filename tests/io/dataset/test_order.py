@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from packstore.errors import ConfigError
-from packstore.format.seeds import keys, mixed, permutation
-from packstore.io.dataset.order import PackOrder, permuted
+from packstore.format import keys, mixed, permutation
+from packstore.io.dataset import PackOrder, permuted
 
 groups = st.lists(st.integers(1, 40), max_size=30).map(lambda g: np.array(g, np.int64))
 

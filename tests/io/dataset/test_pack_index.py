@@ -18,7 +18,7 @@ from plain_reader import READER
 from packstore import Dataset
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
-from packstore.format.arrays import PackSizes, to_offsets
+from packstore.format import PackSizes, to_offsets
 from packstore.torch import PackedDataLoader, PackedDataset
 
 SIZES = ("tokens", "examples", "squares")

@@ -19,7 +19,7 @@ from same import same
 from packstore import Dataset
 from packstore.config import ReadConfig
 from packstore.errors import StorageError
-from packstore.format.arrays import Packs
+from packstore.format import Packs
 from packstore.torch import PackedDataset
 
 LANES = 4

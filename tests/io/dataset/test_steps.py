@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from packstore.io.dataset.steps import cut_by_examples
+from packstore.io.dataset import cut_by_examples
 
 SIZES = st.lists(st.integers(1, 30), min_size=1, max_size=80)
 

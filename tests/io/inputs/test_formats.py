@@ -26,9 +26,14 @@ from hypothesis import strategies as st
 
 import packstore
 from packstore.errors import InputError, RecordError
-from packstore.format.arrays import BrokenLine
-from packstore.io.inputs.files import InputReader
-from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions
+from packstore.format import BrokenLine
+from packstore.io.inputs import (
+    COMPRESSIONS,
+    FORMATS,
+    SUFFIXES,
+    InputReader,
+    ReadOptions,
+)
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 

@@ -29,8 +29,8 @@ import pytest
 
 from packstore.config import PackConfig
 from packstore.errors import InputError, StorageError
-from packstore.io.inputs.files import InputReader
-from packstore.io.store.location import Location
+from packstore.io.inputs import InputReader
+from packstore.io.store import Location
 
 RECORDS: list[dict[str, Any]] = [
     {"prompt": f"p{i}", "chosen": "é\nx", "rejected": "007", "chosen_reward": i / 10}

@@ -25,7 +25,7 @@ from packstore.errors import (
     IntegrityError,
     StorageError,
 )
-from packstore.format.arrays import Packs
+from packstore.format import Packs
 from packstore.torch import PackedDataset, SideWriter, open_side
 
 TYPES = ("string", "int64", "float64", "bool", "float32")

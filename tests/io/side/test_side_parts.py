@@ -16,7 +16,7 @@ from small_jobs import pack, pairs
 import packstore
 from packstore import Dataset
 from packstore.errors import CompatibilityError, ConfigError
-from packstore.format.arrays import Packs, to_offsets
+from packstore.format import Packs, to_offsets
 from packstore.torch import PackedDataset, SideWriter
 
 COLUMNS = {"ref_logps": "list<float32>", "score": "int64", "name": "string"}

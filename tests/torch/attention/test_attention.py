@@ -18,7 +18,7 @@ from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import collate
 from packstore.torch.attention import ATTENTION, Settings, flex
-from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.batch import AttentionLayout
 
 EXAMPLES = random_examples(5, seed=5)
 WITH_GRADIENTS = ("reference", "sdpa")

@@ -26,7 +26,7 @@ from torch.nn.attention import varlen
 from packstore.errors import BackendError, MissingExtraError
 from packstore.torch import use_packed_attention
 from packstore.torch.attention import ATTENTION, Settings, auto, flash, torch_varlen
-from packstore.torch.batch.layout import AttentionLayout
+from packstore.torch.batch import AttentionLayout
 
 KERNELS = ("torch_varlen", "flash_attn", "flash_attn_3")
 MODULES = {

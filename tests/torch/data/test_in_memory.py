@@ -13,7 +13,7 @@ import torch
 import packstore.torch as pt
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, RecordError
-from packstore.format.arrays import IGNORE_INDEX
+from packstore.format import IGNORE_INDEX
 from packstore.testing import random_examples
 
 N = 20

@@ -15,7 +15,7 @@ from memory_packs import LONGEST, MODES, MemoryPacks, N
 
 from packstore.config import BatchConfig
 from packstore.errors import ConfigError
-from packstore.format.arrays import PackSizes
+from packstore.format import PackSizes
 from packstore.torch import PackedDataLoader, PackedDataset
 
 CONFIGS = st.builds(

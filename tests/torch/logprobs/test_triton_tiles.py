@@ -37,14 +37,15 @@ from packstore.torch import (
     train,
     use_packed_attention,
 )
-from packstore.torch.logprobs import logprobs, tiles
-from packstore.torch.logprobs.logprobs import HeadLogProbs
-from packstore.torch.logprobs.tiles import (
+from packstore.torch.logprobs import (
     EAGER,
     HEAD_BACKENDS,
+    HeadLogProbs,
     Passes,
     Projection,
     Tile,
+    logprobs,
+    tiles,
 )
 
 needs_triton = pytest.mark.skipif(

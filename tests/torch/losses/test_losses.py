@@ -14,8 +14,7 @@ from mpmath import mp  # torch brings it, by way of sympy
 
 from packstore.errors import ConfigError
 from packstore.torch import PreferenceLoss
-from packstore.torch.losses.formulas import LOSSES
-from packstore.torch.losses.pairs import Pairs
+from packstore.torch.losses import LOSSES, Pairs
 
 mp.dps = 40
 

@@ -25,7 +25,7 @@ from packstore.torch import (
     collate,
     segment_token_counts,
 )
-from packstore.torch.batch.batch import StepInfo
+from packstore.torch.batch import StepInfo
 
 
 def make(

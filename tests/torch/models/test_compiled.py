@@ -28,9 +28,12 @@ from packstore.torch import (
     use_packed_attention,
 )
 from packstore.torch.attention import flash
-from packstore.torch.models import compiled
-from packstore.torch.models.compiled import compile_if_requested, warn_about_uncompiled
-from packstore.torch.models.unwrap import has_compiled_layers
+from packstore.torch.models import (
+    compile_if_requested,
+    compiled,
+    has_compiled_layers,
+    warn_about_uncompiled,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from packstore.errors import ConfigError
 from packstore.torch import train
-from packstore.torch.models.load import load_model
+from packstore.torch.models import load_model
 
 pytestmark = [  # PEFT's, with transformers 5.23
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning"),
