@@ -58,11 +58,14 @@ def test_refusals_have_a_bound_of_their_own(transient: bool | None, tries: int) 
         retrying(call, RetryConfig(attempts=9, backoff=0))
 
     with pytest.raises(StorageError):
-        retrying(nested, RetryConfig(attempts=6, backoff=0), refusals=4)
+        retrying(nested, RetryConfig(attempts=6, backoff=0), max_refusals=4)
     assert len(calls) == tries
     with pytest.raises(StorageError) as caught:  # who is told to stop waits no longer
         retrying(
-            call, RetryConfig(attempts=6, backoff=0), refusals=4, pause=lambda _: True
+            call,
+            RetryConfig(attempts=6, backoff=0),
+            max_refusals=4,
+            pause=lambda _: True,
         )
     assert not hasattr(caught.value, "__notes__")
 

@@ -36,9 +36,9 @@ _PLAN_PACKS = 512
 _MAX_PLANNED = 8 * _PLAN_PACKS
 """Maximum packs planned ahead."""
 
-_REFUSALS = 4
-"""Attempts at errors that rarely pass: keys of a running training may be renewed
-meanwhile.
+_MAX_REFUSALS = 4
+"""Maximum attempts at errors that a retry seldom cures: a training may run while its
+access keys are renewed.
 """
 
 
@@ -379,7 +379,7 @@ class _GroupReader:
         return retrying(
             partial(self._dataset.fetch, group),
             retries,
-            refusals=retries.attempts or _REFUSALS,
+            max_refusals=retries.attempts or _MAX_REFUSALS,
             pause=self._pause,
         )
 

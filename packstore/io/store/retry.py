@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import itertools
 import logging
 import random
 import time
@@ -16,8 +15,8 @@ from packstore.errors import StorageError
 T = TypeVar("T")
 log = logging.getLogger("packstore")
 
-_WARN_AFTER = (4, 8)  # attempts: no warning for short failures
-_jitter = random.Random()  # the global generator belongs to the training
+_WARNED_ATTEMPTS = (4, 8)  # no warning for short failures, two for long ones
+_jitter = random.Random()  # does not advance the random numbers of a training
 _is_retrying: contextvars.ContextVar[bool] = contextvars.ContextVar(
     "is_retrying", default=False
 )
@@ -26,19 +25,22 @@ _is_retrying: contextvars.ContextVar[bool] = contextvars.ContextVar(
 def retrying(
     call: Callable[[], T],
     policy: RetryConfig,
-    refusals: int = 1,
+    max_refusals: int = 1,
     pause: Callable[[float], object] = time.sleep,
 ) -> T:
-    """Return the result of `call`; repeat it while its StorageError may pass.
+    """Return the result of `call`, repeating it after errors that a retry may cure.
 
-    The waits double, times 0.5 to 1.5 so that many workers do not retry at once; the
-    last attempt starts `policy.seconds` after the first. Nested calls do not retry.
+    The waits double, times 0.5 to 1.5 so that many workers do not retry at once. No
+    attempt starts later than `policy.seconds` after the first. A call inside another
+    one is not repeated: the outer one is.
 
     Args:
         call: a request.
         policy: limits of attempts and waits.
-        refusals: maximum attempts at errors that rarely pass.
-        pause: sleeps for some seconds; may return True to stop.
+        max_refusals: maximum attempts at an error that a retry seldom cures
+            (`transient` is None), such as a refused permission.
+        pause: waits for this number of seconds; if it returns True, as an `Event.wait`
+            that is set, there is no further attempt.
 
     Raises:
         StorageError: the error of the last attempt.
@@ -48,39 +50,51 @@ def retrying(
 
     end = time.monotonic() + policy.seconds
     token = _is_retrying.set(True)
+    attempt = 1
     try:
-        for attempt in itertools.count(1):
+        while True:
             try:
                 return call()
             except StorageError as error:
-                should_stop = not _may_repeat(error, attempt, policy, refusals, end)
-                if not should_stop:
-                    wait = _wait_seconds(attempt, policy, end)
-                    level = logging.WARNING if attempt in _WARN_AFTER else logging.INFO
-                    log.log(level, "%s Retrying in %.1f s.", error, wait)
-                    should_stop = bool(pause(wait))
-                if should_stop:
-                    if attempt > 1:
-                        error.add_note(f"Tried {attempt} times.")
-                    raise
-        raise AssertionError
+                may_retry = _may_retry(error, attempt, policy, max_refusals, end)
+                if may_retry and _wait(error, attempt, policy, end, pause):
+                    attempt += 1
+                    continue
+                if attempt > 1:
+                    error.add_note(f"Tried {attempt} times.")
+                raise
     finally:
         _is_retrying.reset(token)
 
 
-def _may_repeat(
-    error: StorageError, attempt: int, policy: RetryConfig, refusals: int, end: float
+def _may_retry(
+    error: StorageError,
+    attempt: int,
+    policy: RetryConfig,
+    max_refusals: int,
+    end: float,
 ) -> bool:
-    """Return True if the error may pass, and attempts and time remain."""
+    """Return True if a retry may cure the error, and attempts and time remain."""
     if time.monotonic() >= end:
         return False
-    if error.transient is True:
-        max_attempts = policy.attempts
-    elif error.transient is None:
-        max_attempts = refusals
-    else:
-        max_attempts = 1
+    if error.transient is False:
+        return False
+    max_attempts = policy.attempts if error.transient else max_refusals
     return max_attempts is None or attempt < max_attempts
+
+
+def _wait(
+    error: StorageError,
+    attempt: int,
+    policy: RetryConfig,
+    end: float,
+    pause: Callable[[float], object],
+) -> bool:
+    """Log the error and wait; return False if `pause` stops the attempts."""
+    seconds = _wait_seconds(attempt, policy, end)
+    level = logging.WARNING if attempt in _WARNED_ATTEMPTS else logging.INFO
+    log.log(level, "%s Retrying in %.1f s.", error, seconds)
+    return not pause(seconds)
 
 
 def _wait_seconds(attempt: int, policy: RetryConfig, end: float) -> float:
