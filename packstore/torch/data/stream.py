@@ -1,4 +1,4 @@
-"""Streams: the packs of an epoch as a sequence, which a dataset distributes to ranks.
+"""Streams: the packs of an epoch as a sequence, split by ``PackedDataset`` over ranks.
 
 A stream is a pure function of its arguments, its seed and the epoch. It is independent
 of ranks and workers: each reader requests its own positions.
@@ -11,7 +11,8 @@ from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-# Loaded with this module, as it takes longer than opening a dataset.
+# Imported with this module. Opening the first dataset would import it otherwise, which
+# takes longer than the rest of opening.
 import fsspec.implementations.local  # noqa: F401
 import numpy as np
 
@@ -38,7 +39,7 @@ Shuffle = bool | Literal["stratified"]
 class PackStream(Protocol):
     """The packs of one epoch, in their global order, with random access.
 
-    ``copy.copy`` returns a stream that can be in another epoch.
+    A copy, by ``copy.copy``, has an epoch of its own.
     """
 
     @property
@@ -66,16 +67,33 @@ class PackStream(Protocol):
         """
 
     def sources(self, indices: Int64) -> Int64:
-        """Return the index of each pack's source in a mix, int64 `[n]`; else 0."""
+        """Return the index of the mixed stream that each pack comes from, int64 `[n]`.
+
+        A stream that is no mix returns zeros.
+        """
 
     def read(self, batches: Iterable[Int64]) -> Iterator[list[Packs]]:
-        """Yield, for each array of indices, its packs, each as one row of packs."""
+        """Yield the packs of each array of indices: a list with one-row `Packs` each.
+
+        Args:
+            batches: int64 `[n]` each, positions in the order of the epoch.
+        """
 
 
 class StoredPacks:
     """The packs of a dataset as they are stored; threads read ahead.
 
-    A pickle holds the arguments, and nothing that was read.
+    A pickle holds neither the order nor packs: the process that loads it computes and
+    reads them again.
+
+    Args:
+        dataset: the dataset.
+        seed: seed of the order.
+        shuffle: False for file order; ``stratified`` spreads packs evenly over the
+            epoch by their numbers of examples.
+        lanes: row groups that are open at once, over all ranks.
+        reading: how row groups are fetched, and whether unreadable ones are skipped.
+        side: columns of side datasets to join.
 
     Attributes:
         quarantined: row groups that this process skipped, with other packs in their
@@ -136,7 +154,7 @@ class StoredPacks:
         if self._cached_order is None:
             strata = None
             if self.shuffle == "stratified":
-                strata = self.dataset.pack_index.examples
+                strata = self.dataset.pack_index.examples  # a count for each pack
             self._cached_order = PackOrder(
                 self.dataset.group_rows,
                 seed=self.seed,
@@ -167,7 +185,9 @@ class StoredPacks:
 
 
 class _Match(NamedTuple):
-    """The examples of a batch that are in one span of a side dataset.
+    """The examples of a batch that one span of a side dataset covers.
+
+    A span is a range of example ids: all of them, or a part of a combined dataset.
 
     Attributes:
         table: the values of the side dataset.
@@ -183,15 +203,16 @@ class _Match(NamedTuple):
 class SideColumns:
     """The columns of side datasets, joined to packs by example id.
 
-    The side datasets are read as a whole with the first packs; each batch of packs is
-    then one lookup. For a combined dataset, several side datasets may share a column,
-    each for some of its parts.
+    The side datasets are loaded into memory when the first packs are read; to join a
+    batch is then one lookup for each span. For a combined dataset, several side
+    datasets may share a column, each for some of its parts.
 
     Attributes:
         columns: name -> indices of the side datasets that have the column.
 
     Raises:
-        ConfigError: a column has the name of another one.
+        ConfigError: a column has the name of a carried column, or of a column of
+            another type in another side dataset.
         CompatibilityError: a side dataset does not belong to the dataset, or the side
             datasets of a column do not cover it.
     """
@@ -214,10 +235,8 @@ class SideColumns:
                 self.columns.setdefault(name, []).append(number)
 
         for name, numbers in self.columns.items():
-            types = {
-                self._sides[number].manifest.known_columns[name] for number in numbers
-            }
-            if name in manifest.carried or len(types) > 1:
+            type_names = {self._type_name(number, name) for number in numbers}
+            if name in manifest.carried or len(type_names) > 1:
                 raise ConfigError(
                     f"two columns of the joined packs are named {quote(name)}."
                 )
@@ -226,6 +245,10 @@ class SideColumns:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_tables": []}
+
+    def _type_name(self, number: int, column: str) -> str:
+        """Return the type of a column in a side dataset, such as ``float32``."""
+        return self._sides[number].manifest.known_columns[column]
 
     def join_all(self, batches: Iterable[list[Packs]]) -> Iterator[list[Packs]]:
         """Yield the packs of each batch with the columns."""
@@ -243,12 +266,12 @@ class SideColumns:
             self._match(number, example_ids) for number in range(len(self._sides))
         ]
         for name, numbers in self.columns.items():
-            of_column = [match for number in numbers for match in matches[number]]
-            _check_complete(name, example_ids, of_column)
-            if self._sides[numbers[0]].manifest.known_columns[name] == PER_SEQUENCE:
-                packs = _join_sequence_column(packs, name, of_column)
+            column_matches = [match for number in numbers for match in matches[number]]
+            _check_complete(name, example_ids, column_matches)
+            if self._type_name(numbers[0], name) == PER_SEQUENCE:
+                packs = _join_sequence_column(packs, name, column_matches)
             else:
-                packs = _join_example_column(packs, name, of_column)
+                packs = _join_example_column(packs, name, column_matches)
         return packs
 
     def _match(self, number: int, example_ids: Int64) -> list[_Match]:
@@ -264,6 +287,7 @@ class SideColumns:
 
 
 def _check_complete(name: str, example_ids: Int64, matches: Sequence[_Match]) -> None:
+    """Raise CompatibilityError if an example has no match."""
     places = np.concatenate([match.places for match in matches])
     if len(places) < len(example_ids):
         unmatched = np.setdiff1d(np.arange(len(example_ids)), places)
@@ -279,7 +303,7 @@ def _join_example_column(
     """Return the packs with a column of one value for each example."""
     places = np.concatenate([match.places for match in matches])
     values = np.concatenate([match.table.column(name, match.rows) for match in matches])
-    values = values[np.argsort(places)]
+    values = values[np.argsort(places)]  # in the order of the batch
 
     ends = np.cumsum([len(pack.example_ids) for pack in packs])
     parts = np.split(values, ends[:-1])
@@ -294,14 +318,17 @@ def _join_sequence_column(
 ) -> list[Packs]:
     """Return the packs with a column of one value for each sequence."""
     places = np.concatenate([match.places for match in matches])
-    counts = np.concatenate([pack.num_responses for pack in packs])
+    # Each response is one sequence.
+    num_sequences = np.concatenate([pack.num_responses for pack in packs])
     values = np.concatenate(
         [
-            match.table.sequence_values(name, match.rows, counts[match.places])
+            match.table.sequence_values(name, match.rows, num_sequences[match.places])
             for match in matches
         ]
     )
-    values = values[ragged_indices(to_offsets(counts[places]), np.argsort(places))]
+    # From the order of the matches to the order of the batch.
+    offsets = to_offsets(num_sequences[places])
+    values = values[ragged_indices(offsets, np.argsort(places))]
 
     ends = np.cumsum([len(pack.lengths) for pack in packs])
     parts = np.split(values, ends[:-1])
