@@ -1,5 +1,5 @@
-"""Reads records under packstore's own field names, or the names that `fields` maps them
-to.
+"""Reads records under packstore's own field names, or under the names that the setting
+`fields` maps them to.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from packstore.tokenizer.refusals import Refused, Stop, wrong_type
 TURN_ROLES = frozenset(
     ("prompt", "chosen", "rejected", "messages", "rejected_messages", "response")
 )
-"""Roles of text or messages; messages may stand as JSON text."""
+"""Roles of text or messages; messages may be written as JSON text."""
 
 REWARD_ROLES = frozenset(("chosen_reward", "rejected_reward", "margin"))
-"""Roles of numbers that stand beside a pair."""
+"""Roles of the rewards of a pair, or of their difference."""
 
 OTHER_REWARD = {"chosen_reward": "rejected_reward", "rejected_reward": "chosen_reward"}
-"""Reward of each side -> the reward that must stand beside it."""
+"""Reward of each side -> the reward of the other side, without which it is refused."""
 
 PAIR_ROLES = frozenset(("chosen", "rejected", "rejected_messages", *VERDICT_ROLES))
 """Roles that only pairs have."""
@@ -51,14 +51,20 @@ LIST_ROLES = frozenset(("responses", "scores", "response_labels"))
 """Roles with one value for each response."""
 
 PLAIN_TYPES = frozenset((list, dict, int, float, bool))
-"""Types of values that are no tensors or scalars of other libraries."""
+"""Builtin types, which need no conversion from another library."""
+
+_MAX_PLANS = 1000
+"""Sets of columns that are remembered: field names may be data that differ in each
+record.
+"""
 
 
 class OwnFields:
     """The fields of one record by role; null counts as absent.
 
     Attributes:
-        values: role -> value; a tensor is an array, JSON text of messages a list.
+        values: role -> value, converted: tensors are arrays, and JSON text of messages
+            is a list.
         columns: role -> the name or path of the column that holds it.
     """
 
@@ -95,40 +101,33 @@ class OwnNames:
 
     def find(self, record: Mapping[str, Any]) -> OwnFields:
         """Return the fields of a record."""
-        names = tuple(record)
-        plan = self._plans.get(names)
-        if plan is None:
-            plan = self._plan(names)
-            if (
-                len(self._plans) < 1000
-            ):  # field names may be data that differ in each record
-                self._plans[names] = plan
         values: dict[str, Any] = {}
         columns: dict[str, str] = {}
-        for role, spellings in plan:
+        for role, spellings in self._plan(tuple(record)):
             for name in spellings:
-                value = (
-                    record[name]
-                    if name in record
-                    else follow(record, self._paths[name])
-                )
-                if value is None:
+                if name in record:
+                    value = record[name]
+                else:
+                    value = follow(record, self._paths[name])
+                if value is None or self._has_other_meaning(role, name, value):
                     continue
-                if role in REWARD_ROLES and self._is_no_reward(role, name, value):
-                    continue
-                if type(value) is not str:
-                    value = _convert(role, value)
-                elif role in TURN_ROLES and value.lstrip()[:1] in ("[", "{"):
-                    value = parsed_json(value)
-                values[role] = value
+                values[role] = _convert(role, value)
                 columns[role] = name
                 break
         return OwnFields(values, columns)
 
     def _plan(self, names: tuple[str, ...]) -> list[tuple[str, list[str]]]:
-        """Return the roles that a record with these columns may have, with their
-        columns.
+        """Return the roles that a record with these columns may have, each with the
+        columns that may hold it.
         """
+        plan = self._plans.get(names)
+        if plan is None:
+            plan = self._make_plan(names)
+            if len(self._plans) < _MAX_PLANS:
+                self._plans[names] = plan
+        return plan
+
+    def _make_plan(self, names: tuple[str, ...]) -> list[tuple[str, list[str]]]:
         plan = []
         for role in SPELLINGS:
             spellings = [
@@ -143,8 +142,9 @@ class OwnNames:
     def _spellings(self, role: str) -> Sequence[str]:
         """Return the columns that may hold a role, in order of precedence.
 
-        A column that is mapped to another role may be text here as well, such as a
-        prompt, but it judges no answer.
+        A column that `fields` maps to another role may also hold this one if this is
+        text or messages, such as the prompt. All other roles, such as a score, take
+        only columns that are not mapped.
         """
         if role in self._mapped:
             return (self._mapped[role],)
@@ -156,14 +156,17 @@ class OwnNames:
             return spellings
         return [name for name in spellings if name not in self._mapped.values()]
 
-    def _is_no_reward(self, role: str, name: str, value: Any) -> bool:
-        """Return True for a synonym of a reward that holds no number, so that it means
-        another.
+    def _has_other_meaning(self, role: str, name: str, value: Any) -> bool:
+        """Return True if a column only has the name of a reward, such as a
+        `chosen_rating` in words.
 
-        The first name of a reward, or the mapped one, must hold a number.
+        A column with the first name of a reward, or mapped to it, is always the reward,
+        and refused later unless it holds a number.
         """
-        is_synonym = role not in self._mapped and name != SPELLINGS[role][0]
-        return is_synonym and number_of(unwrapped(value)) is None
+        if role not in REWARD_ROLES or role in self._mapped:
+            return False
+        is_first_name = name == SPELLINGS[role][0]
+        return not is_first_name and number_of(unwrapped(value)) is None
 
     def missing_part(self, record: Mapping[str, Any], role: str) -> str:
         """Return the part of a mapped path that a record lacks."""
@@ -178,9 +181,11 @@ class OwnNames:
 
 
 def _convert(role: str, value: Any) -> Any:
-    """Return a tensor as an array; of a list of responses also JSON text of messages as
-    lists.
+    """Convert a tensor to an array, and JSON text of messages to a list, also inside a
+    list of responses.
     """
+    if type(value) is str:
+        return parsed_json(value) if role in TURN_ROLES else value
     if type(value) not in PLAIN_TYPES:
         value = unwrapped(value)
     if role in LIST_ROLES and isinstance(value, list | np.ndarray):
@@ -189,7 +194,7 @@ def _convert(role: str, value: Any) -> Any:
 
 
 def own_kind(fields: OwnFields) -> str | None:
-    """Return the kind that a record's own field names speak for, or None."""
+    """Return the kind of dataset that a record's fields are for, or None."""
     if fields.has("responses"):
         return "scored"
     if not PAIR_ROLES.isdisjoint(fields.values):
@@ -225,9 +230,9 @@ class OwnReader:
                 of the wrong type.
         """
         fields = self._names.find(record)
-        for role in self._names.mapped.keys() & {"prompt"}:
-            if not fields.has(role):  # only without a mapping may it be implicit
-                raise Refused("missing_field", self._names.missing_part(record, role))
+        # A prompt that is not mapped may be the beginning of the messages instead.
+        if "prompt" in self._names.mapped and not fields.has("prompt"):
+            raise Refused("missing_field", self._names.missing_part(record, "prompt"))
         if self._kind == "preference":
             return self._read_pair(record, fields)
         if self._kind == "scored":
@@ -237,7 +242,6 @@ class OwnReader:
     def _read_pair(
         self, record: Mapping[str, Any], fields: OwnFields
     ) -> tuple[Reading, dict[str, str]]:
-        columns = fields.columns
         if fields.has("first") or fields.has("second"):
             return self._read_verdict(record, fields)
         if fields.has("chosen", "rejected"):
@@ -248,10 +252,10 @@ class OwnReader:
         elif fields.has("messages", "rejected_messages") and not fields.has("chosen"):
             prompt = fields.get("prompt")
             chosen = fields.get("messages")
-            rejected = _with_dialogue(chosen, fields.get("rejected_messages"))
+            rejected = _rejected_dialogue(chosen, fields.get("rejected_messages"))
             roles = ["prompt", "messages", "rejected_messages"]
         else:
-            raise self._missing_roles(record, fields, "chosen", "rejected")
+            raise self._missing_fields(fields, "chosen", "rejected", record=record)
         pair = Pair(
             prompt,
             chosen,
@@ -265,7 +269,7 @@ class OwnReader:
         )
         roles += ["chosen_reward", "rejected_reward", "margin", "system", "tools"]
         roles += ["chat_template_kwargs", "chosen_labels", "rejected_labels"]
-        return pair, _of_roles(columns, roles)
+        return pair, _of_roles(fields.columns, roles)
 
     def _rewards(self, fields: OwnFields) -> dict[str, Any]:
         """Return the rewards of both sides, or nothing.
@@ -280,10 +284,13 @@ class OwnReader:
             if role in rewards or other_role not in rewards:
                 continue
             column = fields.columns[other_role]
-            detail = f"{column!r} alone, and nothing for {role}"
-            remedy = "Name the field of the other side ({}), or leave it out ({})"
-            settings = ({"fields": {role: "NAME"}}, {"ignore": [column]})
-            raise Refused("one_reward", detail, remedy, *settings)
+            raise Refused(
+                "one_reward",
+                f"{column!r} alone, and nothing for {role}",
+                "Name the field of the other side ({}), or leave it out ({})",
+                {"fields": {role: "NAME"}},
+                {"ignore": [column]},
+            )
         return rewards
 
     def _read_verdict(
@@ -333,6 +340,7 @@ class OwnReader:
         remedy = "List its values ({})"
         settings = {"verdict": dict.fromkeys(("first", "second", "tie"), "VALUE")}
         if not self._verdicts:
+            # The setting is missing, so each record would be refused.
             raise Stop(
                 rule,
                 f"{self._names.mapped['verdict']} = {quote(verdict)}",
@@ -342,79 +350,78 @@ class OwnReader:
         raise wrong_type(rule, verdict, remedy, settings)
 
     def _sides_named(self, verdict: str) -> list[str]:
-        """Return the sides that a text names; there should be one."""
+        """Return each of first, second and tie that a text names; usually one."""
         folded = verdict.strip().casefold()
         if folded == "tie":
             return ["tie"]
-        sides = []
-        columns = {side: self._names.mapped[side] for side in ("first", "second")}
-        for side, names in side_names(columns["first"], columns["second"]).items():
-            if folded in names:
-                sides.append(side)
-        return sides
+        mapped = self._names.mapped
+        names_of_sides = side_names(mapped["first"], mapped["second"])
+        return [side for side, names in names_of_sides.items() if folded in names]
 
     def _read_answers(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
-        common = {
-            "system": fields.get("system"),
-            "tools": fields.get("tools"),
-            "chat_template_kwargs": fields.get("chat_template_kwargs"),
-        }
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
+        common = {role: fields.get(role) for role in roles}
         if fields.has("responses"):
             if not fields.has("scores"):
-                raise self._missing_roles(None, fields, "scores")
+                raise self._missing_fields(fields, "scores")
             answers = Answers(
-                fields.get("prompt"),
-                fields.get("responses"),
-                fields.get("scores"),
+                responses=fields.get("responses"),
+                scores=fields.get("scores"),
                 response_labels=fields.get("response_labels"),
                 **common,
             )
             roles += ["responses", "scores", "response_labels"]
             return answers, _of_roles(fields.columns, roles)
+
         if not fields.has("score"):
-            raise self._missing_roles(None, fields, "score")
+            raise self._missing_fields(fields, "score")
         score = score_of(fields.get("score"), fields.columns["score"])
-        if fields.has("response"):
-            answers = Answers(
-                fields.get("prompt"), [fields.get("response")], [score], **common
-            )
-            return answers, _of_roles(fields.columns, [*roles, "response", "score"])
-        if fields.has("messages"):
-            answers = Answers(
-                fields.get("prompt"), [fields.get("messages")], [score], **common
-            )
-            return answers, _of_roles(fields.columns, [*roles, "messages", "score"])
-        raise self._missing_roles(None, fields, "response")
+        for role in ("response", "messages"):
+            if fields.has(role):
+                answers = Answers(
+                    responses=[fields.get(role)], scores=[score], **common
+                )
+                return answers, _of_roles(fields.columns, [*roles, role, "score"])
+        raise self._missing_fields(fields, "response")
 
     def _read_chat(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
-        columns = fields.columns
         if fields.has("input_ids"):
-            chat = Chat(
-                input_ids=fields.get("input_ids"),
-                labels=fields.get("labels"),
-                mask=fields.get("mask") if not fields.has("labels") else None,
-            )
-            if chat.labels is None and chat.mask is None:
-                raise self._missing_roles(None, fields, "labels")
-            supervision = "labels" if chat.labels is not None else "mask"
-            return chat, _of_roles(columns, ["input_ids", supervision])
+            return self._read_ids(fields)
+
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
         common = {role: fields.get(role) for role in roles}
         if fields.has("response"):
             if not fields.has("prompt"):
-                raise self._missing_roles(None, fields, "prompt")
+                raise self._missing_fields(fields, "prompt")
             chat = Chat(response=fields.get("response"), **common)
-            return chat, _of_roles(columns, [*roles, "response"])
+            return chat, _of_roles(fields.columns, [*roles, "response"])
         if fields.has("messages"):
             chat = Chat(messages=fields.get("messages"), **common)
-            return chat, _of_roles(columns, [*roles, "messages"])
-        raise self._missing_roles(None, fields, "messages", "response")
+            return chat, _of_roles(fields.columns, [*roles, "messages"])
+        raise self._missing_fields(fields, "messages", "response")
 
-    def _missing_roles(
-        self, record: Mapping[str, Any] | None, fields: OwnFields, *roles: str
+    def _read_ids(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
+        """Return a sequence of token ids with its labels, or else with its mask."""
+        for role in ("labels", "mask"):
+            if fields.get(role) is not None:
+                supervision = {role: fields.get(role)}
+                chat = Chat(input_ids=fields.get("input_ids"), **supervision)
+                return chat, _of_roles(fields.columns, ["input_ids", role])
+        raise self._missing_fields(fields, "labels")
+
+    def _missing_fields(
+        self,
+        fields: OwnFields,
+        *roles: str,
+        record: Mapping[str, Any] | None = None,
     ) -> Refused:
-        """Return the refusal of a record that lacks all or some of these roles."""
+        """Return the refusal of a record that needs some roles, and lacks one or more.
+
+        Args:
+            fields: fields of the record.
+            roles: the roles that it needs.
+            record: if given, the refusal names the part of a mapped path that it lacks.
+        """
         absent = [role for role in roles if not fields.has(role)]
         for role in absent:
             if role in self._names.mapped and record is not None:
@@ -432,21 +439,23 @@ class OwnReader:
 
 
 def _of_roles(columns: Mapping[str, str], roles: Collection[str]) -> dict[str, str]:
+    """Return the columns of these roles, if the record has them."""
     return {role: columns[role] for role in roles if role in columns}
 
 
-def _with_dialogue(messages: Any, rejected: Any) -> Any:
-    """Return rejected text in place of the last answer of a dialogue; messages as they
-    are.
+def _rejected_dialogue(chosen: Any, rejected: Any) -> Any:
+    """Return the rejected side as a dialogue.
+
+    A rejected text stands for the chosen dialogue with this text as its last answer.
     """
     if not isinstance(rejected, str):
         return rejected
-    before = messages[:-1] if isinstance(messages, list) else []
-    return [*before, {"role": "assistant", "content": rejected}]
+    earlier_messages = chosen[:-1] if isinstance(chosen, list) else []
+    return [*earlier_messages, {"role": "assistant", "content": rejected}]
 
 
 def number_of(value: Any) -> float | None:
-    """Return a number, which text may spell in full; None for anything else."""
+    """Return a number, or the number that a text is; None for anything else."""
     if is_number(value):
         return value  # type: ignore[no-any-return]
     if not isinstance(value, str):
