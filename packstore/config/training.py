@@ -1,10 +1,11 @@
-"""Settings of a training run with their defaults; the flags of ``packstore train`` are
-derived.
+"""Settings of a training run with their defaults, from which the flags of ``packstore
+train`` are derived.
 
 Needs no torch, so that the command line can be parsed without it. A run is described by
 keywords, by a YAML file with the same names, or by both: the names are arguments of
 :class:`packstore.torch.PackedTrainer` and fields of transformers'
-``TrainingArguments``.
+``TrainingArguments``. Three kinds of paths, `path`, `place` and `local`, are explained
+at :func:`~packstore.config.settings.setting`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class TrainModelConfig(Settings):
     eval_dataset: str | None = setting(
         None, "packed dataset to evaluate on", metavar="PATH", place=True
     )
+    # A name, or a mix: name -> weight, or name -> weight and parameters.
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
         "dpo", "dpo, sft, …; an unknown name lists all"
     )
@@ -60,6 +62,7 @@ class TrainModelConfig(Settings):
         metavar="SIDE",
         place=True,
     )
+    # None, as the default holds only if `arguments` has no batch size.
     examples_per_step: int | None = setting(
         None, "examples per step (default: 64)", low=1
     )
@@ -93,7 +96,7 @@ class TrainModelConfig(Settings):
 class TrainConfig(TrainModelConfig):
     """All settings of a training run, with defaults for preference training."""
 
-    LISTED_BY = "`packstore train --help-all`"
+    LISTED_BY = "`packstore train --help-all`"  # for errors about unknown settings
 
     output_dir: str = setting(
         ..., "local folder for checkpoints and the model", metavar="DIR", local=True
@@ -110,7 +113,7 @@ class TrainConfig(TrainModelConfig):
         None, "recompute layers in the backward pass"
     )
     logging_steps: float = setting(
-        10, "steps between log lines, after the tenth", low=0
+        10, "steps between log lines, after the first 10 steps", low=0
     )
     eval_steps: float | None = setting(
         None, "steps between evaluations (default: only at the end)"
@@ -119,8 +122,9 @@ class TrainConfig(TrainModelConfig):
     report_to: tuple[str, ...] = setting((), "tracker, e.g. tensorboard (repeatable)")
     seed: int = setting(42, "random seed", low=0, high=2**32 - 1)
     resume_from_checkpoint: str | None = setting(
-        None, "checkpoint (default: the newest of output_dir)", local=True
+        None, "checkpoint (default: newest of output_dir, if any)", local=True
     )
+    # Marked as a path, as some of its texts are paths.
     arguments: Mapping[str, Any] = setting(
         dict, "further fields of TrainingArguments", path=True
     )
@@ -142,7 +146,7 @@ class TrainConfig(TrainModelConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.names():
-            if getattr(self, name) in ("", ("",)):
+            if getattr(self, name) in ("", ("",)):  # a text, or the only one of a list
                 raise ConfigError(f"setting {name} must not be empty; leave it out.")
         for name in ("eval_steps", "eval_ref_logps"):
             if getattr(self, name) and self.eval_dataset is None:
