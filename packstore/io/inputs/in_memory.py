@@ -34,7 +34,8 @@ class MemorySource:
     """Records in memory, or in an open stream.
 
     Attributes:
-        path: the name of the records in place of a path, a key of `UNITS`.
+        path: stands for the path of a file in messages, such as ``<table>``; a key of
+            :data:`packstore.io.inputs.formats.UNITS`.
         records: an iterable of records, or a binary stream of JSON lines.
         num_records: None if unknown.
         is_finite: False for an iterable that may be endless.
@@ -114,8 +115,8 @@ def record_pieces(
 def _json_line(record: object, where: str) -> bytes:
     try:
         text = _to_json(record)
-        # pandas' to_dict("records") has NaN for null. To search the text is cheaper
-        # than to search each record.
+        # pandas' to_dict("records") has NaN for null, but among `JUDGING_NUMBERS` NaN
+        # is a wrong number. To search the text is cheaper than to search each record.
         if "NaN" in text:
             text = _to_json(_without_nan(record, number_names=JUDGING_NUMBERS))
     except (TypeError, ValueError, RecursionError) as error:
@@ -154,12 +155,12 @@ def _is_nan(value: object) -> bool:
 def _without_nan(value: Any, number_names: Iterable[str] = ()) -> Any:
     """Return a value without members that are NaN.
 
-    Items of lists stay, and NaN in a field for a number: the policies for records
-    decide about it.
+    NaN stays as an item of a list, and as a member that must be a number: the settings
+    for bad records decide about it later.
 
     Args:
-        value: any value of a record.
-        number_names: names of members that must be numbers.
+        value: a record, or a value inside it.
+        number_names: names of the members of `value` that must be numbers.
     """
     if isinstance(value, Mapping):
         return {
@@ -173,8 +174,9 @@ def _without_nan(value: Any, number_names: Iterable[str] = ()) -> Any:
 
 
 def _without_struct_nulls(value: Any) -> Any:
-    """Return an array of objects, as pandas has Arrow's structs, without null members
-    of structs.
+    """Return a value without null members of structs, arrays as lists.
+
+    pandas holds a column of Arrow's structs as an array of objects.
     """
     if isinstance(value, Mapping):
         members = {
@@ -185,8 +187,8 @@ def _without_struct_nulls(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list):
         return [_without_struct_nulls(item) for item in value]
-    is_nan = value != value
-    return None if is_nan else value
+    is_null = value != value  # pandas' NaN or NaT
+    return None if is_null else value
 
 
 # Arrow tables and Polars frames
@@ -232,8 +234,8 @@ def _run_query(query: Any, file: BinaryIO) -> Iterator[pa.RecordBatch]:
                 "<table>",
                 rule="its query must run",
                 found=str(error),
-                remedy="Give its collect() instead, or Polars 1.38, and space for "
-                "temporary files",
+                remedy="Give its collect() instead, or install Polars 1.38 or newer, "
+                "and make space for temporary files",
             )
         ) from error
     file.seek(0)
@@ -268,7 +270,8 @@ def _only_split(source: Any) -> Any:
 def _without_format(source: Any) -> Any:
     """Return a ``Dataset`` that yields Python's types, and any other source unchanged.
 
-    The format of torch would round rewards. The transform of a user stays.
+    The format of torch would round rewards. A transform that the user set, which is the
+    format ``custom``, stays.
     """
     if not _is_dataset(source):
         return source
@@ -277,6 +280,7 @@ def _without_format(source: Any) -> Any:
     if format_.get("type") == "custom":
         return source
 
+    # Selected columns must be passed again: the default of with_format is all columns.
     columns = format_.get("columns")
     if not columns or format_.get("output_all_columns"):
         return source.with_format(None)
@@ -284,8 +288,8 @@ def _without_format(source: Any) -> Any:
 
 
 def _dataset_records(dataset: Any) -> Iterator[dict[str, Any]]:
-    """Yield the records of a ``Dataset``, with names of class labels, and without the
-    null members that Arrow adds to structs.
+    """Yield the records of a ``Dataset``: class labels as their names, and structs
+    without the null members that Arrow adds.
     """
     features = getattr(dataset, "features", None) or {}
     for record in dataset:
@@ -309,11 +313,11 @@ def _without_added_nulls(value: Any, feature: Any) -> Any:
         value: a value of a record.
         feature: its type in ``datasets``; None if unknown.
     """
-    item_feature = getattr(feature, "feature", None)
-    if isinstance(feature, list):
-        item_feature = feature[0]
-    is_nested = item_feature is not None or isinstance(feature, Mapping)
-    if feature is not None and not is_nested:
+    item_feature = _item_feature(feature)
+    is_unknown = feature is None
+    is_list = item_feature is not None
+    is_struct = isinstance(feature, Mapping)
+    if not (is_unknown or is_list or is_struct):
         return value  # a scalar, or JSON, which may have nulls of its own
 
     if isinstance(value, list):
@@ -326,3 +330,13 @@ def _without_added_nulls(value: Any, feature: Any) -> Any:
         for name, member in value.items()
         if member is not None
     }
+
+
+def _item_feature(feature: Any) -> Any:
+    """Return the type of a list's items; None for any other type.
+
+    ``datasets`` writes a list as ``List(type)`` or as ``[type]``.
+    """
+    if isinstance(feature, list):
+        return feature[0]
+    return getattr(feature, "feature", None)
