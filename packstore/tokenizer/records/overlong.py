@@ -1,6 +1,4 @@
-"""Handles overlong examples: measures them in their layout, and truncates by the
-settings.
-"""
+"""Truncates or refuses examples that are too long for a sequence or a pack."""
 
 from __future__ import annotations
 
@@ -17,13 +15,13 @@ from packstore.tokenizer.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Sizes of one example's sequences in its layout.
+    """Sizes of one example's sequences, in tokens.
 
     Attributes:
-        lengths: tokens of each sequence, int64 `[S]`.
-        shared: number of tokens that each prompt shares with the first, `[S]`.
-        left_out: tokens of each sequence that the layout does not store again, int64
-            `[S]`.
+        lengths: of each sequence, int64 `[S]`.
+        shared: length of the prefix that each prompt shares with the first one, `[S]`.
+        left_out: number of tokens of each sequence that the layout does not store
+            again, int64 `[S]`.
         multiple: each stored sequence is padded to a multiple of it.
     """
 
@@ -37,7 +35,11 @@ class _Sizes:
         return int(self.lengths.max())
 
     def total(self, lengths: Int64) -> int:
-        """Return the stored tokens of an example with sequences of these lengths."""
+        """Return the stored tokens of the example with its sequences cut to `lengths`.
+
+        Args:
+            lengths: int64 `[S]`.
+        """
         stored_lengths = lengths - self.left_out
         padded = -(-stored_lengths // self.multiple) * self.multiple
         return int(padded.sum())
@@ -94,16 +96,18 @@ def _cut_prompts(
     """Return the sequences with the shortest cut of the shared prompt that fits, or
     None.
     """
-    # A prompt token that is stored once is also saved only once.
-    is_saved: Bool = np.arange(len(sequences)) == 0
-    if config.layout == "concat":
-        is_saved = np.ones(len(sequences), np.bool_)
-    head = min(sequences[0].head, min(sizes.shared))
-    shortest = max(sizes.longest - config.sequence_limit, 1)
-    cuts = range(shortest, min(sizes.shared) - max(head, 1) + 1)
+    # Layout concat stores the prompt with each sequence, others with the first alone.
+    stores_prompt: Bool = np.full(len(sequences), config.layout == "concat")
+    stores_prompt[0] = True
+
+    shared = min(sizes.shared)
+    head = min(sequences[0].head, shared)  # BOS and system turn stay
+    min_cut = max(sizes.longest - config.sequence_limit, 1)
+    max_cut = shared - max(head, 1)  # one token must remain, to predict the response
+    cuts = range(min_cut, max_cut + 1)
 
     def negative_total(cut: int) -> int:  # bisect needs an increasing key
-        return -sizes.total(sizes.lengths - cut * is_saved)
+        return -sizes.total(sizes.lengths - np.where(stores_prompt, cut, 0))
 
     index = bisect_left(cuts, -config.pack_size, key=negative_total)
     if index == len(cuts):
@@ -124,7 +128,9 @@ def _cut_responses(
         return sizes.total(np.minimum(sizes.lengths, limit))
 
     limits = range(1, config.sequence_limit + 1)
-    limit = bisect_right(limits, config.pack_size, key=total_of)
+    num_fitting = bisect_right(limits, config.pack_size, key=total_of)
+    limit = num_fitting  # the largest that fits, as they count from 1
+
     fitted = []
     for tokens in sequences:
         cut = _cut_response(tokens, limit, specials)
@@ -160,24 +166,27 @@ def _cut_response(
     """
     if len(tokens.ids) <= limit:
         return tokens
-    # A generation prompt behind the last turn can be dropped.
+    # Tokens after the last supervised one, such as a generation prompt, are dropped.
     end = len(tokens.ids) - int(np.argmax(tokens.supervised[::-1]))
-    tail = _tail_length(tokens, end, specials)
-    remaining = max(limit - tail, 0)
-    if not tokens.supervised[:remaining].any():
-        return None
     answer = replace(tokens, ids=tokens.ids[:end], supervised=tokens.supervised[:end])
-    return _without(answer, remaining, max(end - tail, remaining), "truncated_response")
+
+    tail = _tail_length(answer, specials)
+    cut_start = max(limit - tail, 0)
+    cut_end = max(end - tail, cut_start)  # an empty cut if dropping them was enough
+    if not tokens.supervised[:cut_start].any():
+        return None
+    return _without(answer, cut_start, cut_end, "truncated_response")
 
 
-def _tail_length(tokens: Tokens, end: int, specials: frozenset[int]) -> int:
-    """Return the number of tokens that end a turn: EOS, or a control token and its line
-    break.
+def _tail_length(answer: Tokens, specials: frozenset[int]) -> int:
+    """Return the number of tokens that end the last turn, or 0.
+
+    They are a control token, such as EOS, or one with another token after it: the line
+    break of many templates.
     """
-    for number in (1, 2):
-        if end <= number:
+    for length in (1, 2):
+        if len(answer.ids) <= length:
             break
-        index = end - number
-        if int(tokens.ids[index]) in specials and tokens.supervised[index]:
-            return number
+        if int(answer.ids[-length]) in specials and answer.supervised[-length]:
+            return length
     return 0
