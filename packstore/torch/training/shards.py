@@ -1,8 +1,10 @@
 """Check shards of torch.distributed.checkpoint before torch reads them.
 
-torch unpickles the file ``.metadata`` of a folder of shards, and the values in shards
-that are no tensors, and would run any code in them. Both are read here first, by an
-unpickler that loads only the classes of such files; see ``docs/security.md``.
+torch unpickles the file ``.metadata`` of a folder of shards, and those values in shards
+that are not tensors. To unpickle is to run any code that a pickle contains. Both are
+therefore read here first, without running code: ``.metadata`` by an unpickler that
+loads only the classes of such files, the values by torch's own (``weights_only``). See
+``docs/security.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ ALLOWED_NAMES = {
     ("pathlib._local", "PosixPath"),
     ("pathlib._local", "WindowsPath"),
 }
-"""Modules and names that torch writes into ``.metadata``, beside its dtypes."""
+"""Modules and names that torch writes into ``.metadata``, in addition to dtypes."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -57,7 +59,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 def check_shards(folder: Path) -> None:
     """Raise if torch would run foreign code when it loads a folder of shards.
 
-    A folder that does not exist passes.
+    A folder that does not exist passes: there is nothing for torch to load.
 
     Raises:
         FormatError: ``.metadata``, or a value in a shard, holds classes that are not
@@ -94,20 +96,23 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def _pickled_values(folder: Path, metadata: Metadata) -> Iterator[bytes]:
-    """Yield the values that torch unpickles; it loads tensors as weights only."""
+    """Yield the pickles in shards: the values that are not tensors.
+
+    Tensors need no check, as torch loads them with ``weights_only``.
+    """
     pickled_names = set()
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata):
             pickled_names.add(name)
 
-    for index, place in metadata.storage_data.items():
+    for index, location in metadata.storage_data.items():
         if index.fqn not in pickled_names:
             continue
-        if place.transform_descriptors:
-            # torch would transform the bytes before it loads them.
+        if location.transform_descriptors:
+            # torch would load transformed bytes: a check of these proves nothing.
             raise pickle.UnpicklingError(
-                f"{index.fqn} by {place.transform_descriptors}"
+                f"{index.fqn} by {location.transform_descriptors}"
             )
-        with (folder / place.relative_path).open("rb") as file:
-            file.seek(place.offset)
-            yield file.read(place.length)
+        with (folder / location.relative_path).open("rb") as file:
+            file.seek(location.offset)
+            yield file.read(location.length)
