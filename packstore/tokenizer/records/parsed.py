@@ -36,26 +36,31 @@ from packstore.tokenizer.dialogue.messages import (
 from packstore.tokenizer.dialogue.template import Message, Tools, as_json
 from packstore.tokenizer.records.own import number_of
 from packstore.tokenizer.records.reading import Answers, Chat, Pair, Reading
-from packstore.tokenizer.records.sequences import as_ids, masked_ids, supervised_ids
+from packstore.tokenizer.records.sequences import (
+    as_ids,
+    holds_ids,
+    masked_ids,
+    supervised_ids,
+)
 from packstore.tokenizer.refusals import Refused, wrong_type
 
 SYSTEM = ("system", "developer")
-"""Roles of turns before the first question."""
+"""Roles of a system turn."""
 
 DEFAULT_REWARDS = (1.0, 0.0)
 """Default rewards of chosen and rejected."""
 
-PROMPT = {"fields": {"prompt": "NAME"}}
-"""Settings of a remedy."""
+NAME_PROMPT = {"fields": {"prompt": "NAME"}}
+"""The setting for the column of the prompt, as a remedy shows it."""
 
 LARGEST_REWARD = float(np.finfo(np.float32).max)
-"""Rewards are stored as float32."""
+"""Largest reward: rewards are stored as float32."""
 
 MARGIN_TOLERANCE = 1e-3
-"""Relative difference between a margin and the difference of the rewards beside it."""
-
+"""Relative error that a margin may have beside the rewards whose difference it is."""
 
 _PLACEHOLDER = re.compile(r"(?:<(image|video|audio)>)+(?=\n|[^\s<]|\Z)")
+"""Tags of media that a line break, a word or nothing follows."""
 
 
 class Parsed(NamedTuple):
@@ -64,11 +69,11 @@ class Parsed(NamedTuple):
     prompt: str | list[Message] | Int32  # may be empty
     responses: Sequence[str] | Sequence[list[Message]] | Sequence[Int32]
     rewards: Sequence[float]  # one for each response
-    has_rewards: bool = False  # the record has them
+    has_rewards: bool = False  # of a pair: the record has them, or a margin
     tools: Tools = None
     variables: dict[str, Any] | None = None  # of the chat template
     supervised: Sequence[Bool] = ()  # the mask of each response, if they are ids
-    events: tuple[str, ...] = ()
+    events: tuple[str, ...] = ()  # names of events that the job counts
 
     @property
     def is_chat(self) -> bool:
@@ -82,7 +87,7 @@ class Parsed(NamedTuple):
 
     @property
     def has_close_rewards(self) -> bool:
-        """True if rewards that differ are one number as float32."""
+        """True if different rewards are the same number as float32."""
         if self.rewards is DEFAULT_REWARDS or len(self.rewards) == 1:
             return False
         float32_rewards = {float(np.float32(reward)) for reward in self.rewards}
@@ -90,27 +95,26 @@ class Parsed(NamedTuple):
 
     @property
     def questions(self) -> list[str]:
-        """The text before the responses, or of each turn of the user."""
+        """A prompt of text, or the text of each user turn; empty for ids."""
         match self.prompt:
             case str():
                 return [self.prompt]
             case list():
-                turns: Any = itertools.chain(self.prompt, *self.responses)
-                return [
-                    turn["content"] or "" for turn in turns if turn["role"] == "user"
-                ]
+                messages: Any = itertools.chain(self.prompt, *self.responses)
+                user_turns = [turn for turn in messages if turn["role"] == "user"]
+                return [turn["content"] or "" for turn in user_turns]
             case _:
                 return []
 
     @property
     def asks_nothing(self) -> bool:
-        """True if its questions are empty: some sets leave out questions of
-        other sets.
+        """True if every question is empty or dashes.
+
+        Some datasets withhold questions that they took from another dataset.
         """
         questions = self.questions
-        return bool(questions) and not any(
-            text.strip().strip("-") for text in questions
-        )
+        has_words = any(text.strip().strip("-") for text in questions)
+        return len(questions) > 0 and not has_words
 
 
 def parse(
@@ -123,9 +127,10 @@ def parse(
     """Return a reading as text, messages or ids, checked.
 
     Args:
-        as_chat: whether text becomes user and assistant turns.
+        as_chat: whether text becomes user and assistant turns: ``config.as_chat``, or
+            if it is None, as the form of the record has it.
         roles: further names of roles -> the role that each means.
-        columns: names under which the record was read, for messages.
+        columns: names under which the record was read, for error messages.
 
     Raises:
         Refused: a value is of the wrong type, sides share no prompt, or messages have
@@ -138,22 +143,16 @@ def parse(
                 "wrong_type", "as_chat needs text or messages, found token ids"
             )
         return _with_rewards(_parse_ids(reading, columns), rewards)
+
     prompt, responses = _contents(reading)
     if _are_texts(prompt, responses):
-        prompt, responses = _split_texts(prompt, responses)
+        prompt, responses = _prompt_and_answers(prompt, responses)
         if not as_chat:
             _refuse_beside_text(reading, columns)
-            return Parsed(
-                prompt,
-                responses,
-                rewards.values,
-                rewards.are_explicit,
-                events=rewards.events,
-            )
+            return _with_rewards(Parsed(prompt, responses, rewards=()), rewards)
         prompt, responses = text_as_messages(prompt, responses)
-    return _with_rewards(
-        _parse_chat(reading, prompt, responses, config, roles or {}), rewards
-    )
+    parsed = _parse_chat(reading, prompt, responses, config, roles or {})
+    return _with_rewards(parsed, rewards)
 
 
 def _contents(reading: Reading) -> tuple[Any, list[Any]]:
@@ -179,7 +178,7 @@ def _contents(reading: Reading) -> tuple[Any, list[Any]]:
 
 
 def _is_filled(value: Any, kind: type | UnionType) -> bool:
-    """Return True for a value of a type that is not empty."""
+    """Return True if a value is of a type, and not empty."""
     return isinstance(value, kind) and bool(value)
 
 
@@ -190,14 +189,17 @@ def _are_texts(prompt: Any, responses: list[Any]) -> bool:
 
 
 class _Rewards(NamedTuple):
-    """The rewards of the responses, whether the record has them, and events to note."""
+    """The rewards of the responses.
+
+    Attributes:
+        values: one for each response.
+        are_explicit: True for a pair with rewards or a margin; both are optional.
+        events: names of events to count.
+    """
 
     values: Sequence[float]
     are_explicit: bool = False
     events: tuple[str, ...] = ()
-
-
-NO_REWARDS = _Rewards(DEFAULT_REWARDS)
 
 
 def _with_rewards(parsed: Parsed, rewards: _Rewards) -> Parsed:
@@ -237,15 +239,17 @@ def _scores_of(answers: Answers) -> list[float]:
 
 
 def _rewards_of_pair(pair: Pair) -> _Rewards:
-    """Return the rewards of both sides, or the margin as the reward of the
-    chosen one.
+    """Return the rewards of both sides.
+
+    A margin without rewards is the reward of the chosen side, and the other is 0.0.
+    Without either, they are :data:`DEFAULT_REWARDS`.
     """
     num_rewards = (pair.chosen_reward is not None) + (pair.rejected_reward is not None)
     if num_rewards == 1:
         detail = "a reward on one side alone, and nothing for the other"
         raise Refused("one_reward", detail)
     if num_rewards == 0 and pair.margin is None:
-        return NO_REWARDS
+        return _Rewards(DEFAULT_REWARDS)
     if num_rewards == 0:
         chosen = _number(pair.margin, "margin")
         rejected = 0.0
@@ -259,19 +263,20 @@ def _rewards_of_pair(pair: Pair) -> _Rewards:
 
 
 def _check_margin(pair: Pair, difference: float) -> None:
-    if math.isclose(
-        difference, _number(pair.margin, "margin"), rel_tol=MARGIN_TOLERANCE
-    ):
+    """Raise for a margin that is not the difference of the rewards."""
+    margin = _number(pair.margin, "margin")
+    if math.isclose(difference, margin, rel_tol=MARGIN_TOLERANCE):
         return
     rewards = f"{quote(pair.chosen_reward)} and {quote(pair.rejected_reward)}"
     detail = f"margin {quote(pair.margin)} beside rewards {rewards}"
-    remedy = "Leave out it or the rewards ({})"
+    remedy = "Leave out the margin or the rewards ({})"
     raise Refused("unread_field", detail, remedy, {"ignore": ["margin"]})
 
 
 def _number(value: Any, name: str) -> float:
-    """Return a finite float32 number; an integer stays one, as a float could be another
-    number.
+    """Return a number that is finite as float32.
+
+    An integer is returned as an integer: a float may not hold all of its digits.
     """
     number = number_of(value)
     if number is None or not abs(number) <= LARGEST_REWARD:
@@ -280,33 +285,30 @@ def _number(value: Any, name: str) -> float:
 
 
 def _refuse_beside_text(reading: Reading, columns: Collection[str]) -> None:
-    """Raise for a system text, tools or template variables, which plain text has no
-    place for.
+    """Raise for system text, tools or template variables of a record that no template
+    renders.
 
     Args:
-        columns: names under which the record was read, for the way out.
+        columns: names under which the record was read, for the remedy.
     """
-    if (
-        reading.system is None
-        and reading.tools is None
-        and reading.chat_template_kwargs is None
-    ):
-        return
-    for role in ("system", "tools", "chat_template_kwargs"):
-        value = getattr(reading, role)
+    for field in ("system", "tools", "chat_template_kwargs"):
+        value = getattr(reading, field)
         if value is None or value in ("", [], {}):
             continue
-        column = next((name for name in SPELLINGS[role] if name in columns), role)
-        detail = f"{role} {quote(value)} beside plain text"
+        column = next((name for name in SPELLINGS[field] if name in columns), field)
+        detail = f"{field} {quote(value)} beside plain text"
         remedy = "Make chats of text ({}), or ignore it ({})"
         raise Refused(
             "unread_field", detail, remedy, {"as_chat": True}, {"ignore": [column]}
         )
 
 
-def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
-    """Return the prompt and the responses of plain text; dialogues of the HH form are
-    split.
+def _prompt_and_answers(
+    prompt: str | None, responses: list[str]
+) -> tuple[str, list[str]]:
+    """Return the prompt and the answers of plain text.
+
+    Responses that are whole dialogues of the HH form are split.
 
     Raises:
         Refused: there is no prompt (``missing_field``), or a dialogue does not begin
@@ -314,16 +316,11 @@ def _split_texts(prompt: Any, responses: list[str]) -> tuple[str, list[str]]:
     """
     dialogues = [response for response in responses if _is_dialogue(prompt, response)]
     if len(responses) > 1 and len(dialogues) == len(responses):
-        shared, answers = split_texts(responses)
-        if prompt is None or shared.startswith(prompt):
-            return shared, answers
-        if not all(response.startswith(prompt) for response in responses):
-            raise _no_common_prompt()
-        return prompt, [response[len(prompt) :] for response in responses]
+        return _split_dialogues(prompt, dialogues)
     if prompt is None:
         remedy = "Name it ({})"
-        raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
-    if any(_repeats(prompt, response) for response in dialogues):
+        raise Refused("missing_field", "answers without a prompt", remedy, NAME_PROMPT)
+    if any(_begins_again(prompt, dialogue) for dialogue in dialogues):
         raise _no_common_prompt()
     return prompt, responses
 
@@ -332,19 +329,38 @@ def _is_dialogue(prompt: str | None, response: str) -> bool:
     """Return True for a response that is a whole dialogue of the HH form."""
     headers = turn_headers(response)
     if headers is SINGLE_BREAK_HEADERS and prompt is not None:
-        # An answer may quote a dialogue: single line breaks are as common in plain
-        # text.
+        # Plain text has single line breaks, too: an answer without the question only
+        # quotes some dialogue.
         return prompt.strip() in response
     return headers is not None
 
 
-def _repeats(prompt: str, response: str) -> bool:
-    """Return True unless a response of the HH form goes on after an empty answer."""
-    headers = turn_headers(response)
+def _split_dialogues(prompt: str | None, dialogues: list[str]) -> tuple[str, list[str]]:
+    """Return the common prompt of whole dialogues, and the answer of each.
+
+    The common prompt may be longer than the prompt of the record, which may be the
+    first question alone. A longer prompt of the record counts if all begin with it.
+    """
+    common_prompt, answers = split_texts(dialogues)
+    if prompt is None or common_prompt.startswith(prompt):
+        return common_prompt, answers
+    if not all(dialogue.startswith(prompt) for dialogue in dialogues):
+        raise _no_common_prompt()
+    return prompt, [dialogue[len(prompt) :] for dialogue in dialogues]
+
+
+def _begins_again(prompt: str, dialogue: str) -> bool:
+    """Return True if a dialogue begins with the first question, as the prompt does.
+
+    Else it goes on after the prompt: the answer is empty, and further turns follow.
+    """
+    headers = turn_headers(dialogue)
     if headers is None:
         return False
-    question = prompt.lstrip().partition(headers.assistant)[0]
-    return not HH_BEGINNING.match(question) or response.lstrip().startswith(question)
+    first_turn = prompt.lstrip().partition(headers.assistant)[0]
+    if not HH_BEGINNING.match(first_turn):
+        return True  # the prompt is no dialogue of this form that could go on
+    return dialogue.lstrip().startswith(first_turn)
 
 
 def _parse_chat(
@@ -354,34 +370,42 @@ def _parse_chat(
     config: TokenizeConfig,
     roles: Mapping[str, str],
 ) -> Parsed:
-    unknown_keys: set[str] = set()
+    """Return a reading of messages, without its rewards.
+
+    Args:
+        prompt: text or messages, or None.
+        responses: text or messages; of a dialogue to learn, all of its messages.
+    """
+    unknown_keys: set[str] = set()  # `_turns` adds to it
     sides = [
         _turns(response, "assistant", unknown_keys, roles) for response in responses
     ]
     events: tuple[str, ...] = ()
-    begin: list[Message] = []
     if isinstance(reading, Chat) and reading.messages is not None:
+        # A dialogue to learn: every answer is learned, so that no prompt is split off.
+        prompt_turns: list[Message] = []
         sides = [_with_system(reading.system, sides[0])]
         if prompt:
             _check_prompt(_turns(prompt, "user", unknown_keys, roles), sides[0])
     elif isinstance(reading, Answers) and prompt is None and len(sides) == 1:
+        # A scored dialogue: the score is of its last answer.
         dialogue = _with_system(reading.system, sides[0])
-        begin, answer, events = _split_last_answer(dialogue)
+        prompt_turns, answer, events = _split_last_answer(dialogue)
         sides = [answer]
     else:
         question = [] if prompt is None else _turns(prompt, "user", unknown_keys, roles)
         if _are_dialogues(sides):
-            begin, sides = split_messages(sides)
+            prompt_turns, sides = split_messages(sides)
             if prompt:
-                _check_prompt(question, begin)
+                _check_prompt(question, prompt_turns)
         else:
             _check_answers(question, responses)
-            begin = question
-        begin = _with_system(reading.system, begin)
+            prompt_turns = question
+        prompt_turns = _with_system(reading.system, prompt_turns)
     return Parsed(
-        begin,
+        prompt_turns,
         sides,
-        (),
+        rewards=(),
         tools=normalize_tools(reading.tools),
         variables=normalize_variables(reading.chat_template_kwargs),
         events=(*events, *_unknown_keys(unknown_keys, config)),
@@ -392,7 +416,7 @@ def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
     """Return the event to note for keys of messages that are not read.
 
     Raises:
-        Refused: the job does not ignore such keys (``unknown_key``).
+        Refused: the job does not keep records with such keys (``unknown_key``).
     """
     if not unknown:
         return ()
@@ -407,8 +431,8 @@ def _unknown_keys(unknown: set[str], config: TokenizeConfig) -> tuple[str, ...]:
 def _split_last_answer(
     dialogue: list[Message],
 ) -> tuple[list[Message], list[Message], tuple[str, ...]]:
-    """Return the turns of a judged dialogue up to its last question, the answer, and
-    events.
+    """Return the turns of a scored dialogue up to its last question, the turns of the
+    answer, and events.
     """
     roles = [message["role"] for message in dialogue]
     if "assistant" not in roles:
@@ -430,6 +454,9 @@ def _turns(
 ) -> list[Message]:
     """Return text as a turn of a role, and messages in the form that templates
     expect.
+
+    Args:
+        unknown: gets the keys that are not read.
     """
     if isinstance(value, str):
         value = [{"role": role, "content": value}]
@@ -439,7 +466,9 @@ def _turns(
 
 
 def _are_dialogues(sides: list[list[Message]]) -> bool:
-    """Return True if turns are whole dialogues, and not answers alone."""
+    """Return True if a side begins with a system or user turn, as a whole dialogue
+    does.
+    """
     return any(side and side[0]["role"] in (*SYSTEM, "user") for side in sides)
 
 
@@ -449,9 +478,10 @@ def _check_answers(prompt: list[Message], responses: list[Any]) -> None:
     """
     if not prompt:
         remedy = "Name the turns before the answers ({})"
-        raise Refused("missing_field", "answers without a prompt", remedy, PROMPT)
+        raise Refused("missing_field", "answers without a prompt", remedy, NAME_PROMPT)
     question = (prompt[-1]["content"] or "").strip()
-    for response in responses:  # an answer may quote a dialogue, without the question
+    for response in responses:
+        # An answer without the question only quotes some dialogue.
         if is_hh(response) and question in response:
             raise _no_common_prompt()
 
@@ -462,7 +492,8 @@ def _check_prompt(prompt: list[Message], messages: list[Message]) -> None:
 
     A system turn may stand before the beginning.
     """
-    start = int(messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1])
+    has_own_system = messages[0]["role"] in SYSTEM and prompt[:1] != messages[:1]
+    start = 1 if has_own_system else 0
     beginning = messages[start : start + len(prompt)]
     expected = [_trimmed(message) for message in prompt]
     for part in (beginning, messages[-1:]):
@@ -483,7 +514,7 @@ def _no_common_prompt() -> Refused:
 
 
 def _with_system(system: Any, messages: list[Message]) -> list[Message]:
-    """Return messages after a system turn, unless they begin with the same text.
+    """Put a system turn before messages, unless they begin with the same one.
 
     Raises:
         Refused: they begin with another system turn (``unread_field``).
@@ -506,23 +537,16 @@ def _with_system(system: Any, messages: list[Message]) -> list[Message]:
 def _holds_token_ids(reading: Reading) -> bool:
     match reading:
         case Pair():
-            return _is_id_list(reading.chosen) or _is_id_list(reading.rejected)
+            return holds_ids(reading.chosen) or holds_ids(reading.rejected)
         case Answers():
-            return _is_filled(reading.responses, list) and _is_id_list(
-                reading.responses[0]
-            )
+            responses = reading.responses
+            return _is_filled(responses, list) and holds_ids(responses[0])
         case Chat():
-            return reading.input_ids is not None or _is_id_list(reading.response)
-
-
-def _is_id_list(value: Any) -> bool:
-    if type(value) is not list:
-        return isinstance(value, np.ndarray)
-    return not value or type(value[0]) is int
+            return reading.input_ids is not None or holds_ids(reading.response)
 
 
 def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
-    """Return a reading of token ids, with the mask of supervised places."""
+    """Return a reading of token ids, with the mask of each response."""
     _refuse_beside_text(reading, columns)
     if isinstance(reading, Chat) and reading.input_ids is not None:
         ids = as_ids(reading.input_ids, "input_ids")
@@ -530,12 +554,14 @@ def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
             mask = supervised_ids(ids, reading.labels, "input_ids")
         else:
             mask = masked_ids(ids, reading.mask)
-        return Parsed(ids[:0], [ids], (), supervised=[mask])
+        return Parsed(ids[:0], [ids], rewards=(), supervised=[mask])
+
     prompt, responses = _contents(reading)
     names, labels = _labels_of(reading, responses)
     if prompt is None and any(label is None for label in labels):
-        detail = "token ids without a prompt need labels of both sides"
-        raise Refused("missing_field", detail, "Name the prompt's ({})", PROMPT)
+        detail = "token ids without a prompt need labels of each response"
+        remedy = "Name the column of the prompt ({})"
+        raise Refused("missing_field", detail, remedy, NAME_PROMPT)
 
     sequences = []
     masks = []
@@ -543,31 +569,26 @@ def _parse_ids(reading: Reading, columns: Collection[str]) -> Parsed:
         ids = as_ids(response, name)
         sequences.append(ids)
         masks.append(supervised_ids(ids, label, name))
-    begin = as_ids([] if prompt is None else prompt, "prompt")
-    return Parsed(begin, sequences, (), supervised=masks)
+    prompt_ids = as_ids([] if prompt is None else prompt, "prompt")
+    return Parsed(prompt_ids, sequences, rewards=(), supervised=masks)
 
 
 def _labels_of(reading: Reading, responses: list[Any]) -> tuple[list[str], list[Any]]:
-    """Return the names of responses that are ids, for messages, and their labels or
-    None.
+    """Return the names of responses that are ids, for error messages, and the labels
+    of each, or None.
     """
+    if isinstance(reading, Pair):
+        labels = [reading.chosen_labels, reading.rejected_labels]
+        return ["chosen", "rejected"], labels
+
     names = [f"response {i + 1}" for i in range(len(responses))]
-    match reading:
-        case Pair():
-            return ["chosen", "rejected"], [
-                reading.chosen_labels,
-                reading.rejected_labels,
-            ]
-        case Answers(response_labels=list() | np.ndarray()):
-            labels = list(reading.response_labels)
-        case Answers(response_labels=None) | Chat():
-            labels = [None] * len(responses)
-        case Answers():
-            labels = []  # of another type
-    if len(labels) != len(responses):
+    if isinstance(reading, Chat) or reading.response_labels is None:
+        return names, [None] * len(responses)
+    is_list = isinstance(reading.response_labels, list | np.ndarray)
+    if not is_list or len(reading.response_labels) != len(responses):
         rule = f"response_labels must be a list of {len(responses)}"
-        raise wrong_type(rule, getattr(reading, "response_labels", None))
-    return names, labels
+        raise wrong_type(rule, reading.response_labels)
+    return names, list(reading.response_labels)
 
 
 def check_responses(parsed: Parsed, config: TokenizeConfig) -> Parsed:
@@ -602,19 +623,16 @@ def _is_empty(response: Any) -> bool:
         case np.ndarray():
             return len(response) == 0
         case _:
-            answers = [
-                message for message in response if message["role"] == "assistant"
-            ]
-            return len(answers) > 0 and not any(
-                has_content(message) for message in answers
-            )
+            answers = [turn for turn in response if turn["role"] == "assistant"]
+            has_words = any(has_content(answer) for answer in answers)
+            return len(answers) > 0 and not has_words
 
 
 def check_placeholders(questions: Iterable[str]) -> None:
-    """Raise if a question begins or ends with a tag that stands for an image, a video
-    or a sound.
+    """Raise if a tag in a question stands for an image, a video or a sound.
 
-    LLaMA-Factory, ms-swift and LLaVA write it so. A tag that is closed, or a word in a
+    LLaMA-Factory, ms-swift and LLaVA write such tags at the beginning of a question,
+    and LLaVA ``<image>`` on its last line, too. A tag that is closed, or a word in a
     sentence, is text.
 
     Raises:
@@ -632,7 +650,7 @@ def check_placeholders(questions: Iterable[str]) -> None:
 
 
 def _placeholder_in(text: str) -> str:
-    """Return the kind of media for which a question holds a place, or an empty text."""
+    """Return the kind of media that a tag in a question stands for, or ""."""
     match = _PLACEHOLDER.match(text)
     if match:
         name = match[1]
@@ -646,19 +664,28 @@ def _placeholder_in(text: str) -> str:
 def prompt_key(parsed: Parsed) -> int:
     """Return a 64-bit hash of the prompt.
 
-    It hashes text, not ids, which at the end of a prompt may depend on the text behind
-    it. The prompt of a dialogue without a separate one ends before its first answer;
-    without an answer, the whole record is the prompt.
+    The prompt of text or messages is hashed before it is encoded: the ids at its end
+    may depend on the text after it. The prompt of a dialogue without a separate one
+    ends before its first answer. Without any prompt, the whole record is hashed.
     """
+    prompt: Any = parsed.prompt
+    if parsed.is_chat and len(prompt) == 0:
+        prompt = _turns_before_answer(parsed.responses[0])
+    if len(prompt) > 0:
+        return _hash([prompt, parsed.tools])
+
     record = [parsed.prompt, *parsed.responses, parsed.tools]
     if parsed.variables:
         record.append(parsed.variables)
-    prompt: Any = parsed.prompt
-    if len(prompt) == 0 and isinstance(prompt, list):
-        first: Any = parsed.responses[0]
-        roles = [message["role"] for message in first]
-        prompt = first[: roles.index("assistant")] if "assistant" in roles else []
-    return _hash([prompt, parsed.tools] if len(prompt) else record)
+    return _hash(record)
+
+
+def _turns_before_answer(dialogue: Any) -> list[Message]:
+    """Return the turns before the first answer; none if there is no answer."""
+    for i, message in enumerate(dialogue):
+        if message["role"] == "assistant":
+            return list(dialogue[:i])
+    return []
 
 
 def _hash(parts: list[Any]) -> int:
