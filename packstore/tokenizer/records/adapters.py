@@ -28,7 +28,9 @@ class Adapter:
     Attributes:
         name: ``module:function`` or ``file.py:function``; for a function that cannot be
             imported, such as a lambda or one of a notebook, its own name.
-        is_importable: whether other processes can load it.
+        is_importable: whether other processes can load it by its name.
+        sha256: of the module's file, or of the function's source if it cannot be
+            imported; empty if there is neither.
     """
 
     def __init__(
@@ -46,7 +48,7 @@ class Adapter:
 
     def apply(self, record: Mapping[str, Any]) -> AdaptedRecord:
         """Return a record with the function's result, or the text of its error."""
-        tracked = _Tracked(record)
+        tracked = _TrackedRecord(record)
         adapted = AdaptedRecord(record)
         try:
             adapted.result = self._function(tracked)
@@ -56,16 +58,15 @@ class Adapter:
         return adapted
 
     def provenance(self) -> dict[str, Any]:
-        """Return the entries of the manifest: the name, and the hash of the function's
-        file.
-        """
+        """Return the entries of the manifest: the name and `sha256`."""
         return {"adapter": self.name, "adapter_sha256": self.sha256}
 
     def __reduce__(self) -> tuple[Any, ...]:
         if self.is_importable:
             return load_adapter, (self.name,)
-        # Other processes get records with the results of the function.
-        return Adapter, (_not_here, self.name, False, self.sha256)
+        # This process applies the function itself, and sends the others records with
+        # its results. Their adapter has a name and a hash, and no function.
+        return Adapter, (_raise_elsewhere, self.name, False, self.sha256)
 
 
 class AdaptedRecord(dict[str, Any]):
@@ -73,21 +74,24 @@ class AdaptedRecord(dict[str, Any]):
 
     Attributes:
         result: of the function; None if it raised an error.
-        columns: names that the function looked at.
+        columns: names of the columns that the function looked at.
         error: the text of the function's error, or empty.
     """
 
-    result: Any = None
-    columns: set[str] = set()  # noqa: RUF012  (replaced for each record)
-    error: str = ""
+    def __init__(self, record: Mapping[str, Any]) -> None:
+        super().__init__(record)
+        self.result: Any = None
+        self.columns: set[str] = set()
+        self.error = ""
 
 
-def _not_here(record: dict[str, Any]) -> Pair:
+def _raise_elsewhere(record: dict[str, Any]) -> Pair:
+    """Stand for a function that only the process of the user has."""
     raise RuntimeError("the adapter belongs to another process")
 
 
-class _Tracked(dict[str, Any]):
-    """A record that remembers the columns that are looked at."""
+class _TrackedRecord(dict[str, Any]):
+    """A record that remembers the columns that a function looks at."""
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(record)
@@ -114,7 +118,7 @@ class _Tracked(dict[str, Any]):
         return super().values()
 
 
-@functools.lru_cache(maxsize=8)
+@functools.lru_cache(maxsize=8)  # to unpickle an adapter is to load it
 def load_adapter(name: str) -> Adapter:
     """Return the adapter of ``module:function`` or ``file.py:function``.
 
@@ -127,31 +131,32 @@ def load_adapter(name: str) -> Adapter:
     if not (colon and place and function_name):
         raise ConfigError(sentence(where, rule, quote(name)))
     try:
-        module = (
-            _load_file(Path(place))
-            if place.endswith(".py")
-            else importlib.import_module(place)
-        )
-    except Exception as error:
+        if place.endswith(".py"):
+            module = _load_file(Path(place))
+        else:
+            module = importlib.import_module(place)
+    except Exception as error:  # a module may raise anything
         raise ConfigError(
             sentence(where, rule, f"{type(error).__name__}: {error}")
         ) from error
     function = getattr(module, function_name, None)
     if not callable(function):
         functions = ", ".join(
-            n for n, v in vars(module).items() if inspect.isfunction(v)
+            member
+            for member, value in vars(module).items()
+            if inspect.isfunction(value)
         )
         raise ConfigError(
             sentence(where, rule, f"no function {function_name!r} ({functions})")
         )
-    return Adapter(function, name, is_importable=True, sha256=_sha256(module))
+    return Adapter(function, name, is_importable=True, sha256=_file_sha256(module))
 
 
 def adapter_of(function: Function) -> Adapter:
-    """Return the adapter of a function, by its import path if it has one.
+    """Return the adapter of a function, by its module or file if it has one.
 
     Raises:
-        ConfigError: it is no function.
+        ConfigError: it is not callable.
     """
     if not callable(function):
         raise ConfigError(
@@ -161,30 +166,29 @@ def adapter_of(function: Function) -> Adapter:
         )
     name = getattr(function, "__qualname__", type(function).__name__)
     module = sys.modules.get(getattr(function, "__module__", "") or "")
-    file = getattr(module, "__file__", None)
-    if module is None or getattr(module, name, None) is not function:
-        return Adapter(
-            function, name, is_importable=False, sha256=_source_sha256(function)
-        )
-    if (
-        module.__name__ == "__main__"
-    ):  # to import a script or a notebook would run it again
-        return Adapter(
-            function, name, is_importable=False, sha256=_source_sha256(function)
-        )
+    if module is not None and getattr(module, name, None) is function:
+        place = _place_of(module)
+        if place is not None:
+            full_name = f"{place}:{name}"
+            sha256 = _file_sha256(module)
+            return Adapter(function, full_name, is_importable=True, sha256=sha256)
+    return Adapter(function, name, is_importable=False, sha256=_source_sha256(function))
+
+
+def _place_of(module: ModuleType) -> str | None:
+    """Return the name or file by which other processes load a module; None if they
+    cannot.
+    """
+    if module.__name__ == "__main__":
+        return None  # to import a script or a notebook would run it again
     if _is_importable(module):
-        name = f"{module.__name__}:{name}"
-    elif file and file.endswith(".py"):
-        name = f"{file}:{name}"
-    else:
-        return Adapter(
-            function, name, is_importable=False, sha256=_source_sha256(function)
-        )
-    return Adapter(function, name, is_importable=True, sha256=_sha256(module))
+        return module.__name__
+    file: str | None = getattr(module, "__file__", None)
+    return file if file and file.endswith(".py") else None
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """Return True if another process finds the module by its name."""
+    """Return True if Python finds the module by its name."""
     try:
         return importlib.util.find_spec(module.__name__) is not None
     except (ImportError, ValueError):
@@ -192,11 +196,10 @@ def _is_importable(module: ModuleType) -> bool:
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file under a name of its own, once a process."""
+    """Import a file as a module with a name of its own, once in a process."""
     resolved = path.resolve()
-    name = (
-        "packstore_adapter_" + hashlib.sha256(str(resolved).encode()).hexdigest()[:16]
-    )
+    path_hash = hashlib.sha256(str(resolved).encode()).hexdigest()
+    name = f"packstore_adapter_{path_hash[:16]}"
     if name in sys.modules:
         return sys.modules[name]
     if not resolved.is_file():
@@ -214,7 +217,7 @@ def _load_file(path: Path) -> ModuleType:
     return module
 
 
-def _sha256(module: ModuleType) -> str:
+def _file_sha256(module: ModuleType) -> str:
     """Return the sha256 of a module's file; empty without one."""
     file = getattr(module, "__file__", None)
     if not file or not Path(file).is_file():
