@@ -1,5 +1,5 @@
-"""A dialogue, rendered once: its text, the spans of the turns to learn, and omitted
-parts.
+"""A dialogue, rendered once: its text, the spans to learn, and parts that the template
+left out.
 """
 
 from __future__ import annotations
@@ -38,19 +38,21 @@ _NOTHING: tuple[Any, ...] = (None, "", "{}", "null", {}, [])
 
 _EMPTY_THINKING = re.compile(r"\n*(<think>)?\n*</think>\n{0,2}")
 _THOUGHT_ENDS = re.compile(r"</think(ing)?>|\[/think(ing)?\]", re.IGNORECASE)
-_OPEN_MARKER = re.compile("<[^<>]*$")
-"""An incomplete marker at the end."""
+_CUT_TAG = re.compile("<[^<>]*$")
+"""A tag that is cut off at the end of a text, such as ``<thi``."""
 
 ValuePath = tuple[int | str, ...]
 """Keys and indices of a value inside nested lists and objects."""
 
 
 class Content(NamedTuple):
-    """The place of a message's content in the rendered text."""
+    """The place of a message's content in the rendered text.
 
-    start: (
-        int | None
-    )  # None: the template writes something of the turn before the content
+    Attributes:
+        start: None if the turn may begin before its content, such as with reasoning.
+    """
+
+    start: int | None
     end: int
 
 
@@ -58,11 +60,15 @@ class Part(NamedTuple):
     """A part of the messages that must be rendered."""
 
     path: ValuePath
-    name: str  # for messages
+    name: str  # for error messages
 
 
 class Stretch(NamedTuple):
-    """Words of a content between the tags that the template names."""
+    """Words of a message's content without tags in them, such as ``</think>``.
+
+    Attributes:
+        is_thought: True if a tag that ends a thinking block follows.
+    """
 
     start: int
     end: int
@@ -73,13 +79,16 @@ class Dialogue:
     """A prompt and a response of messages, rendered once.
 
     A learned turn is supervised from the end of the prompt that asks for it through its
-    end-of-turn text. Both are found by rendering the messages before and through the
-    turn; where a template rewrites earlier turns, by marks around their content.
+    end-of-turn text. Both are found by rendering the messages before the turn, and the
+    messages through the turn. Some templates render a turn in another form once others
+    follow, such as without its reasoning; then marks around the content show its place.
 
     Args:
         first_side: the first side of the record, which has the same prompt and tools.
 
     Attributes:
+        text: the rendered messages, without a generation prompt at the end if EOS
+            follows.
         spans: the supervised characters of `text`, (start, end), in order.
         events: the events to note.
 
@@ -103,6 +112,7 @@ class Dialogue:
         self._first_side = first_side
         self._prompt_length = len(prompt)
         self._messages = _messages_for(template, [*prompt, *response])
+        # Indices of messages: the assistant's in the response, and those to supervise.
         self._answers = [
             i
             for i in range(len(prompt), len(self._messages))
@@ -115,11 +125,11 @@ class Dialogue:
         if self.spans != spans:
             self.events.append("empty_thinking")
         self._check_parts()
-        self._cut_written_prompt()
+        self.text = self._text_before_eos()
 
     @cached_property
-    def text(self) -> str:
-        """The rendered messages."""
+    def _text(self) -> str:
+        """The rendered messages, as the template writes them."""
         return self._rendered[0]
 
     @cached_property
@@ -131,18 +141,22 @@ class Dialogue:
         answers = self._answers
         if self._config.supervised_turns == "last":
             answers = answers[-1:]
+        # `response` and not `_messages`, which have lost the key.
         return [i for i in answers if SKIPPED not in response[i - self._prompt_length]]
 
-    def _cut_written_prompt(self) -> None:
-        """Note a generation prompt behind the last turn; remove it if EOS follows the
-        answer.
+    def _text_before_eos(self) -> str:
+        """Return the text, without a generation prompt after the last turn if EOS
+        follows.
+
+        Some templates write a generation prompt even if it is not requested; note it.
         """
         prompt = self._template.written_prompt
-        if not prompt or not self.text.endswith(prompt):
-            return
+        if not prompt or not self._text.endswith(prompt):
+            return self._text
         self.events.append("generation_prompt_always")
-        if self._config.append_eos:
-            self.text = self.text.removesuffix(prompt)
+        if not self._config.append_eos:
+            return self._text
+        return self._text.removesuffix(prompt)
 
     @property
     def system_end(self) -> int:
@@ -164,7 +178,7 @@ class Dialogue:
         return text.removesuffix(self._template.written_prompt)
 
     def _render_prompt(self, i: int) -> str:
-        """Render the first `i` messages, with the generation prompt."""
+        """Render the first `i` messages, with a generation prompt."""
         if i == self._prompt_length:
             return self._rendered_prompt
         return self._template.render(self._messages[:i], self._tools, prompt=True)
@@ -180,7 +194,7 @@ class Dialogue:
     def _free_characters(self, count: int) -> list[str]:
         """Return characters that occur neither in the dialogue nor in its rendering."""
         dialogue = as_json([self._messages, self._tools])
-        return free_characters(self._template.source + self.text + dialogue, count)
+        return free_characters(self._template.source + self._text + dialogue, count)
 
     @cached_property
     def _marks(self) -> list[tuple[str, str]]:
@@ -204,17 +218,17 @@ class Dialogue:
     def _spans_without_empty_turns(self) -> list[Span]:
         """Return the span of each learned turn; refuse empty turns, or note them."""
         empty_turns = [i for i in self._learned if not has_content(self._messages[i])]
-        is_any_answer = any(has_content(self._messages[i]) for i in self._answers)
-        if not empty_turns or not is_any_answer:
+        has_answer = any(has_content(self._messages[i]) for i in self._answers)
+        if not empty_turns or not has_answer:
+            # If all turns are empty, the policy `empty_side` has decided.
             return self._learned_spans()
         if self._config.on["empty_turn"] != "keep":
             raise Refused("empty_turn", f"message {empty_turns[0] + 1} is empty")
         self.events.append("empty_turn")
         try:
             return self._learned_spans()
-        except (
-            Refused
-        ):  # a template may hide where a turn without words is: it is only read
+        except Refused:
+            # The place of a turn without words may not show: do not supervise it.
             self._learned = [i for i in self._learned if i not in empty_turns]
             return self._learned_spans()
 
@@ -231,10 +245,15 @@ class Dialogue:
 
     def _learned_blocks(self, blocks: list[Span]) -> list[Span]:
         """Return the generation blocks that belong to the learned turns."""
-        first = self._start(self._prompt_length, low=0) if self._prompt_length else 0
-        blocks = [(max(start, first), end) for start, end in blocks if end > first]
+        prompt_end = 0
+        if self._prompt_length > 0:
+            prompt_end = self._start(self._prompt_length, low=0)
+        blocks = [
+            (max(start, prompt_end), end) for start, end in blocks if end > prompt_end
+        ]
         skipped = [i for i in self._answers if i not in self._learned]
         if skipped == self._answers[:-1]:
+            # Only the last answer is learned: its block is the last one.
             blocks = blocks[-1:]
         else:
             for turn in self._turn_spans(skipped):
@@ -264,18 +283,20 @@ class Dialogue:
         header = ""
         try:
             prompt = self._render_prompt(i)
-            if self.text.startswith(prompt):
+            if self._text.startswith(prompt):
                 return len(prompt)
             before = self._render(self._messages[:i])
             header = prompt.removeprefix(before)
         except Refused:
-            if (
-                i > 0
-            ):  # a dialogue that starts with the assistant has no prompt to render
+            # Before a first message of the assistant there is no prompt to render.
+            if i > 0:
                 raise
+
+        # The template renders the messages before in another form once this one
+        # follows: look for the header of the turn before its content.
         content = self._content(i)
         high = content.end if content.start is None else content.start
-        place = self.text.rfind(header, low, high) if header else -1
+        place = self._text.rfind(header, low, high) if header else -1
         if place >= 0:
             return place + len(header)
         if content.start is not None:
@@ -285,12 +306,12 @@ class Dialogue:
     def _start_after_shared_header(self, i: int, before: str, header: str) -> int:
         """Return the end of the header that the prompt and message `i` have in common.
 
-        A prompt may open a thinking block that a call lacks.
+        The generation prompt may open a thinking block, which a turn of calls lacks.
         """
-        if not self.text.startswith(before):
+        if not self._text.startswith(before):
             raise _turn_not_found(i)
-        shared = _common_prefix(header, self.text[len(before) :])
-        shared = _OPEN_MARKER.sub("", shared)
+        shared = _common_prefix(header, self._text[len(before) :])
+        shared = _CUT_TAG.sub("", shared)
         if not shared:
             raise _turn_not_found(i)
         return len(before) + len(shared)
@@ -298,15 +319,18 @@ class Dialogue:
     def _end(self, i: int) -> int:
         """Return the end of message `i`, including its end-of-turn text."""
         if i == len(self._messages) - 1:
-            return len(self.text.removesuffix(self._template.written_prompt))
+            return len(self._text.removesuffix(self._template.written_prompt))
         through_turn = self._render(self._messages[: i + 1])
-        if self.text.startswith(through_turn):
+        if self._text.startswith(through_turn):
             return len(through_turn)
+
+        # After the content, the end-of-turn text is as far as this text agrees with a
+        # rendering in which the turn is the last one.
         end = self._content(i).end
         opens, closes = self._marks[i]
         marked = [*self._messages[:i], _mark_content(self._messages[i], opens, closes)]
         after_content = self._render(marked).rpartition(closes)[2]
-        return end + len(_common_prefix(after_content, self.text[end:]))
+        return end + len(_common_prefix(after_content, self._text[end:]))
 
     def _content(self, i: int) -> Content:
         if i not in self._contents:
@@ -322,22 +346,18 @@ class Dialogue:
             else message
             for message, marks in zip(self._messages, self._marks, strict=True)
         ]
-        text, places = _remove_marks(
-            self._template.render(marked, self._tools), self._marks
-        )
-        if text != self.text:
-            raise Refused(
-                "template_refused", "the text of a turn depends on its content"
-            )
+        marked_text = self._template.render(marked, self._tools)
+        text, places = _remove_marks(marked_text, self._marks)
+        if text != self._text:
+            raise _content_not_copied()
         contents = {}
         for i, (opens, closes) in enumerate(self._marks):
-            if closes in places:
-                start = (
-                    places.get(opens)
-                    if _begins_with_content(self._messages[i])
-                    else None
-                )
-                contents[i] = Content(start, places[closes])
+            if closes not in places:
+                continue
+            start = None
+            if _begins_with_content(self._messages[i]):
+                start = places.get(opens)
+            contents[i] = Content(start, places[closes])
         return contents
 
     def _after_empty_thinking(self, span: Span) -> Span:
@@ -347,17 +367,18 @@ class Dialogue:
         the prompt.
         """
         start, end = span
-        block = _EMPTY_THINKING.match(self.text, start, end)
+        block = _EMPTY_THINKING.match(self._text, start, end)
         if block is None:
             return span
         opening_tag = block[1]
-        if opening_tag or self.text[:start].rstrip("\n").endswith("<think>"):
+        if opening_tag or self._text[:start].rstrip("\n").endswith("<think>"):
             return block.end(), end
         return span
 
     def _with_cause(self, error: Refused) -> Refused:
-        """Return a refusal that names its cause: a turn that was not rendered is not
-        found.
+        """Return a refusal that names its cause.
+
+        A turn may not be found because the template left a part out.
         """
         if error.reason != "template_refused":
             return error
@@ -365,12 +386,8 @@ class Dialogue:
             part_name = self._unrendered_part()
         except Refused:
             if any(text_arguments(self._messages)):
-                detail = (
-                    f"{error.detail}; arguments that are JSON text may have to "
-                    "be "
-                    "objects"
-                )
-                return Refused(error.reason, detail)
+                hint = "arguments that are JSON text may have to be objects"
+                return Refused(error.reason, f"{error.detail}; {hint}")
             return error
         if part_name and self._refuses_unrendered:
             return _unrendered(part_name)
@@ -389,10 +406,8 @@ class Dialogue:
         Raises:
             Refused: a part is not in the text, and the job does not keep such records.
         """
-        tools = (
-            None if self._first_side else self._tools
-        )  # the first side has checked them
-        if not tools and self._is_plain():
+        tools = None if self._first_side else self._tools  # checked with that side
+        if not tools and self._is_plainly_rendered():
             return
         part_name = self._unrendered_part()
         if part_name is None and tools and not self._shows_tools():
@@ -411,22 +426,22 @@ class Dialogue:
     def _has_quoted_arguments(self) -> bool:
         """Return True if the template quotes arguments that are JSON text."""
         return any(
-            as_json(arguments) in self.text
+            as_json(arguments) in self._text
             for arguments in text_arguments(self._messages)
         )
 
     def _has_unrendered_reasoning(self) -> bool:
         for message in self._messages:
             thought = message.get("reasoning_content") or ""
-            if thought.strip() not in self.text:
+            if thought.strip() not in self._text:
                 return True
         return False
 
-    def _is_plain(self) -> bool:
-        """Return True if every turn is plain text, and all certainly are in the text,
+    def _is_plainly_rendered(self) -> bool:
+        """Return True if every turn is words alone, and all certainly are in the text,
         in order.
         """
-        if any(len(message) != 2 for message in self._messages):
+        if not all(_is_role_and_content(message) for message in self._messages):
             return False
         contents = [(message["content"] or "").strip() for message in self._messages]
         return all(contents) and self._stand_in_order(contents)
@@ -438,7 +453,7 @@ class Dialogue:
         """
         end = 0
         for words in contents:
-            start = self.text.find(words, end)
+            start = self._text.find(words, end)
             if start < 0:
                 return False
             if len(words) <= SHORT and words in self._template.source:
@@ -453,14 +468,19 @@ class Dialogue:
         A part is in the text if changing it changes the text: templates may render it
         in another form.
         """
-        text = self.text
+        text = self._text
         parts = list(_parts_to_render(self._messages))
         marks = self._free_characters(len(parts))
         marked_parts = list(zip(parts, marks, strict=True))
+
+        # One rendering with all marks shows most parts.
         messages = self._messages
         for part, mark in marked_parts:
             messages = _mark_part(messages, part, mark)
         marked_text = self._render_if_possible(messages) or ""
+
+        # The others are changed one by one. If the template refuses a change, it reads
+        # the part.
         for part, mark in marked_parts:
             if mark in marked_text:
                 continue
@@ -470,9 +490,7 @@ class Dialogue:
         return None
 
     def _render_if_possible(self, messages: list[Message]) -> str | None:
-        """Render marked messages; None if the template refuses them: it reads the
-        marks.
-        """
+        """Render marked messages; return None if the template refuses them."""
         try:
             return self._template.render(messages, self._tools)
         except Refused:
@@ -483,46 +501,46 @@ class Dialogue:
         message.
 
         Templates may drop the words before a tag that they know, such as ``</think>``,
-        or an end of the content. A stretch is in the text if the marks at both of its
+        or the words at the end. A stretch is in the text if the marks at both of its
         ends are.
         """
+        messages = self._messages
         tags = self._template.tags
-        stretches = [list(_stretches(m["content"] or "", tags)) for m in self._messages]
-        if self._stand_in_order(_words_of(self._messages, stretches)):
-            return []
-        marked = [
-            _mark_stretches(message, parts, *marks)
-            for message, parts, marks in zip(
-                self._messages, stretches, self._marks, strict=True
-            )
+        stretches_of = [
+            list(_stretches(message["content"] or "", tags)) for message in messages
         ]
+        if self._stand_in_order(_words_of(messages, stretches_of)):
+            return []
+
+        marked = []
+        for i, message in enumerate(messages):
+            marked.append(_mark_stretches(message, stretches_of[i], *self._marks[i]))
         # If the template refuses the marks, nothing shows that the words are there.
-        rendered_characters = Counter(self._render_if_possible(marked) or "")
+        num_rendered = Counter(self._render_if_possible(marked) or "")
+
         events = set()
-        for parts, (text_mark, thought_mark) in zip(
-            stretches, self._marks, strict=True
-        ):
-            num_thoughts = sum(stretch.is_thought for stretch in parts)
-            num_texts = len(parts) - num_thoughts
-            if rendered_characters[text_mark] < 2 * num_texts:
+        for i, (text_mark, thought_mark) in enumerate(self._marks):
+            num_thoughts = sum(stretch.is_thought for stretch in stretches_of[i])
+            num_texts = len(stretches_of[i]) - num_thoughts
+            if num_rendered[text_mark] < 2 * num_texts:
                 events.add("text_unrendered")
-            if rendered_characters[thought_mark] < 2 * num_thoughts:
+            if num_rendered[thought_mark] < 2 * num_thoughts:
                 events.add("reasoning_unrendered")
         return sorted(events)
 
     def _shows_tools(self) -> bool:
         """Return True if the text would change without the tools."""
         try:
-            return self._template.render(self._messages) != self.text
+            return self._template.render(self._messages) != self._text
         except Refused:
             return True
 
 
 def _messages_for(template: ChatTemplate, messages: list[Message]) -> list[Message]:
-    """Return messages without packstore's own marks, and without nulls if they must be
-    text.
+    """Return messages without the key `SKIPPED`, and with empty text for null if the
+    template does not take null.
     """
-    if all(len(message) == 2 for message in messages):
+    if all(_is_role_and_content(message) for message in messages):
         return messages
     messages = [_without_key(message, SKIPPED) for message in messages]
     has_calls = any("tool_calls" in message for message in messages)
@@ -532,6 +550,11 @@ def _messages_for(template: ChatTemplate, messages: list[Message]) -> list[Messa
     return messages
 
 
+def _is_role_and_content(message: Message) -> bool:
+    """Return True for a message without calls, reasoning or other keys."""
+    return len(message) == 2
+
+
 def _without_key(message: Message, removed_key: str) -> Message:
     return {key: value for key, value in message.items() if key != removed_key}
 
@@ -539,6 +562,12 @@ def _without_key(message: Message, removed_key: str) -> Message:
 def _turn_not_found(i: int) -> Refused:
     return Refused(
         "template_refused", f"message {i + 1} cannot be found in the rendered text"
+    )
+
+
+def _content_not_copied() -> Refused:
+    return Refused(
+        "template_refused", "the template changes or repeats the content of a turn"
     )
 
 
@@ -595,9 +624,7 @@ def _remove_marks(
     places = {}
     for mark, after in zip(parts[1::2], parts[2::2], strict=True):
         if mark in places:
-            raise Refused(
-                "template_refused", "the text of a turn depends on its content"
-            )
+            raise _content_not_copied()
         places[mark] = len(unmarked)
         unmarked += after
     return unmarked, places
@@ -605,11 +632,10 @@ def _remove_marks(
 
 def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[Stretch]:
     """Yield the stretches of a content that have words."""
-    tag_edges = itertools.chain.from_iterable(
-        match.span() for match in tags.finditer(content)
-    )
-    edges = [0, *tag_edges, len(content)]
-    for start, end in zip(edges[::2], edges[1::2], strict=True):
+    matches = list(tags.finditer(content))
+    starts = [0] + [match.end() for match in matches]
+    ends = [match.start() for match in matches] + [len(content)]
+    for start, end in zip(starts, ends, strict=True):
         words = content[start:end].strip()
         if words:
             first = content.index(words, start)
@@ -617,13 +643,11 @@ def _stretches(content: str, tags: re.Pattern[str]) -> Iterator[Stretch]:
             yield Stretch(first, first + len(words), is_thought)
 
 
-def _words_of(messages: list[Message], stretches: list[list[Stretch]]) -> list[str]:
-    """Return the words of all stretches, in order; `stretches`: those of each
-    message.
-    """
+def _words_of(messages: list[Message], stretches_of: list[list[Stretch]]) -> list[str]:
+    """Return the words of the stretches of each message, in order."""
     words = []
-    for message, parts in zip(messages, stretches, strict=True):
-        for stretch in parts:
+    for message, stretches in zip(messages, stretches_of, strict=True):
+        for stretch in stretches:
             words.append(message["content"][stretch.start : stretch.end])
     return words
 
@@ -631,7 +655,7 @@ def _words_of(messages: list[Message], stretches: list[list[Stretch]]) -> list[s
 def _mark_stretches(
     message: Message, stretches: list[Stretch], text_mark: str, thought_mark: str
 ) -> Message:
-    """Put a mark at both ends of each stretch, another one for thoughts."""
+    """Put a mark at both ends of each stretch: one for text, another for thoughts."""
     if not stretches:
         return message
     content = message["content"]
@@ -639,12 +663,8 @@ def _mark_stretches(
     end = 0
     for stretch in stretches:
         mark = thought_mark if stretch.is_thought else text_mark
-        text += (
-            content[end : stretch.start]
-            + mark
-            + content[stretch.start : stretch.end]
-            + mark
-        )
+        words = content[stretch.start : stretch.end]
+        text += content[end : stretch.start] + mark + words + mark
         end = stretch.end
     return {**message, "content": text + content[end:]}
 
@@ -677,7 +697,7 @@ def _mark_part(messages: list[Message], part: Part, mark: str) -> list[Message]:
             return text + mark
 
         marked = map_strings(value, add_mark)
-        if marked == value:  # neither text nor keys
+        if marked == value:  # it holds no string, such as a number
             marked = mark
     changed: list[Message] = _replace_at(messages, part.path, marked)
     return changed
