@@ -112,9 +112,7 @@ class TrainConfig(TrainModelConfig):
     activation_checkpointing: bool | None = setting(
         None, "recompute layers in the backward pass"
     )
-    logging_steps: float = setting(
-        10, "steps between log lines, after the first 10 steps", low=0
-    )
+    logging_steps: float = setting(10, "steps between log lines, after step 10", low=0)
     eval_steps: float | None = setting(
         None, "steps between evaluations (default: only at the end)"
     )
