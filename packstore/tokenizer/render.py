@@ -1,11 +1,16 @@
-"""Renders parsed records as texts: template, control strings, and supervised spans."""
+"""Renders a parsed record as text, ready to be encoded.
+
+Messages pass through the chat template. Control strings (``<|im_end|>``) that the
+record itself holds are refused, or become control ids or plain text, as the setting
+``special_tokens`` decides.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 from packstore.config import TokenizeConfig
 from packstore.errors import TokenizerError, quote, sentence
@@ -21,15 +26,15 @@ from packstore.tokenizer.tokenizer import Tokenizer
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 _OPENING_TAG = re.compile(r"\s*(<[\w-]+>|\[[\w-]+\])\s?")
-"""A tag at the beginning of a text."""
+"""A tag at the beginning of a text, with one white space after it."""
 
 
 class Rendered(NamedTuple):
-    """A record as texts.
+    """A rendered record.
 
     Attributes:
-        parsed: the record as it was rendered.
-        drafts: the texts of its sequences.
+        parsed: the record, without tags that the chat template writes itself.
+        drafts: one for each response: the text of prompt and response.
         events: the events to note.
     """
 
@@ -41,10 +46,11 @@ class Rendered(NamedTuple):
 def render_record(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> Rendered:
-    """Return the texts of a record's sequences.
+    """Render a record.
 
-    Tags that the template writes around text which stands in them already are written
-    once.
+    A message may bring the tags that the template writes around it, such as
+    ``<tool_response>``. They are then removed from the message, and the record is
+    rendered again.
 
     Raises:
         Refused: for a reason of :data:`packstore.config.REASONS`.
@@ -52,14 +58,16 @@ def render_record(
     drafts, events = _draft(parsed, tokenizer, config)
     if not parsed.is_chat:
         return Rendered(parsed, drafts, events)
-    texts = [draft.text.replace(draft.guard, "") for draft in drafts]
-    prompt = _without_tags(parsed.prompt, texts[0])
+
+    texts = [_unguarded_text(draft) for draft in drafts]
+    prompt = _without_tags(parsed.prompt, texts[0])  # all texts begin with the prompt
     responses = [
         _without_tags(response, text)
         for response, text in zip(parsed.responses, texts, strict=True)
     ]
-    if [prompt, *responses] == [parsed.prompt, *parsed.responses]:
+    if prompt == parsed.prompt and responses == list(parsed.responses):
         return Rendered(parsed, drafts, events)
+
     parsed = parsed._replace(prompt=prompt, responses=responses)
     drafts, events = _draft(parsed, tokenizer, config)
     return Rendered(parsed, drafts, [*events, "tags_once"])
@@ -68,24 +76,27 @@ def render_record(
 def _draft(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
-    """Return the texts of a record's sequences, and events to note."""
+    """Return the drafts of a record's sequences, and events to note."""
+    record_text = _text_of(parsed)
+    events = _note_foreign_template(record_text, tokenizer, config)
     guard = ""
-    text = _text_of(parsed)
-    events = _note_foreign_template(text, tokenizer, config)
     is_rendered = _is_rendered(parsed, tokenizer, config)
     if is_rendered:
         events.append("rendered_text")
     else:
         parsed, guard, control_events = _apply_special_tokens(
-            parsed, text, tokenizer, config
+            parsed, record_text, tokenizer, config
         )
         events += control_events
-    if isinstance(parsed.prompt, str):
-        is_literal = config.on["special_tokens"] == "keep" and not is_rendered
-        drafts = _draft_text(parsed, "literal" if is_literal else "control")
-    else:
+
+    if parsed.is_chat:
         drafts, chat_events = _draft_messages(parsed, tokenizer, config, guard)
         events += chat_events
+    else:
+        # "keep" keeps a record with control strings: they are plain text.
+        is_literal = config.on["special_tokens"] == "keep" and not is_rendered
+        drafts = _draft_text(parsed, "literal" if is_literal else "control")
+
     drafts, unicode_events = _replace_surrogates(drafts, config)
     if guard:
         _check_separable(drafts, tokenizer)
@@ -93,22 +104,25 @@ def _draft(
 
 
 def _draft_text(parsed: Parsed, mode: Mode) -> list[Draft]:
-    """Return the sequences of a record of text."""
-    prompt: Any = parsed.prompt
+    """Return the drafts of a record of text."""
+    prompt = cast(str, parsed.prompt)
+    responses = cast(Sequence[str], parsed.responses)
     drafts = []
-    for response in parsed.responses:
+    for response in responses:
         text = prompt + response
-        drafts.append(Draft(text, ((len(prompt), len(text)),), mode))
+        response_span = (len(prompt), len(text))
+        drafts.append(Draft(text=text, spans=(response_span,), mode=mode))
     return drafts
 
 
 def _replace_surrogates(
     drafts: list[Draft], config: TokenizeConfig
 ) -> tuple[list[Draft], list[str]]:
-    """Return texts of valid Unicode, and events to note.
+    """Return drafts of valid Unicode, and events to note.
 
     Raises:
-        Refused: the job does not replace surrogates (``invalid_unicode``).
+        Refused: a text holds surrogates, and the job does not keep such records
+            (``invalid_unicode``).
     """
     try:
         "".join(draft.text for draft in drafts).encode()
@@ -118,32 +132,36 @@ def _replace_surrogates(
             raise Refused("invalid_unicode", detail) from None
     else:
         return drafts, []
+
+    # "keep" keeps the record, not its surrogates: UTF-8 has none.
     valid = [draft._replace(text=_SURROGATES.sub("�", draft.text)) for draft in drafts]
     return valid, ["unicode_replaced"]
 
 
 def is_rendered_prompt(prompt: str, tokenizer: Tokenizer) -> bool:
-    """Return True if a text begins as chat templates render dialogues, also of other
-    models.
+    """Return True if a prompt begins like a dialogue rendered by a chat template, of
+    this model or of another.
     """
     if beginning_of_template(prompt):
         return True
-    return holds(prompt, tokenizer.control_hint) and bool(
-        begins_rendered(prompt, tokenizer)
-    )
+    if not holds(prompt, tokenizer.control_hint):  # faster than the pattern
+        return False
+    return bool(_control_at_beginning(prompt, tokenizer))
 
 
-def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
-    """Return the control string of the chat template that a rendered text begins with;
-    or none.
+def _control_at_beginning(text: str, tokenizer: Tokenizer) -> str:
+    """Return the control string at the beginning of a rendered text, or an empty text.
 
-    Without a template any control string counts.
+    The chat template must write it; without a template any control string counts.
     """
     match = tokenizer.controls.match(text.lstrip())
     template = tokenizer.template
     if match is None:
-        letters = beginning_of_template(text)
-        return letters if template is not None and letters in template.source else ""
+        # A template may write control strings that are plain text to its tokenizer.
+        beginning = beginning_of_template(text)
+        is_written = template is not None and beginning in template.source
+        return beginning if is_written else ""
+
     control = match[0]
     if template is None or control == tokenizer.bos_token or _writes(template, control):
         return control
@@ -151,7 +169,10 @@ def begins_rendered(text: str, tokenizer: Tokenizer) -> str:
 
 
 def _writes(template: ChatTemplate, control: str) -> bool:
-    """Return True if a template may write a control string; some make it of a role."""
+    """Return True if a template may write a control string.
+
+    Some build it around the role: ``'<|' + message.role + '|>'``.
+    """
     if control in template.source:
         return True
     for role in ("user", "system"):
@@ -162,35 +183,53 @@ def _writes(template: ChatTemplate, control: str) -> bool:
 
 
 def _is_rendered(parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig) -> bool:
-    """Return True for text that begins as rendered text does, or has EOS behind all
-    answers.
+    """Return True for text that a chat template has rendered.
+
+    Its prompt begins with a control string of the template, or all its responses end
+    with EOS.
 
     Raises:
-        Refused: an answer begins so, too.
+        Refused: a response begins with the same control string as the prompt.
     """
     prompt = parsed.prompt
-    eos = tokenizer.eos_token
-    if not isinstance(prompt, str) or config.on["special_tokens"] != "keep":
+    if not isinstance(prompt, str):
         return False
-    responses: Any = parsed.responses
-    beginning = begins_rendered(prompt, tokenizer)
+    # With other settings, control strings of any text become ids, or are refused.
+    if config.on["special_tokens"] != "keep":
+        return False
+
+    responses = cast(Sequence[str], parsed.responses)
+    beginning = _control_at_beginning(prompt, tokenizer)
     if beginning:
         if any(response.lstrip().startswith(beginning) for response in responses):
             remedy = "Leave the text of the prompt out of the answers"
             detail = f"an answer that begins with {beginning!r}, too"
             raise Refused("no_common_prompt", detail, remedy)
         return True
-    if not eos or tokenizer.controls.search(prompt):  # a prompt may quote some
+
+    # Control strings further inside a prompt are quotations: it is plain text.
+    if tokenizer.controls.search(prompt):
+        return False
+    eos = tokenizer.eos_token
+    if not eos:
         return False
     return all(response.rstrip().endswith(eos) for response in responses)
 
 
-def _without_tags(messages: Any, text: str) -> list[Message]:
-    """Return messages without the tags that stand twice around their contents in a
-    rendering.
+def _unguarded_text(draft: Draft) -> str:
+    """Return the text of a draft without the guard (see :func:`_insert_guard`)."""
+    return draft.text.replace(draft.guard, "")
 
-    Sets for Hermes have results in ``<tool_response>``, which Qwen's templates write
-    around them.
+
+def _without_tags(messages: Any, text: str) -> list[Message]:
+    """Return messages without tags around their contents that the template wrote again.
+
+    Datasets for Hermes, for example, bring tool results in ``<tool_response>``, and
+    Qwen's templates write it around them.
+
+    Args:
+        messages: the prompt or a response.
+        text: the rendered dialogue.
     """
     return [_without_tag(message, text) for message in messages]
 
@@ -204,10 +243,13 @@ def _without_tag(message: Message, text: str) -> Message:
     closing_tag = f"{opening_tag[0]}/{opening_tag[1:]}"
     if not content.endswith(closing_tag):
         return message
+
+    # Neighbouring parts are the text before and after one occurrence of the content.
     for before, after in itertools.pairwise(text.split(content.lstrip())):
-        if before.rstrip().endswith(opening_tag) and after.lstrip().startswith(
-            closing_tag
-        ):
+        has_opening_tag = before.rstrip().endswith(opening_tag)
+        has_closing_tag = after.lstrip().startswith(closing_tag)
+        if has_opening_tag and has_closing_tag:
+            # One white space inside each tag goes with it: the template writes its own.
             inner = content[beginning.end() :].removesuffix(closing_tag)
             has_trailing_space = inner[-1:].isspace()
             return {**message, "content": inner[:-1] if has_trailing_space else inner}
@@ -215,8 +257,8 @@ def _without_tag(message: Message, text: str) -> Message:
 
 
 def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
-    """Raise for guarded texts with control strings that this tokenizer cannot encode
-    alone.
+    """Raise if the tokenizer cannot encode control strings apart from the text around
+    them, as guarded texts require.
     """
     names = [
         name for draft in drafts for name in tokenizer.controls.findall(draft.text)
@@ -227,12 +269,13 @@ def _check_separable(drafts: list[Draft], tokenizer: Tokenizer) -> None:
 
 
 def _text_of(parsed: Parsed) -> str:
-    """Return all text of a record, of messages as JSON."""
-    prompt: Any = parsed.prompt
-    if isinstance(prompt, str):
-        return "\n".join([prompt, *parsed.responses])
+    """Return all text of a record: of a record of messages, its JSON."""
+    if isinstance(parsed.prompt, str):
+        responses = cast(Sequence[str], parsed.responses)
+        return "\n".join([parsed.prompt, *responses])
+    values = [parsed.prompt, parsed.responses, parsed.tools, parsed.variables]
     try:
-        return as_json([prompt, parsed.responses, parsed.tools, parsed.variables])
+        return as_json(values)
     except TypeError as error:  # records made in Python may hold any object
         raise Refused(
             "wrong_type", f"tools and tool calls must be JSON values: {error}"
@@ -240,7 +283,7 @@ def _text_of(parsed: Parsed) -> str:
 
 
 def _note_foreign_template(
-    text: str, tokenizer: Tokenizer, config: TokenizeConfig
+    record_text: str, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> list[str]:
     """Return an event if a text holds control strings of another model's chat template.
 
@@ -248,7 +291,7 @@ def _note_foreign_template(
         Refused: the job refuses control strings in text (``special_tokens``).
     """
     for pattern in tokenizer.foreign_controls:
-        match = pattern.search(text)
+        match = pattern.search(record_text)
         if match is None:
             continue
         if config.on["special_tokens"] in ("drop", "error"):
@@ -259,34 +302,42 @@ def _note_foreign_template(
 
 
 def _apply_special_tokens(
-    parsed: Parsed, text: str, tokenizer: Tokenizer, config: TokenizeConfig
+    parsed: Parsed, record_text: str, tokenizer: Tokenizer, config: TokenizeConfig
 ) -> tuple[Parsed, str, list[str]]:
-    """Apply the setting for control strings in a record's own text.
+    """Apply the setting ``special_tokens`` to control strings in a record.
 
     Returns:
-        The record, a guard inserted into its control strings, and events to note.
+        The record, the guard inserted into its control strings (see
+        :func:`_insert_guard`) or an empty text, and events to note.
     """
     match = None
-    if tokenizer.control_hint in text:
-        match = tokenizer.controls.search(text)
+    if holds(record_text, tokenizer.control_hint):
+        match = tokenizer.controls.search(record_text)
     if match is None:
         return parsed, "", []
-    answer = config.on["special_tokens"]
-    if answer in ("drop", "error"):
+
+    setting = config.on["special_tokens"]
+    if setting in ("drop", "error"):
         raise Refused("special_tokens", f"the text holds {match[0]!r}")
-    if answer == "control":
+    if setting == "control":
         return parsed, "", ["special_tokens_control"]
+
     events = ["special_tokens_literal"]
-    if isinstance(parsed.prompt, str):
-        return parsed, "", events
-    template = tokenizer.template_for(parsed.tools, {})
+    if not parsed.is_chat:
+        return parsed, "", events  # all of the text is literal
+    template = tokenizer.template_for(parsed.tools, {})  # variables change no source
     source = template.source if template else ""
-    guard = free_characters(text + source, 1)[0]
+    guard = free_characters(record_text + source, 1)[0]
     return _insert_guard(parsed, guard, tokenizer), guard, events
 
 
 def _insert_guard(parsed: Parsed, guard: str, tokenizer: Tokenizer) -> Parsed:
-    """Return a record with a guard between all characters of its control strings."""
+    """Return a record with a guard between all characters of its control strings.
+
+    The guard is a character that occurs in neither record nor template. In the rendered
+    text it marks control strings of the record, which are encoded as plain text; the
+    template's become control ids. The encoder removes it.
+    """
 
     def guard_match(match: re.Match[str]) -> str:
         return guard.join(match[0])
@@ -303,8 +354,8 @@ def _insert_guard(parsed: Parsed, guard: str, tokenizer: Tokenizer) -> Parsed:
 
 
 def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> None:
-    """Raise for text or lists, such as instructions and tools, that a template does not
-    read.
+    """Raise if a template does not read a variable with text, a list or an object, such
+    as instructions or tools.
     """
     for name, value in variables.items():
         if not isinstance(value, str | list | dict) or not value:
@@ -320,20 +371,36 @@ def _check_variables(variables: Mapping[str, Any], template: ChatTemplate) -> No
 def _draft_messages(
     parsed: Parsed, tokenizer: Tokenizer, config: TokenizeConfig, guard: str
 ) -> tuple[list[Draft], list[str]]:
-    """Return the sequences of a record of messages, and events to note."""
+    """Return the drafts of a record of messages, and events to note."""
     template = _template_of(parsed, tokenizer, config)
     _check_variables(parsed.variables or {}, template)
-    prompt: Any = parsed.prompt
-    responses: Any = parsed.responses
+    prompt = cast(list[Message], parsed.prompt)
+    responses = cast(Sequence[list[Message]], parsed.responses)
     mode: Mode = "guarded" if guard else "control"
+
     drafts = []
     events = []
-    first_side = None
+    first_dialogue = None
     for response in responses:
-        side = Dialogue(template, prompt, response, parsed.tools, config, first_side)
-        first_side = first_side or side
-        drafts.append(Draft(side.text, side.spans, mode, guard, side.system_end, True))
-        events += side.events
+        dialogue = Dialogue(
+            template,
+            prompt,
+            response,
+            parsed.tools,
+            config,
+            first_side=first_dialogue,
+        )
+        first_dialogue = first_dialogue or dialogue
+        draft = Draft(
+            text=dialogue.text,
+            spans=dialogue.spans,
+            mode=mode,
+            guard=guard,
+            system_end=dialogue.system_end,
+            from_template=True,
+        )
+        drafts.append(draft)
+        events += dialogue.events
     return drafts, events
 
 
