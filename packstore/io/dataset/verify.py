@@ -32,8 +32,8 @@ JOBS = 4
 """Default maximum of shards verified in parallel."""
 
 TOLERANCE = 1e-6
-"""Largest error of a fraction in the statistics: writers may round, and divide
-otherwise.
+"""Largest error of a fraction in the statistics: other writers may round it, or compute
+it in another order.
 """
 
 
@@ -65,7 +65,9 @@ def verify(
     progress: Progress | None,
     jobs: int | None = None,
 ) -> VerifyReport:
-    """Verify a dataset in 16 bytes of memory per example, and two row groups per job.
+    """Verify a dataset.
+
+    It takes 16 bytes of memory per example, and two row groups per job.
 
     Args:
         location: folder of the dataset.
@@ -84,12 +86,12 @@ def verify(
     if manifest.pack_index is not None:
         with problems.collect():
             index = PackIndex(location, manifest, manifest.pack_index)
-    for file in manifest.further_files:
+    for file in manifest.further_files:  # of later releases: only hashes are known
         with problems.collect():
             check_stored(location, file)
 
     counter = PackCounter()
-    example_ids: list[Int64] = []
+    example_ids: list[Int64] = []  # one array for each row group
     num_bytes = 0
     num_shards = len(manifest.shards)
     check_shard = partial(_check_shard, location, manifest, index)
@@ -105,7 +107,8 @@ def verify(
 
     where = location.display
     totals = counter.totals(num_bytes)
-    if not problems:
+    if not problems:  # otherwise the counts lack damaged row groups
+        # Not compared: the figures of the planner cannot be counted from packs.
         planning = manifest.statistics.planning
         statistics = counter.statistics(manifest.pack_size, planning)
         _compare_totals(problems, where, manifest.totals, totals)
@@ -128,7 +131,7 @@ class _Problems(list[str]):
             self.append(str(error))
 
     def compare(self, where: str, name: str, recorded: object, actual: object) -> None:
-        """Add a problem if a value of the manifest is not the actual one."""
+        """Add a problem if the manifest records another value than the actual one."""
         if isinstance(recorded, float) and isinstance(actual, float):
             is_equal = abs(recorded - actual) <= TOLERANCE
         else:
@@ -184,11 +187,11 @@ def _check_distinct_ids(
 
 @dataclass
 class _ShardResult:
-    """Problems and counts of one shard."""
+    """Problems, counts and example ids of one shard."""
 
     problems: _Problems = field(default_factory=_Problems)
     counter: PackCounter = field(default_factory=PackCounter)
-    example_ids: list[Int64] = field(default_factory=list)  # of each row group
+    example_ids: list[Int64] = field(default_factory=list)  # see `verify`
     num_bytes: int = 0
 
 
@@ -204,7 +207,7 @@ def _check_shard(
         problems.compare(where, "bytes", shard.bytes, result.num_bytes)
         reader = ShardReader(location, manifest, shard, stream)
         with problems.collect(), reader.error_context("footer"):
-            reader.footer()  # also of a shard without row groups
+            reader.footer()  # raises if it is damaged
         if problems:  # each row group would repeat them
             return result
 
@@ -219,8 +222,8 @@ def _check_shard(
         _compare_figures(problems, where, shard, figures, shard_figures)
         if index is not None and not problems:
             with problems.collect():
-                recorded = index.shard(number)
-                require_same(recorded, shard_figures.sizes, index.where, where)
+                recorded_sizes = index.shard(number)
+                require_same(recorded_sizes, shard_figures.sizes, index.where, where)
     return result
 
 
@@ -232,8 +235,8 @@ def _read_row_groups(
     first_row = 0
     for group, rows in enumerate(reader.shard.row_groups.rows.tolist()):
         with result.problems.collect():
-            packs = reader.read_packs(group)
-            if manifest.layout == "shared_prefix":  # a read checks all else
+            packs = reader.read_packs(group)  # checks all rules except the next one
+            if manifest.layout == "shared_prefix":
                 check_prefix(packs, reader.where, first_row)
             figures.append(PackFigures.of(packs, manifest.kind))
             result.counter.add(figures[-1], packs.lengths)
@@ -249,8 +252,8 @@ def _check_sources(
     num_sources = len(manifest.provenance["sources"])
     if not num_sources:
         return
-    # The ids of a shard with a base have their sources moved, too: only the manifest
-    # of a combined dataset counts these.
+    # `example_id_base` also shifts the numbers of sources in the ids. Only a combined
+    # dataset lists sources by shifted numbers; otherwise they cannot be checked.
     is_combined = "combined_from" in manifest.provenance
     if shard.example_id_base != 0 and not is_combined:
         return
@@ -275,7 +278,7 @@ def _compare_figures(
     figures: Sequence[PackFigures],
     shard_figures: PackFigures,
 ) -> None:
-    """Compare counts that a read does not check.
+    """Compare counts that :meth:`ShardReader.read_packs` does not check.
 
     Args:
         problems: where differences are added.
