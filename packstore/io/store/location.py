@@ -1,8 +1,8 @@
 """Reads and writes files in a local folder or at any fsspec URL.
 
-A :class:`Location` is a URL with its options, and pickles as these. Each process opens
-its own filesystem. All errors are a :class:`StorageError` of one line that names the
-location, without the secrets in its URL or options.
+A :class:`Location` is a URL with its options. Only these are pickled: each process
+opens its own filesystem. Every error is a :class:`StorageError`, one line that names
+the location without the secrets in its URL or options.
 """
 
 from __future__ import annotations
@@ -40,12 +40,20 @@ from packstore.secrets import without_secrets
 
 T = TypeVar("T")
 
-VERSIONS = ("VersionId", "version_id", "generation", "ETag", "etag", "e_tag", "md5Hash")
-"""Fields of a client's answer that change with the content of an object."""
+VERSION_FIELDS = (
+    "VersionId",
+    "version_id",
+    "generation",
+    "ETag",
+    "etag",
+    "e_tag",
+    "md5Hash",
+)
+"""Fields of a client's answer about a file that change with its content."""
 
 _BUFFER_BYTES = 1 << 20
 
-# Neither a login nor a query can be in such a URL, and it resembles no other.
+# A path, or a URL without a login and a query, that cannot be a mistyped URL.
 _PLAIN_URL = re.compile(
     r"/|(?:[A-Za-z][A-Za-z0-9+.-]*://|/)?[^:@?#;/]+(?:/[^:@?#;/]+)*/?"
 )
@@ -53,7 +61,7 @@ _RELATIVE_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.=-]*")
 
 
 class Entry(NamedTuple):
-    """One file of a listing: its name in the folder, and its size in bytes."""
+    """A file or folder of a listing: its name, and its size in bytes."""
 
     name: str
     size: int
@@ -83,7 +91,7 @@ class Location:
 
     def __post_init__(self) -> None:
         url = os.fspath(self.url)
-        # Most locations are joined from others; only the URL at the door is parsed.
+        # A cheap test first: most locations are joined from checked ones.
         if _PLAIN_URL.fullmatch(url):
             display_url = to_unicode(url)
         else:
@@ -105,9 +113,10 @@ class Location:
 
     @property
     def digest(self) -> str:
-        """A hash of the place: of the URL, and of options such as the endpoint.
+        """A hash of the URL, and of options such as the endpoint.
 
-        Credentials, which may change with time, do not count.
+        Logins and secret options do not count, as they may change with time; a query
+        does, as it may choose the file.
         """
         options = json.dumps(
             without_secrets(self.storage_options), sort_keys=True, default=repr
@@ -152,8 +161,8 @@ class Location:
 
     def size(self, path: str = "") -> int:
         """Return the bytes of the file."""
-        fs, full = self.filesystem(path)
-        info = self.request("read", path, partial(fs.info, full))
+        fs, full_path = self.filesystem(path)
+        info = self.request("read", path, partial(fs.info, full_path))
         return int(info["size"] or 0)
 
     def object_version(self, path: str = "") -> str:
@@ -165,7 +174,7 @@ class Location:
             info = self._info(path) or {}
         except StorageError:
             return ""
-        for name in VERSIONS:
+        for name in VERSION_FIELDS:
             value = str(info.get(name) or "").strip('"')
             if value not in ("", "null"):  # S3 has "null" in buckets without versions
                 return f"{name} {value}"
@@ -176,13 +185,18 @@ class Location:
         return [entry for entry in self.entries(path) if not entry.is_folder]
 
     def entries(self, path: str = "") -> list[Entry]:
-        """List files and folders directly in a folder, by name; follow links.
+        """List files and folders directly in a folder, by name.
+
+        Links are followed. Hidden entries of other types (sockets, dangling links) are
+        left out.
 
         Raises:
-            StorageError: an entry that is not hidden is neither file nor folder.
+            StorageError: an entry that is not hidden is of another type.
         """
-        fs, full = self.filesystem(path)
-        listing = self.request("list", path, partial(clients.ls, fs, full, self.url))
+        fs, full_path = self.filesystem(path)
+        listing = self.request(
+            "list", path, partial(clients.ls, fs, full_path, self.url)
+        )
 
         entries = []
         for name, info in listing:
@@ -190,8 +204,8 @@ class Location:
             if not is_plain and name.startswith("."):
                 continue
             relative_path = f"{path}/{name}".lstrip("/")
-            full_path = f"{full.rstrip('/')}/{name}"
-            is_file = self._is_file(fs, full_path, info, relative_path)
+            entry_path = f"{full_path.rstrip('/')}/{name}"
+            is_file = self._is_file(fs, entry_path, info, relative_path)
             entry = Entry(name, size=int(info["size"] or 0), is_folder=not is_file)
             entries.append(entry)
         return sorted(entries)
@@ -204,8 +218,10 @@ class Location:
         Raises:
             StorageError: a match is neither file nor folder.
         """
-        fs, full = self.filesystem()
-        matches = self.request("list", "", partial(clients.glob, fs, full, self.url))
+        fs, full_path = self.filesystem()
+        matches = self.request(
+            "list", "", partial(clients.glob, fs, full_path, self.url)
+        )
 
         locations = []
         for path in sorted(matches):
@@ -215,17 +231,20 @@ class Location:
                 locations.append(location)
         return locations
 
-    def _is_file(self, fs: Any, full: str, info: Mapping[str, Any], path: str) -> bool:
-        return self.request("read", path, partial(clients.is_file, fs, full, info))
+    def _is_file(
+        self, fs: Any, full_path: str, info: Mapping[str, Any], path: str
+    ) -> bool:
+        """Return True for a file, False for a folder; raise StorageError otherwise."""
+        return self.request("read", path, partial(clients.is_file, fs, full_path, info))
 
     def _info(self, path: str) -> Mapping[str, Any] | None:
         """Return the client's answer about a file or folder; None if it is missing."""
-        fs, full = self.filesystem(path)
+        fs, full_path = self.filesystem(path)
 
         def info() -> Mapping[str, Any] | None:
             fs.invalidate_cache()
             try:
-                return dict(fs.info(full))
+                return dict(fs.info(full_path))
             except (FileNotFoundError, NotADirectoryError):
                 return None
 
@@ -235,12 +254,12 @@ class Location:
 
     def open_read(self, path: str = "") -> io.BufferedReader:
         """Open the file as a binary stream; its errors are storage errors."""
-        fs, full = self.filesystem(path)
+        fs, full_path = self.filesystem(path)
 
         def open_raw() -> Any:
             if local.is_local(fs):
-                return io.FileIO(local.require_regular_file(full))
-            return fs.open(full, "rb")
+                return io.FileIO(local.require_regular_file(full_path))
+            return fs.open(full_path, "rb")
 
         raw = self.request("read", path, open_raw)
         return io.BufferedReader(_RetriedFile(raw, self, path), _BUFFER_BYTES)
@@ -249,50 +268,57 @@ class Location:
         self, path: str = "", start: int | None = None, end: int | None = None
     ) -> bytes:
         """Read bytes `start` to `end` (exclusive), fewer where the file ends before."""
-        fs, full = self.filesystem(path)
+        fs, full_path = self.filesystem(path)
 
         def read() -> bytes:
             if local.is_local(fs):
-                return local.read_part(full, start or 0, end)
-            return bytes(fs.cat_file(full, start=start, end=end))
+                return local.read_part(full_path, start or 0, end)
+            return bytes(fs.cat_file(full_path, start=start, end=end))
 
         return self.request("read", path, read)
 
     # Writing
 
     def put_file(self, local_path: str, path: str) -> None:
-        """Move (on one disk) or upload a finished local file; replace one at `path`."""
-        fs, full = self.filesystem(path)
+        """Move a finished local file to `path`, or upload it; replace an existing file.
+
+        Args:
+            local_path: of the file, on the same disk if the location is local.
+            path: of its new place.
+        """
+        fs, full_path = self.filesystem(path)
         if not local.is_local(fs):
-            upload = partial(clients.put_file, fs, local_path, full)
+            upload = partial(clients.put_file, fs, local_path, full_path)
             self.request("write", path, upload)
             return
         with self.guard("write", path):
-            local.put_in_folder(full, partial(os.replace, local_path, full))
-            local.sync_folder(os.path.dirname(full))
+            local.put_in_folder(full_path, partial(os.replace, local_path, full_path))
+            local.sync_folder(os.path.dirname(full_path))
 
     def create_bytes(self, path: str, data: bytes) -> None:
         """Write a small file only if it does not exist; of many writers one succeeds.
 
-        A file with just these bytes counts as written by this call: a request is sent
-        again if its answer got lost.
+        A file of the same bytes counts as success: an earlier attempt of this call may
+        have written it, and lost the answer.
 
         Raises:
             DatasetExistsError: a file with other bytes exists.
         """
-        fs, full = self.filesystem(path)
+        fs, full_path = self.filesystem(path)
 
         def create() -> None:
             try:
                 if local.is_local(fs):
-                    local.put_in_folder(full, partial(local.create, full, data))
+                    local.put_in_folder(
+                        full_path, partial(local.create, full_path, data)
+                    )
                 else:
-                    clients.create(fs, full, data)
+                    clients.create(fs, full_path, data)
             except Exception as error:
                 if not means_exists(error):
                     raise
                 fs.invalidate_cache()  # a listing from before the put lacks the file
-                if fs.cat_file(full) != data:
+                if fs.cat_file(full_path) != data:
                     where = self.join(path).display
                     text = sentence(where, rule="must not exist yet", found="it does")
                     raise DatasetExistsError(text) from error
@@ -304,18 +330,19 @@ class Location:
 
         Args:
             path: of the file.
-            condition: called before each attempt.
+            condition: called before each attempt; False keeps the file. It may raise
+                FileNotFoundError if the file is gone.
 
         Returns:
-            False if the condition was not met.
+            False if the condition kept the file.
         """
-        fs, full = self.filesystem(path)
+        fs, full_path = self.filesystem(path)
 
         def remove() -> bool:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 if condition is not None and not condition():
                     return False
-                fs.rm_file(full)
+                fs.rm_file(full_path)
             return True
 
         return self.request("remove", path, remove)
@@ -344,7 +371,7 @@ class Location:
     ) -> contextlib.AbstractContextManager[None]:
         """Turn all errors of a filesystem in this context into storage errors."""
 
-        def url() -> str:
+        def url() -> str:  # joined for an error only
             return self.join(path).url
 
         return as_storage_errors(verb, url, self.storage_options)
@@ -394,7 +421,7 @@ class PerProcess(Generic[T]):
 
 
 class _RetriedFile(io.RawIOBase):
-    """A file of a filesystem that retries reads and raises only storage errors."""
+    """A raw file, with its reads retried and its errors as storage errors."""
 
     def __init__(self, raw: Any, location: Location, path: str) -> None:
         self._raw = raw
@@ -408,7 +435,9 @@ class _RetriedFile(io.RawIOBase):
         return bool(self._raw.seekable())
 
     def readinto(self, buffer: Any) -> int:
-        if not self.seekable():  # then a second read would continue at another place
+        # A read is retried from its position: without seeking it would continue at an
+        # unknown one.
+        if not self.seekable():
             with self._location.guard("read", self._path):
                 return int(self._raw.readinto(buffer) or 0)
 
@@ -434,7 +463,7 @@ class _RetriedFile(io.RawIOBase):
 
 
 def _check_url(url: str) -> None:
-    """Refuse a URL where a filesystem would open another place than intended."""
+    """Raise for a URL that a filesystem would take for another place than intended."""
     if not url:
         text = sentence(
             where="storage",
@@ -444,7 +473,7 @@ def _check_url(url: str) -> None:
         )
         raise StorageError(text)
 
-    parts = logins(url)
+    parts = logins(url)  # several for a chain, such as simplecache::s3://bucket/file
     if any(part.is_mistyped for part in parts):
         text = sentence(
             where=display(url),
@@ -467,7 +496,7 @@ def _check_url(url: str) -> None:
 
 
 def check_relative(path: str, where: str) -> str:
-    """Return `path`; raise FormatError if it is no valid path inside a dataset."""
+    """Return `path`; raise FormatError if it is not a valid path inside a dataset."""
     for part in path.split("/"):
         if not _RELATIVE_PART.fullmatch(part):
             rule = "a path must be relative and stay inside the dataset"

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from packstore.io.store import clients, local
-from packstore.io.store.location import VERSIONS, Location
+from packstore.io.store.location import VERSION_FIELDS, Location
 
 AT_ONCE = 16
 """Concurrent small requests (removals)."""
@@ -24,7 +24,7 @@ CLOCK_SECONDS = 1.0
 seconds.
 """
 
-_MARKS = (*VERSIONS, "ino", "mtime")
+_MARKS = (*VERSION_FIELDS, "ino", "mtime")
 _TIMES = ("LastModified", "mtime", "last_modified", "updated", "created")
 
 
