@@ -1,6 +1,7 @@
 """Checks records for errors that harm training.
 
-Texts are checked in the workers, token ids in this process as examples return.
+Texts are checked in the workers, and token ids in this process, once the workers return
+examples.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ _REMARKS = {
 """Findings that may be fine, and need an explanation."""
 
 _SENTENCE_ENDS = frozenset(".,;:!?\"'’”)…")
-"""Characters at the end of sentences, besides letters and digits. Turn markers end with
-> or ].
+"""Characters at the end of sentences, besides letters and digits.
+
+``>`` and ``]`` are left out: a prompt that ends with them ends with a turn marker.
 """
 
 
-def lint_parts(reader: ExampleReader) -> Iterator[TokenizedBlock]:
-    """Yield the examples and tallies of a reader, with findings noted in the tallies.
+def lint_blocks(reader: ExampleReader) -> Iterator[TokenizedBlock]:
+    """Yield the blocks of a reader: examples, and a tally that notes the findings.
 
     Raises:
         ConfigError: the source is a packed dataset, or there is no tokenizer.
@@ -79,15 +81,18 @@ def lint_parts(reader: ExampleReader) -> Iterator[TokenizedBlock]:
         raise ConfigError(
             "lint needs records and a tokenizer; check a dataset with verify."
         )
-    prompts = Seen()
-    records = Seen()
+    seen_prompts = Seen()
+    seen_records = Seen()
     lint_texts = _TextLint(reader.tokenizer, reader.kind)
-    for examples, tally in reader.tokenize_with(reader.block_tokenizer(lint_texts)):
+    block_tokenizer = reader.block_tokenizer(lint_texts)
+    for examples, tally in reader.tokenize_with(block_tokenizer):
         if examples.num_examples:
             flags = _flag_tokens(examples, reader.tokenizer)
-            assert examples.keys is not None
-            flags["duplicate_prompts"] = ~prompts.add(examples.keys)
-            flags["duplicate_records"] = ~records.add(pair_keys(examples))
+            assert examples.keys is not None  # hashes of the prompts
+            is_new_prompt = seen_prompts.add(examples.keys)
+            is_new_record = seen_records.add(pair_keys(examples))
+            flags["duplicate_prompts"] = ~is_new_prompt
+            flags["duplicate_records"] = ~is_new_record
             for check, is_flagged in flags.items():
                 for example_id in examples.example_ids[is_flagged].tolist():
                     source, ordinal = divmod(example_id, 1 << SOURCE_SHIFT)
@@ -96,9 +101,10 @@ def lint_parts(reader: ExampleReader) -> Iterator[TokenizedBlock]:
 
 
 def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
-    """Yield a finding for each reason and event of a tally.
+    """Yield a finding for each reason and event of a tally, and for unused fields.
 
-    Problems come first, and among these the most frequent.
+    Problems come before remarks: absent fields, then reasons to drop records, then
+    events, the most frequent of each first.
     """
     places = defaultdict[str, list[str]](list)
     for sample in tally.samples:
@@ -128,18 +134,18 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
 
 
 def _meaning_of(check: str) -> str:
-    """Return an explanation of a check, and the setting that decides, if there is one.
+    """Return an explanation of a check, with the setting that decides, if there is one.
 
-    Returns:
-        An empty text for a check that needs no explanation.
+    It is empty for a check that needs no explanation.
     """
     if check in PROBLEMS:
         return PROBLEMS[check]
     if check in _REMARKS:
         return _REMARKS[check]
     if check in REASONS:
-        rule, answers = REASONS[check]
-        return f"{rule} (--on {check}={'|'.join(answers)})"
+        reason = REASONS[check]
+        values = "|".join(reason.answers)
+        return f"{reason.rule} (--on {check}={values})"
     return ""
 
 
@@ -147,18 +153,21 @@ def _flag_tokens(examples: Examples, tokenizer: Tokenizer) -> dict[str, Bool]:
     """Check token ids.
 
     Returns:
-        Check -> bool `[E]`, True for examples with a sequence that has the error.
+        Check -> bool `[E]`, one for each example: True if one of its sequences has the
+        error.
     """
     ids = examples.input_ids
     starts = examples.sequence_offsets[:-1]
+    sequence_lengths = examples.lengths
     sequence_flags: dict[str, Bool] = {}
 
     if tokenizer.bos_id is not None:
+        # The last sequence may have one token only, and no second position.
         second_positions = np.minimum(starts + 1, len(ids) - 1)
         is_first_bos = ids[starts] == tokenizer.bos_id
         is_second_bos = ids[second_positions] == tokenizer.bos_id
-        is_longer = examples.lengths > 1
-        sequence_flags["double_bos"] = is_first_bos & is_second_bos & is_longer
+        has_second = sequence_lengths > 1
+        sequence_flags["double_bos"] = is_first_bos & is_second_bos & has_second
         if tokenizer.adds_bos:
             sequence_flags["no_bos"] = ~is_first_bos
     if tokenizer.eos_id is not None:
@@ -174,30 +183,35 @@ def _flag_tokens(examples: Examples, tokenizer: Tokenizer) -> dict[str, Bool]:
     }
 
 
-def _ends_with(examples: Examples, eos: int) -> Bool:
-    """Return bool `[S]`: True if EOS is the last or second to last supervised token.
+def _ends_with(examples: Examples, eos_id: int) -> Bool:
+    """Return bool `[S]`, one for each sequence: True if a supervised EOS is its last
+    supervised token, or the token before that.
 
     Many templates write a line break behind EOS.
     """
     positions = np.arange(len(examples.input_ids))
     starts = examples.sequence_offsets[:-1]
-    is_eos = (examples.input_ids == eos) & examples.supervised
+    is_eos = (examples.input_ids == eos_id) & examples.supervised
     last_eos = np.maximum.reduceat(np.where(is_eos, positions, -1), starts)
-    last = np.maximum.reduceat(np.where(examples.supervised, positions, -1), starts)
-    return (last_eos >= starts) & (last - last_eos <= 1)
+    supervised_positions = np.where(examples.supervised, positions, -1)
+    last_supervised = np.maximum.reduceat(supervised_positions, starts)
+    return (last_eos >= starts) & (last_supervised - last_eos <= 1)
 
 
 class _TextLint:
-    """Checks the texts of a record in a worker, for errors that its ids do not show."""
+    """Checks a record before it is tokenized, for errors that its examples do not show.
+
+    It runs in the workers. The tokenizer itself notes empty prompts of text.
+    """
 
     def __init__(self, tokenizer: Tokenizer, kind: str) -> None:
         self._tokenizer = tokenizer
         self._kind = kind
 
     def __call__(self, record: Parsed) -> Iterator[tuple[str, str]]:
-        """Yield each check that finds an error, and a detail."""
+        """Yield the name of each check that finds an error, and a detail."""
         prompt = record.prompt
-        # Ids of kind sft are all response, prompts included.
+        # In records of ids of kind sft, the response holds the prompt, too.
         if isinstance(prompt, np.ndarray) and self._kind != "sft" and not len(prompt):
             yield "empty_prompt", ""
         if isinstance(prompt, str):
@@ -205,12 +219,14 @@ class _TextLint:
             if any(_is_glued(prompt, response) for response in responses):
                 detail = f"{quote(prompt[-20:])} and {quote(responses[0][:20])}"
                 yield "glued_prompt", detail
-        if isinstance(prompt, list) and self._markers:
-            yield "marker_no_token", " ".join(self._markers)
+        if isinstance(prompt, list) and self._split_markers:
+            yield "marker_no_token", " ".join(self._split_markers)
 
     @cached_property
-    def _markers(self) -> list[str]:
-        """Texts that the chat template writes around turns, and that are no tokens."""
+    def _split_markers(self) -> list[str]:
+        """Markers that the chat template writes around turns, and that are not tokens:
+        the tokenizer splits them.
+        """
         tokenizer = self._tokenizer
         if tokenizer.template is None:
             return []
@@ -219,7 +235,7 @@ class _TextLint:
             {"role": "assistant", "content": "a"},
         ]
         try:
-            with limited():
+            with limited():  # in time and memory
                 text = tokenizer.template.render(turns, None)
         except (Refused, PackstoreError):  # the template refuses this dialogue
             return []
@@ -230,10 +246,13 @@ class _TextLint:
 
 
 def _is_glued(prompt: str, response: str) -> bool:
-    """Return True if a script with spaces has none between prompt and response."""
+    """Return True if no white space separates a prompt from a word of the response.
+
+    False for scripts without spaces, such as Chinese.
+    """
     last = prompt[-1:]
     first = response[:1]
     for character in last + first:
-        if unicodedata.east_asian_width(character) in "WF":
+        if unicodedata.east_asian_width(character) in "WF":  # wide or full width
             return False
     return (last.isalnum() or last in _SENTENCE_ENDS) and first.isalnum()

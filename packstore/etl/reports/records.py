@@ -15,7 +15,7 @@ from typing import Any, Literal
 from packstore.config import CHECK_RETRIES, BatchConfig, PackConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.pipeline import with_adapter
-from packstore.etl.reports.lint import find_in_tally, lint_parts
+from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
@@ -292,7 +292,7 @@ def _read(
         reader.announce()
     tally = Tally()
     broken_lines: list[Sample] = []
-    for examples, part_tally in lint_parts(reader) if should_lint else reader:
+    for examples, part_tally in lint_blocks(reader) if should_lint else reader:
         tally.add(part_tally)
         for sample in part_tally.rejected or ():
             if sample.reason == "not_json":
