@@ -1,7 +1,8 @@
 """FlashAttention 2 and 3 by their packages, and the inputs that flash kernels support.
 
 CUDA and half precision only; grouped queries, windows and soft-capped scores. Causal
-masks are aligned at the end of the keys, so a shared prefix needs no special call.
+masks are aligned at the end of the keys (bottom right), so a shared prefix needs no
+special call. :mod:`packstore.torch.attention` explains the letters of shapes.
 """
 
 from __future__ import annotations
@@ -73,10 +74,14 @@ def _load_backend(name: str) -> Attend:
     ) -> Tensor:
         check(name, q_TNH, k_TKH, v_TKH, settings)
         keys_before = count_keys_before(layout, settings.window)
+        # Keys and values in the order of the key runs: with a shared prefix, each run
+        # begins with the prefix.
+        keys = layout.keys(k_TKH)
+        values = layout.keys(v_TKH)
         output = kernel(
             q_TNH,
-            layout.keys(k_TKH),
-            layout.keys(v_TKH),
+            keys,
+            values,
             cu_seqlens_q=layout.cu_seqlens_q,
             cu_seqlens_k=layout.cu_seqlens_k,
             max_seqlen_q=layout.max_seqlen_q,
@@ -110,8 +115,8 @@ def runs_on(device: torch.device) -> bool:
 def fits(q: Tensor, v: Tensor) -> bool:
     """Return True if the kernels support these head sizes."""
     size = q.shape[-1]
-    # A branch, as torch.compile may have symbols for sizes: the answer is then a
-    # constant.
+    # Not `return size == ...`: with symbolic sizes of torch.compile that is a SymBool,
+    # and a branch returns a constant.
     if size == v.shape[-1] and size % 8 == 0 and size <= LARGEST_HEAD:  # noqa: SIM103
         return True
     return False
@@ -123,9 +128,10 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> 
     """
     where = f"attention backend {backend!r}"
     if settings.chunk is not None or settings.sinks is not None:
-        extra = "chunks"
-        if settings.chunk is None:
-            extra = "sinks, with a gradient that it ignores"
+        if settings.chunk is not None:
+            unsupported = "chunks"
+        else:
+            unsupported = "sinks, with a gradient that it ignores"
         raise BackendError(
             sentence(
                 where=where,
@@ -133,14 +139,14 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> 
                     "attention must be a softmax over all tokens before, or over a "
                     "window of them"
                 ),
-                found=extra,
+                found=unsupported,
                 remedy="Use backend='flex' or 'sdpa'",
             )
         )
 
     dtypes = {q.dtype, k.dtype, v.dtype}
-    is_supported = len(dtypes) == 1 and q.dtype in DTYPES
-    if q.device.type not in DEVICES or not is_supported:
+    is_supported_dtype = len(dtypes) == 1 and q.dtype in DTYPES
+    if q.device.type not in DEVICES or not is_supported_dtype:
         names = " and ".join(sorted(str(dtype) for dtype in dtypes))
         raise BackendError(
             sentence(
@@ -170,8 +176,10 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> 
 
 
 def count_keys_before(layout: AttentionLayout, window: int | None) -> int:
-    """Return the number of keys before its own that a query sees, as the kernels count
-    windows; -1: all.
+    """Return how many keys before its own a query sees; -1: all.
+
+    Windows of :class:`Settings` include the query's own key, windows of the kernels do
+    not.
     """
     if window is None or window >= layout.max_seqlen_k:
         return -1
