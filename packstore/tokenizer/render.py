@@ -60,7 +60,7 @@ def render_record(
         return Rendered(parsed, drafts, events)
 
     texts = [_unguarded_text(draft) for draft in drafts]
-    prompt = _without_tags(parsed.prompt, texts[0])  # all texts begin with the prompt
+    prompt = _without_tags(parsed.prompt, texts[0])  # every text holds the prompt
     responses = [
         _without_tags(response, text)
         for response, text in zip(parsed.responses, texts, strict=True)

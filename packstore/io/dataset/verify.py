@@ -86,7 +86,7 @@ def verify(
     if manifest.pack_index is not None:
         with problems.collect():
             index = PackIndex(location, manifest, manifest.pack_index)
-    for file in manifest.further_files:  # of later releases: only hashes are known
+    for file in manifest.further_files:  # of later releases: opaque
         with problems.collect():
             check_stored(location, file)
 

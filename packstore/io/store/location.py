@@ -284,7 +284,7 @@ class Location:
 
         Args:
             local_path: of the file, on the same disk if the location is local.
-            path: of its new place.
+            path: where to put it.
         """
         fs, full_path = self.filesystem(path)
         if not local.is_local(fs):
