@@ -72,6 +72,10 @@ GENERATION = TEMPLATE.replace(
     "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}!{% endgeneration %}"
     "{% else %}{{ m.content }}{% endif %}",
 )
+TWO_BLOCKS = GENERATION.replace(
+    "{% generation %}{{ m.content }}!",
+    "{% generation %}({{ m.role }}){% endgeneration %}-{% generation %}{{ m.content }}!",
+)
 REWRITING = TEMPLATE.replace(
     "[{{ m.role[0] }}]",
     "[{{ m.role[0] }}]{{ '(now)' if loop.last and m.role == 'assistant' }}",
@@ -211,6 +215,27 @@ CASES = {
     ),
     "generation blocks": case(
         TWO, ["[u]u<e>[a]«a!»<e>[u]v<e>[a]«b!»<e>"], tokenizer={"template": GENERATION}
+    ),
+    "two generation blocks of one answer": case(
+        {"messages": TWO["messages"][:2]},
+        ["[u]u<e>[a]«(assistant)»-«a!»<e>"],
+        tokenizer={"template": TWO_BLOCKS},
+    ),
+    "two generation blocks of each answer": case(
+        TWO,
+        ["[u]u<e>[a]«(assistant)»-«a!»<e>[u]v<e>[a]«(assistant)»-«b!»<e>"],
+        tokenizer={"template": TWO_BLOCKS},
+    ),
+    "two generation blocks of the last answer": case(
+        TWO,
+        ["[u]u<e>[a](assistant)-a!<e>[u]v<e>[a]«(assistant)»-«b!»<e>"],
+        supervised_turns="last",
+        tokenizer={"template": TWO_BLOCKS},
+    ),
+    "two generation blocks of a response": case(
+        {"prompt": TWO["messages"][:3], "chosen": "c", "rejected": "r"},
+        [f"[u]u<e>[a](assistant)-a!<e>[u]v<e>[a]«(assistant)»-«{x}!»<e>" for x in "cr"],
+        tokenizer={"template": TWO_BLOCKS},
     ),
     "generation blocks of a response": case(
         {"prompt": TWO["messages"][:3], "chosen": "c", "rejected": "r"},

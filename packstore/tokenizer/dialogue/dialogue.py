@@ -252,9 +252,11 @@ class Dialogue:
             (max(start, prompt_end), end) for start, end in blocks if end > prompt_end
         ]
         skipped = [i for i in self._answers if i not in self._learned]
-        if skipped == self._answers[:-1]:
-            # Only the last answer is learned: its block is the last one.
-            blocks = blocks[-1:]
+        if skipped and skipped == self._answers[:-1]:
+            # Only the last answer is learned. It may have several blocks, such as one
+            # for its reasoning and one for its content.
+            start = self._start(self._answers[-1], low=0)
+            blocks = [block for block in blocks if block[1] > start]
         else:
             for turn in self._turn_spans(skipped):
                 blocks = [block for block in blocks if not _overlap(block, turn)]
