@@ -5,6 +5,7 @@ return.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -174,6 +175,49 @@ def test_what_is_announced(folder, caplog):
         name in text for name in ("house_forms:read_pair", "task", "left", "right")
     )
     assert "note = " in text
+
+
+COPIES: list[Callable[[Any], dict[str, Any]]] = [
+    dict,
+    lambda record: {**record},
+    lambda record: record.copy(),
+    lambda record: record | {},
+    lambda record: {} | record,
+    lambda record: json.loads(json.dumps(record)),
+    lambda record: {name: record[name] for name in record},
+]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_function_that_copies_a_record_looks_at_all_of_it(copy, folder, caplog):
+    caplog.set_level("INFO", "packstore")
+
+    def read_copy(record):
+        fields = copy(record)
+        return Pair(fields["task"], fields["left"], fields["right"])
+
+    record = {"task": "T", "left": "l", "right": "r", "note": "n"}
+    (folder / "in.jsonl").write_text(json.dumps(record), encoding="utf-8")
+    pack(folder, read_copy)
+    (text,) = [text for text in caplog.messages if text.startswith("reading records")]
+    assert "note = " not in text
+
+
+def test_a_module_that_was_loaded_from_its_file(folder, monkeypatch):
+    """Its name in sys.modules is known in this process alone."""
+    place = folder / "elsewhere" / "loaded_by_hand.py"
+    place.parent.mkdir()
+    place.write_text(CODE, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("loaded_by_hand", place)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "loaded_by_hand", module)
+    spec.loader.exec_module(module)
+    expected = ids_of(pack(folder, "house_forms:read_pair"))
+    dataset = pack(folder, module.read_pair, out="again")
+    assert ids_of(dataset) == expected
+    monkeypatch.delitem(sys.modules, "loaded_by_hand")
+    name = dataset.manifest.provenance["reading"]["adapter"]
+    packstore.append(dataset, "in.jsonl", adapter=name)
 
 
 TURNS = '[{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]'

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,7 +91,10 @@ def _raise_elsewhere(record: dict[str, Any]) -> Pair:
 
 
 class _TrackedRecord(dict[str, Any]):
-    """A record that remembers the columns that a function looks at."""
+    """A record that remembers the columns that a function looks at.
+
+    A copy counts as a look at every column.
+    """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(record)
@@ -105,9 +108,32 @@ class _TrackedRecord(dict[str, Any]):
         self.columns.add(name)
         return super().get(name, default)
 
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        self.columns.add(name)
+        return super().setdefault(name, default)
+
     def pop(self, name: str, *default: Any) -> Any:
         self.columns.add(name)
         return super().pop(name, *default)
+
+    def popitem(self) -> tuple[str, Any]:
+        name, value = super().popitem()
+        self.columns.add(name)
+        return name, value
+
+    def __iter__(self) -> Iterator[str]:
+        # Overridden, so that `dict(record)` and `{**record}` call __getitem__ for each
+        # column: Python copies a dict that iterates as usual without a call.
+        return super().__iter__()
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
 
     def items(self) -> Any:
         self.columns.update(self)
@@ -188,11 +214,18 @@ def _place_of(module: ModuleType) -> str | None:
 
 
 def _is_importable(module: ModuleType) -> bool:
-    """Return True if Python finds the module by its name."""
-    try:
-        return importlib.util.find_spec(module.__name__) is not None
-    except (ImportError, ValueError):
+    """Return True if another process would find this module's file by its name."""
+    package, _, _ = module.__name__.rpartition(".")
+    path = getattr(sys.modules.get(package), "__path__", None)
+    if package and path is None:
         return False
+    # importlib.util.find_spec looks into sys.modules first, where a module that was
+    # loaded from a file by hand is, too.
+    for finder in sys.meta_path:
+        spec = finder.find_spec(module.__name__, path)
+        if spec is not None:
+            return spec.origin == getattr(module, "__file__", None)
+    return False
 
 
 def _load_file(path: Path) -> ModuleType:
