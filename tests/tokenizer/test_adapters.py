@@ -217,7 +217,10 @@ def test_a_module_that_was_loaded_from_its_file(folder, monkeypatch):
     assert ids_of(dataset) == expected
     monkeypatch.delitem(sys.modules, "loaded_by_hand")
     name = dataset.manifest.provenance["reading"]["adapter"]
-    packstore.append(dataset, "in.jsonl", adapter=name)
+    (folder / "more.jsonl").write_text(
+        json.dumps({**RECORDS[0], "task": "new"}), encoding="utf-8"
+    )
+    packstore.append(dataset, "more.jsonl", adapter=name)
 
 
 TURNS = '[{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]'
