@@ -39,7 +39,9 @@ DATASET = "manifest"
 
 _SHARD = r"[0-9a-f]{12}(?:-p[0-9]{5,})?-[0-9]{5,}-[0-9a-f]{16}\.(?:parquet|arrow)"
 SHARD = re.compile(rf"{DATA}/(?:{_SHARD}|\.{_SHARD}\.[0-9a-f]{{32}})")
-"""Path of a shard of any job; a hidden one is not finished."""
+"""Path of a shard, ``data/<run>[-p<partition>]-<index>-<hash>.<format>``, of any job; a
+hidden one is not finished.
+"""
 
 MAX_MANIFEST_BYTES = 256 << 20
 """Maximum bytes of a manifest, checked on write and on read."""
@@ -50,13 +52,15 @@ MAX_COST = 8
 FREE_COST = 64 << 20
 """Bytes of memory that any parsed manifest may take on top of `MAX_COST`."""
 
-# Upper bounds of the bytes that parsed values take in memory, by the character of JSON
-# that comes with each: 40 for a number in a list, 80 for an empty list, 32 for a text
-# besides its characters, 80 for a name.
+# Bytes of memory that parsed values take, counted by characters of JSON, so that a
+# bound is known without parsing. A number in a list, for example, comes with a comma
+# and takes at most 40 bytes; a text comes with two quotes and takes at most 32 bytes
+# besides its characters.
 _COST_OF_CHARACTER = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
 
 _HASH_FIELD = "sha256"
 _END = b"\n}\n"
+# From the last comma to the end of the text: the name of a field, and its plain value.
 _LAST_FIELD = re.compile(rb',\s*"([^"]*)"\s*:\s*("[^"]*"|[^"{}\[\]]*?)\s*}\s*')
 
 
@@ -217,13 +221,14 @@ def _check_names(data: bytes, where: str) -> None:
     JSON leaves open which of the two counts, so that readers would differ.
     """
     # Valid JSON never holds the bytes 0 and 1, so they can stand for escaped
-    # backslashes and quotes; the remaining quotes are the ends of texts.
+    # backslashes and quotes. The remaining quotes begin and end texts: the pieces
+    # between them are punctuation and texts in turn.
     pieces = data.replace(rb"\\", b"\0").replace(rb"\"", b"\1").split(b'"')
-    outside = pieces[::2]
+    punctuation = pieces[::2]
     texts = pieces[1::2]
 
-    open_objects: list[set[bytes]] = []
-    for before, text, after in zip(outside, texts, outside[1:], strict=False):
+    open_objects: list[set[bytes]] = []  # names of the members so far
+    for before, text, after in zip(punctuation, texts, punctuation[1:], strict=False):
         for brace in before.translate(None, _ALL_BUT_BRACES):
             if brace == ord("{"):
                 open_objects.append(set())
@@ -241,7 +246,9 @@ def _check_names(data: bytes, where: str) -> None:
 
 
 def _unescape(text: bytes) -> bytes:
-    """Return the characters of a text of JSON, as :func:`_check_names` has cut it."""
+    """Return the characters (UTF-8) of a JSON text in which :func:`_check_names` has
+    replaced escapes by the bytes 0 and 1.
+    """
     if not _ESCAPED.search(text):
         return text
     literal = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
@@ -437,11 +444,12 @@ def _remove_hash(data: bytes, where: str, remedy: str) -> bytes:
     if last_field is None:
         return data
 
-    has_name = last_field[1] == _HASH_FIELD.encode()
-    has_value = last_field[2] == _quoted_sha256(memoryview(data)[:comma])
-    if has_name and has_value:
+    name = last_field[1]
+    is_named_hash = name == _HASH_FIELD.encode()
+    hash_matches = last_field[2] == _quoted_sha256(memoryview(data)[:comma])
+    if is_named_hash and hash_matches:
         return data[:comma] + _END
-    if has_name:
+    if is_named_hash:
         text = sentence(
             where=where,
             rule=(
@@ -452,15 +460,16 @@ def _remove_hash(data: bytes, where: str, remedy: str) -> bytes:
             remedy=remedy,
         )
         raise IntegrityError(text)
-    if has_value:
-        # One flipped bit in its name would make the hash a field that readers ignore. A
-        # value that matches shows that it is not the last field of another writer.
+    if hash_matches:
+        # A flipped bit in the name of the hash would make it an unknown field, which
+        # readers ignore, and the manifest one without a hash. As the value is the hash,
+        # this is no field of another writer.
         text = sentence(
             where=where,
             rule=(
                 f"the field with the hash of the manifest must be named {_HASH_FIELD!r}"
             ),
-            found=quote(last_field[1]),
+            found=quote(name),
             remedy=remedy,
         )
         raise IntegrityError(text)

@@ -1,6 +1,10 @@
 """The manifest: one JSON file that describes a dataset; writing it is the commit.
 
-``schemas/format.md`` has the rules that are checked here.
+It names the shards and other files of a version, and has counts of records, examples
+and tokens. Its provenance names the sources, the tokenizer and the settings. It is
+checked on writing and on reading by the rules of ``schemas/format.md``: fields have
+their types, and counts add up. Fields of later releases are kept or ignored, never
+refused, unless `features` names them.
 """
 
 from __future__ import annotations
@@ -78,7 +82,7 @@ _RECORDS_OMITTED_IF_EMPTY = ("fields_used", "fields_not_used")
 class Records:
     """Counts of input records: ``read == packed + sum(dropped)``.
 
-    `noted` records are among the packed ones.
+    `noted` counts packed records by event, such as ``truncated_prompt``.
     """
 
     read: Count
@@ -319,6 +323,7 @@ class Manifest:
             names=len(set(head.features)),
         )
         check_last(head.sha256, where)
+        # The field is left out without an index: `Manifest` alone would accept null.
         pack_index = bytes(head.pack_index).decode()
         require(
             pack_index != "null",
@@ -358,7 +363,16 @@ def build_manifest(
     planning: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> Manifest:
-    """Return the manifest of a dataset that was just written; see :class:`Manifest`."""
+    """Return the manifest of a dataset that was just written; see :class:`Manifest`.
+
+    Args:
+        shape: kind, layout, pack size and carried columns of the packs.
+        config: settings of the job.
+        parts: the shards, in dataset order.
+        records: counts of the input records.
+        planning: figures of the planner, for the statistics.
+        provenance: sources, tokenizer, settings and so on.
+    """
     counter = PackCounter()
     for part in parts:
         counter.merge(part.counter)
@@ -650,7 +664,12 @@ def _check_row_groups(groups: RowGroups, pack_size: int, where: str) -> None:
 
 
 def check_columns(names: Iterable[str], where: str) -> None:
-    """Raise FormatError unless the names of further columns are allowed."""
+    """Raise FormatError unless the names of columns are allowed.
+
+    Args:
+        names: names of carried columns, or of the columns of a side dataset.
+        where: place of the manifest, for messages.
+    """
     rule = (
         "columns must have names of their own, of letters, digits and _, a letter first"
     )
@@ -661,9 +680,13 @@ def check_columns(names: Iterable[str], where: str) -> None:
 
 
 def known_columns(columns: Mapping[str, str], types: Collection[str]) -> dict[str, str]:
-    """Return the further columns, name to type, that this release reads.
+    """Return the columns, name to type, that this release reads.
 
     Columns of other types, or with an underscore first, are skipped.
+
+    Args:
+        columns: name -> type of carried columns, or of those of a side dataset.
+        types: names of the types that this release reads.
     """
     return {
         name: type_name

@@ -2,7 +2,9 @@
 
 Example ids stay distinct and still identify the record: the source numbers of a part
 are shifted by the number of sources in the parts before it, and ``provenance.sources``
-lists all sources in that order.
+lists all sources in that order. The lineage of a merged dataset is a hash of the
+lineages of its parts and of their numbers of sources: side data of a dataset fit every
+dataset of the same lineage.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ for the record's number in its source.
 """
 
 _SHARED_FIELDS = ("kind", "layout", "pack_size", "file_format", "features", "carry")
+# Fields of the provenance's `tokenizer` that must agree besides its hash.
 _SHARED_IDENTITY_FIELDS = (
     "bos_id",
     "eos_id",
@@ -176,7 +179,7 @@ def _field_differences(first: Manifest, second: Manifest) -> list[str]:
 
 
 def _comparable(value: Any) -> Any:
-    """Return a value that is equal only with the same order of columns."""
+    """Return the items of a mapping: mappings are equal in any order of columns."""
     return list(value.items()) if isinstance(value, Mapping) else value
 
 
@@ -228,12 +231,14 @@ def lineages_of_parts(
 ) -> Iterator[tuple[int, int, str]]:
     """Yield the lineage of each part, and of each run of consecutive parts.
 
+    For parts A and B: A itself, A merged alone, A with B, B itself, B merged alone.
+
     Args:
         parts: ``combined_from`` of a merged dataset.
 
     Yields:
-        The first part, the end (exclusive), and the lineage that a dataset of these
-        parts has.
+        The first part of a run, its end (exclusive), and the lineage of a dataset of
+        these parts.
     """
     for first, first_part in enumerate(parts):
         yield first, first + 1, first_part["lineage"]

@@ -1,5 +1,7 @@
 """Notes of finished partitions, for a rerun of the same job.
 
+A partition is a section of the input that is packed into shards of its own, so that a
+rerun after a failure packs only partitions without a note.
 ``_packstore/partitions/<run>-<number>.json`` lists the shards of a partition and the
 other values that the manifest needs. It is written in one put after the shards, as
 object stores can neither append nor rename. It has two lines: the hash of the second,

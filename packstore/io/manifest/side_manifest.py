@@ -1,4 +1,9 @@
-"""The manifest of a side dataset: its source dataset, and the origin of its values."""
+"""The manifest of a side dataset: its source dataset, and the origin of its values.
+
+A side dataset has further columns for the examples of a dataset, such as the log-probs
+of a reference model, under the same example ids. It fits every dataset of the same
+lineage, and covers a part of a combined dataset if the part has that lineage.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +53,7 @@ SIDE = "side"
 """Prefix of the names of manifests of side datasets."""
 
 PART_FOLDER = "parts-"
-"""Prefix of the folder of a run whose parts are not yet a version."""
+"""Prefix of the folder with the finished parts of a run that is not committed yet."""
 
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
@@ -61,7 +66,9 @@ SIDE_TYPES = {
     "float32": pa.float32(),
     PER_SEQUENCE: list_of(pa.float32()),
 }
-"""Types of columns by name; but for `PER_SEQUENCE` one value for each example."""
+"""Name of a column's type -> its Arrow type. Columns have a value for each example;
+those of type `PER_SEQUENCE` a list, with a value for each of its sequences.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +195,8 @@ class SideManifest:
 class Span(NamedTuple):
     """Example ids of a dataset, both ends included.
 
-    The side dataset of a part numbers the same examples from 0.
+    If a side dataset was made from one part of a combined dataset, its id 0 is the id
+    `first` here.
     """
 
     first: int
@@ -233,12 +241,13 @@ def covered_spans(side: SideManifest, data: Manifest, where: str) -> list[Span]:
 
 def _spans_of_lineage(lineage: str, parts: Sequence[Mapping[str, Any]]) -> list[Span]:
     """Return the example ids of each run of parts with this lineage."""
-    num_sources = [part["sources"] for part in parts]
-    first_sources = list(accumulate(num_sources, initial=0))
+    sources_of_parts = [part["sources"] for part in parts]
+    first_sources = list(accumulate(sources_of_parts, initial=0))
 
     spans = []
     end_of_last_run = 0
     for first, end, lineage_of_run in lineages_of_parts(parts):
+        # Runs may overlap; an id gets its values once.
         if lineage_of_run == lineage and first >= end_of_last_run:
             first_id = first_sources[first] << SOURCE_SHIFT
             end_id = first_sources[end] << SOURCE_SHIFT
@@ -263,7 +272,7 @@ def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
     for span in sorted(spans):
         if span.first > next_id:
             break
-        if span.first < next_id:
+        if span.first < next_id:  # both side datasets have values for this id
             raise ConfigError(
                 f"two columns of the joined packs are named {quote(name)}."
             )
