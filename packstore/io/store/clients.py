@@ -2,9 +2,9 @@
 
 The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behind the
 choice. Each retries failed requests itself. For S3 this is switched off, so that all
-retries follow :mod:`packstore.io.store.retry`, and a conditional put differs from one
-that lost a race if its response got lost. gcsfs and adlfs cannot switch it off: their
-errors come after a few retries.
+retries follow :mod:`packstore.io.store.retry`: if the response to a create-only put got
+lost, a hidden second try would find the file of the first, and report a lost race.
+gcsfs and adlfs cannot switch it off: their errors come after a few retries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from packstore.errors import StorageError, display, sentence
 from packstore.io.store.local import LinkFollowingFileSystem
-from packstore.io.store.storage_errors import BUCKETS, NO_BUCKET, is_passing
+from packstore.io.store.storage_errors import BUCKETS, NO_BUCKET, is_transient
 
 PACKAGES = {"s3": "s3fs", "gcs": "gcsfs", "azure": "adlfs", "http": "aiohttp"}
 """Extra -> package of its client."""
@@ -30,6 +30,7 @@ PART_BYTES = 8 << 20
 """Bytes of a file sent in one request."""
 
 PARTS_AT_ONCE = 4
+"""Parts of one file that are sent at the same time."""
 
 _MEMORY_LOCK = threading.Lock()
 
@@ -50,8 +51,8 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
 
     fs, path = url_to_fs(url, **_with_s3_settings(options))
     if "config_kwargs" not in options:
-        # Retries of s3fs itself. The instance is not shared: fsspec caches instances by
-        # their options, and these settings are unique to packstore.
+        # s3fs retries, too, besides botocore. Setting an attribute affects nobody else:
+        # fsspec caches instances by their options, and packstore's are unique.
         fs.retries = 1
     return fs, path
 
@@ -111,7 +112,8 @@ def is_s3fs(fs: Any) -> bool:
 def put_file(fs: Any, local_path: str, path: str) -> None:
     """Upload a file, a few parts in memory at a time."""
     package = _package_of(fs)
-    if package == "memory":  # its own way shows the file while it grows
+    if package == "memory":
+        # Its `put_file` would show readers an unfinished file.
         put_bytes(fs, path, Path(local_path).read_bytes())
         return
     options: dict[str, int] = {}
@@ -124,7 +126,8 @@ def put_file(fs: Any, local_path: str, path: str) -> None:
 
 def put_bytes(fs: Any, path: str, data: bytes, **options: Any) -> None:
     """Put bytes over any file that is there."""
-    if not creates_exclusively(fs):  # real folders (sftp, …)
+    has_real_folders = not creates_exclusively(fs)  # sftp, …; object stores have none
+    if has_real_folders:
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     fs.pipe_file(path, data, **options)
 
@@ -136,7 +139,7 @@ def create(fs: Any, path: str, data: bytes) -> None:
         # A second try would be refused for the file of the first.
         put_bytes(fs, path, data, mode="create", retry_total=0)
     elif package == "memory":
-        # It checks first and writes then: without a lock, threads would race.
+        # Its check and its write are two steps: without a lock, threads would race.
         with _MEMORY_LOCK:
             put_bytes(fs, path, data, mode="create")
     else:
@@ -218,6 +221,6 @@ def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
         )
         raise StorageError(text) from None
     except Exception as error:
-        if is_passing(error):
+        if is_transient(error):
             raise
         # The bucket exists, or these credentials may not see it.

@@ -1,4 +1,8 @@
-"""The local filesystem: follows links, and writes files in one step and durably."""
+"""The local filesystem: follows links, and writes files in one step and durably.
+
+*In one step*: a reader sees the complete file or none, as it is written under a hidden
+name first. *Durably*: it is synced with its folder, and survives a power cut.
+"""
 
 from __future__ import annotations
 
@@ -136,12 +140,12 @@ def make_folder(path: str) -> list[str]:
     return [*created, path]
 
 
-def put_in_folder(full: str, put: Callable[[], None]) -> None:
-    """Create the folder of a file and call `put`.
+def put_in_folder(path: str, put: Callable[[], None]) -> None:
+    """Create the folder of the file `path`, and call `put`, which writes the file.
 
     Repeat it if the folder is gone: an ending job removes its empty folders.
     """
-    folder = os.path.dirname(full)
+    folder = os.path.dirname(path)
     for _ in range(2):
         with contextlib.suppress(FileNotFoundError):
             make_folder(folder)
@@ -164,37 +168,38 @@ class UnsyncedError(OSError):
     """A new file is complete, but its folder could not be synced."""
 
 
-def create(full: str, data: bytes) -> None:
+def create(path: str, data: bytes) -> None:
     """Write a new file in one step and durably; raise FileExistsError if it exists."""
-    temporary = _temporary_name(full)
+    temporary = _temporary_path(path)
     try:
         _write_new(temporary, data)
         # A link never replaces a file, and readers see it complete.
-        is_there = _link_new(temporary, full) or _rename_new(temporary, full)
-        if not is_there:
-            _write_new(full, data)  # still one winner, but not in one step
+        is_created = _link_new(temporary, path) or _rename_new(temporary, path)
+        if not is_created:
+            # Neither is supported: still only one writer wins, but not in one step.
+            _write_new(path, data)
     finally:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
     try:
-        sync_folder(os.path.dirname(full))
+        sync_folder(os.path.dirname(path))
     except OSError as error:
         raise UnsyncedError(error.errno, error.strerror) from error
 
 
-def replace(full: str, data: bytes) -> None:
+def replace(path: str, data: bytes) -> None:
     """Write a file in one step, over an existing one, but not durably."""
-    temporary = _temporary_name(full)
+    temporary = _temporary_path(path)
     with open(temporary, "wb") as file:
         file.write(data)
-    os.replace(temporary, full)
+    os.replace(temporary, path)
 
 
 def link(source: str, target: str) -> None:
     """Link or copy a file in one step and durably; replace a file at `target`."""
     folder = os.path.dirname(target)
     make_folder(folder)
-    temporary = _temporary_name(target)
+    temporary = _temporary_path(target)
     try:
         os.link(source, temporary)
     except OSError:
@@ -216,9 +221,9 @@ def finish_file(file: IO[bytes], durable: bool) -> None:
     file.close()
 
 
-def _temporary_name(full: str) -> str:
-    """Return a random hidden name in the folder of a file."""
-    folder, name = os.path.split(full)
+def _temporary_path(path: str) -> str:
+    """Return a path with a random hidden name in the folder of the file `path`."""
+    folder, name = os.path.split(path)
     return os.path.join(folder, f".{name}.{uuid.uuid4().hex}")
 
 
@@ -228,7 +233,8 @@ def _write_new(path: str, data: bytes) -> None:
             file.write(data)
             finish_file(file, durable=True)
         except BaseException:
-            os.unlink(path)  # ours; half a manifest would make the dataset unreadable
+            # This call has created it; half a manifest would make a dataset unreadable.
+            os.unlink(path)
             raise
 
 

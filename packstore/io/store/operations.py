@@ -20,8 +20,8 @@ AT_ONCE = 16
 """Concurrent small requests (removals)."""
 
 CLOCK_SECONDS = 1.0
-"""Maximum difference of two answers about the time of one object: some have whole
-seconds.
+"""Tolerance in seconds when two times of one file are compared: a store may round some
+of its answers to seconds.
 """
 
 _MARKS = (*VERSION_FIELDS, "ino", "mtime")
@@ -38,8 +38,8 @@ class ListedFile(NamedTuple):
         path: in the dataset.
         bytes: its size.
         age: in seconds, if known.
-        marks: names of its content, as far as the store has any: an ETag or generation,
-            an inode and `mtime`.
+        marks: values that change with the content, by name, if the store has any: ETag,
+            generation, inode, `mtime`.
     """
 
     path: str
@@ -53,10 +53,10 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
 
     A folder that is a link counts as empty.
     """
-    fs, full = location.filesystem(folder)
-    if location.local_path and os.path.islink(full):
+    fs, full_path = location.filesystem(folder)
+    if location.local_path and os.path.islink(full_path):
         return []
-    listing = location.request("list", folder, partial(clients.ls, fs, full))
+    listing = location.request("list", folder, partial(clients.ls, fs, full_path))
     files = [
         _listed_file(f"{folder}/{name}", info)
         for name, info in listing
@@ -67,15 +67,15 @@ def list_folder(location: Location, folder: str) -> list[ListedFile]:
 
 def list_folders(location: Location) -> list[str]:
     """List the names of the folders in a place."""
-    fs, full = location.filesystem()
-    listing = location.request("list", "", partial(clients.ls, fs, full))
+    fs, full_path = location.filesystem()
+    listing = location.request("list", "", partial(clients.ls, fs, full_path))
     return sorted(name for name, info in listing if info["type"] == "directory")
 
 
 def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
     """Look at files again; return True if they are as they were listed.
 
-    Call it in a request: errors are the client's.
+    Call it by :meth:`Location.request`, which converts the errors of the client.
 
     Raises:
         FileNotFoundError: the first one is gone.
@@ -83,9 +83,9 @@ def is_unchanged(location: Location, files: Sequence[ListedFile]) -> bool:
     fs, _ = location.filesystem()
     fs.invalidate_cache()
     for number, listed in enumerate(files):
-        _, full = location.filesystem(listed.path)
+        _, full_path = location.filesystem(listed.path)
         try:
-            info = fs.info(full)
+            info = fs.info(full_path)
         except FileNotFoundError:
             if number == 0:
                 raise
@@ -104,8 +104,8 @@ def _is_same(listed: ListedFile, current: ListedFile) -> bool:
             if listed.marks.get(name, mark) != mark:
                 return False
         return True
-    # The age is the weaker sign: it also changes as a second link to a local file is
-    # removed.
+    # A file that was written again is younger than it was. The age is the weaker sign,
+    # as it also changes when a second link to a local file is removed.
     if listed.age is None:
         return True
     return current.age is not None and listed.age <= current.age + CLOCK_SECONDS
@@ -121,7 +121,7 @@ def _listed_file(path: str, info: Mapping[str, Any]) -> ListedFile:
 def _age(info: Mapping[str, Any]) -> float | None:
     """Return the seconds since the latest timestamp.
 
-    A linked or moved file keeps its `mtime`.
+    `mtime` alone would not do: a linked or moved file keeps it.
     """
     ages = [_seconds_since(info.get(name)) for name in _TIMES]
     return min((age for age in ages if age is not None), default=None)
@@ -158,10 +158,10 @@ def uploads(location: Location) -> list[Upload] | None:
     Returns:
         None for other stores.
     """
-    fs, full = location.filesystem("")
+    fs, full_path = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
-    bucket, prefix, _ = fs.split_path(full.strip("/") + "/")
+    bucket, prefix, _ = fs.split_path(full_path.strip("/") + "/")
 
     listed = []
     query = {"Bucket": bucket, "Prefix": prefix}
@@ -183,8 +183,8 @@ def uploads(location: Location) -> list[Upload] | None:
 
 def abort_upload(location: Location, upload: Upload) -> None:
     """Abort an unfinished upload, and free its storage."""
-    fs, full = location.filesystem(upload.path)
-    bucket, key, _ = fs.split_path(full)
+    fs, full_path = location.filesystem(upload.path)
+    bucket, key, _ = fs.split_path(full_path)
     call = partial(
         fs.call_s3,
         "abort_multipart_upload",
@@ -248,12 +248,12 @@ def removing_empty_folders(location: Location) -> Iterator[None]:
 
 def replace_bytes(location: Location, path: str, data: bytes) -> None:
     """Write a small file atomically; replace an existing one."""
-    fs, full = location.filesystem(path)
+    fs, full_path = location.filesystem(path)
     if local.is_local(fs):
         with location.guard("write", path):
-            local.put_in_folder(full, partial(local.replace, full, data))
+            local.put_in_folder(full_path, partial(local.replace, full_path, data))
     else:
-        location.request("write", path, partial(clients.put_bytes, fs, full, data))
+        location.request("write", path, partial(clients.put_bytes, fs, full_path, data))
 
 
 def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
@@ -274,7 +274,8 @@ def copy_file(source: Location, path: str, target: Location, to: str) -> bool:
     if source.storage_options != target.storage_options:
         return False
     if not clients.creates_exclusively(source_fs):
-        return False  # other clients may differ in their root
+        # Two filesystems of these clients (sftp, …) may have different root folders.
+        return False
     copy = partial(source_fs.cp_file, source_path, target_path)
     target.request("write", to, copy)
     return True

@@ -24,13 +24,13 @@ BESIDE = ("..",)
 class Staging:
     """Local files that are moved or uploaded to a place once they are complete.
 
-    A context manager. Files of a local place lie in a hidden folder of the place, so
-    that one rename moves each, and are synced before; files of other places lie in a
-    temporary folder.
+    A context manager that removes unfinished files at its end. Files for a local place
+    lie in a hidden folder of the place: each is synced, and moved by one rename. Files
+    for other places lie in the temporary folder of the system.
 
     Args:
         location: the place.
-        folders: folders of a local place to create; the first holds the hidden folder.
+        folders: folders to create in a local place; the first holds the hidden folder.
 
     Attributes:
         durable: True if files have to be synced before they are stored.
@@ -82,7 +82,8 @@ class Staging:
     def store(self, local_path: str, path: str) -> None:
         """Move or upload a finished file of the folder to `path` in the place."""
         self._location.put_file(local_path, path)
-        if not self.durable:
+        is_uploaded = not self.durable  # a file of a local place was moved
+        if is_uploaded:
             os.unlink(local_path)
 
     def remove(self) -> None:

@@ -73,7 +73,9 @@ def as_storage_errors(
     except Exception as error:
         url = place if isinstance(place, str) else place()
         secrets = Secrets(url, options)
-        storage_error = _storage_error(error, verb, url, secrets, bool(options))
+        storage_error = _storage_error(
+            error, verb, url, secrets, has_options=bool(options)
+        )
         raise storage_error from secrets.hide_in(error)
 
 
@@ -84,7 +86,7 @@ def _storage_error(
     if cause is None:
         cause = _unlisted_cause(error, secrets, has_options)
     else:
-        cause = _cause_at(cause, verb, scheme=url.partition("://")[0])
+        cause = _specify_cause(cause, verb, scheme=url.partition("://")[0])
 
     reason = cause.reason
     code = _code_of(error)
@@ -129,7 +131,7 @@ def means_exists(error: BaseException) -> bool:
     return is_exists_error or _code_of(error) in ("PreconditionFailed", "412")
 
 
-def is_passing(error: BaseException) -> bool:
+def is_transient(error: BaseException) -> bool:
     """Return True if a retry helps: throttling, server errors, lost connections."""
     cause = _cause_of(error)
     return cause is not None and cause.transient is True
@@ -345,14 +347,15 @@ _CAUSES_BY_TEXT = {
 def _cause_of(error: BaseException) -> Cause | None:
     """Return the cause of a client's error; None if it is not in the tables.
 
-    A text counts first. Then, of the whole chain of causes, the most specific name
-    does: a code, a class of a client, a status, an errno, a builtin class.
+    A text in `_CAUSES_BY_TEXT` decides first, then the most specific name in the chain
+    of causes: a code of the store, a class of the client, an HTTP status, an errno, a
+    builtin class.
     """
     chain = list(chain_of(error))
     for link in chain:
         if isinstance(link, socket.gaierror):
-            may_pass = True if link.errno == socket.EAI_AGAIN else None
-            return UNREACHABLE._replace(reason="no such host", transient=may_pass)
+            transient = True if link.errno == socket.EAI_AGAIN else None
+            return UNREACHABLE._replace(reason="no such host", transient=transient)
         for text, cause in _CAUSES_BY_TEXT.items():
             if text in str(link):
                 return cause
@@ -364,8 +367,8 @@ def _cause_of(error: BaseException) -> Cause | None:
     return None
 
 
-def _cause_at(cause: Cause, verb: str, scheme: str) -> Cause:
-    """Return a more specific cause, if the verb and the store allow one."""
+def _specify_cause(cause: Cause, verb: str, scheme: str) -> Cause:
+    """Return a more specific cause, if the verb and the store imply one."""
     if cause is NO_FILE and verb == "write" and scheme in BUCKETS:
         return NO_BUCKET  # a put needs nothing else to exist
     if cause is DENIED and EXTRAS.get(scheme) in ("s3", "gcs"):
@@ -415,12 +418,9 @@ def _statuses(error: BaseException) -> list[str]:
     if isinstance(response, dict):  # botocore
         metadata = response.get("ResponseMetadata", {})
         return [str(metadata.get("HTTPStatusCode", ""))]
+    names = ("status_code", "status", "code")  # azure and requests; aiohttp; gcsfs
     for holder in (error, response):
-        for name in (
-            "status_code",
-            "status",
-            "code",
-        ):  # azure and requests, aiohttp, gcsfs
+        for name in names:
             value = str(getattr(holder, name, ""))
             if value.isdecimal():
                 return [value]
