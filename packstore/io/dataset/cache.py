@@ -2,8 +2,8 @@
 
 A file is named by the dataset's place, the sha256 of its shard and its byte range, and
 is checked against the manifest's checksum on every read. So damaged bytes are fetched
-again, and bytes of a copy elsewhere are never used. (``filecache::`` of fsspec returns
-unfinished files to other threads.)
+again, and bytes of a copy elsewhere are never used. (fsspec's own ``filecache::`` would
+not do: it returns unfinished files to other threads.)
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class Dataset:
     def _repr_html_(self) -> str:
         example_tokens: list[int] = []
         if len(self):
-            # Without its store, a notebook shows the facts alone.
+            # If the store cannot be read, a notebook shows the facts without a chart.
             with contextlib.suppress(PackstoreError):
                 example_tokens = self.read_packs(0).row(0).example_tokens.tolist()
         title = f"Dataset {self.url}, version {self.version}"

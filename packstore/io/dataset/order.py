@@ -32,6 +32,7 @@ LANES = 64
 """Row groups open at once, over all ranks; mixes as well as a full shuffle."""
 
 _ROUNDS = 4
+"""Rounds of mixing in :func:`permuted`."""
 
 
 class PackOrder:
@@ -144,35 +145,51 @@ class PackOrder:
     def _stratified_rows(self, slots: Int64, positions: Int64, strata: Int64) -> Int64:
         """Return the row at each position of a slot.
 
-        All rows of the distinct row groups are assigned, concatenated group by group,
-        `[n]`: the row of the k-th lowest stratum goes to the position with the k-th
-        lowest ``index * phi mod 1``.
+        In each row group, the row with the k-th lowest stratum goes to the position
+        with the k-th lowest ``index * phi mod 1``.
+
+        Args:
+            slots: int64 `[n]`.
+            positions: int64 `[n]`, a position in each slot.
+            strata: int64 `[P]`, of all packs, in file order.
+
+        Returns:
+            int64 `[n]`, rows in the row groups of the slots.
         """
-        distinct_slots, inverse = np.unique(slots, return_inverse=True)
+        # All rows of the distinct row groups get a position, not only the requested
+        # ones. Arrays from here to the last line are `[all these rows]`, concatenated
+        # group by group; `owners` has the number of the group of each.
+        distinct_slots, slot_numbers = np.unique(slots, return_inverse=True)
         groups = self._groups[distinct_slots]
         sizes = self._group_rows[groups]
         owners = np.repeat(np.arange(len(groups)), sizes)
 
         packs = range_indices(self._first_packs[groups], sizes)
         rows = packs - self._first_packs[groups][owners]
-        ties = mixed(self._keys("ties", groups)[owners] + rows.astype(np.uint64))
-        by_stratum = np.lexsort((ties, strata[packs], owners))
+        tie_breakers = mixed(
+            self._keys("ties", groups)[owners] + rows.astype(np.uint64)
+        )
+        by_stratum = np.lexsort((tie_breakers, strata[packs], owners))
 
         places = range_indices(self._first_places[distinct_slots], sizes)
-        # As uint64 the product is taken modulo 2^64, the fraction of a multiple of phi.
-        spread = self._indices(places).astype(np.uint64) * GOLDEN
-        by_spread = np.lexsort((spread, owners))
+        # `GOLDEN` is the fraction of phi in units of 2^-64, and products of uint64 are
+        # taken modulo 2^64: this is `index * phi mod 1`.
+        fractions = self._indices(places).astype(np.uint64) * GOLDEN
+        by_fraction = np.lexsort((fractions, owners))
 
         row_at_position = np.empty(len(rows), np.int64)
-        row_at_position[by_spread] = rows[by_stratum]
-        chosen: Int64 = row_at_position[to_offsets(sizes)[inverse] + positions]
-        return chosen
+        row_at_position[by_fraction] = rows[by_stratum]
+        first_positions = to_offsets(sizes)[slot_numbers]
+        requested_rows: Int64 = row_at_position[first_positions + positions]
+        return requested_rows
 
 
 def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
     """Map each value by a permutation of its own, without a table.
 
-    A mixing function on the next power of two is applied until the result is in range.
+    A permutation of ``0 .. 2^bits - 1``, the next power of two, is applied until the
+    result is below the size (cycle walking: Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002).
 
     Args:
         values: int64 `[n]`, each in ``0 .. size - 1``.
@@ -183,7 +200,7 @@ def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
         int64 `[n]`, each in ``0 .. size - 1``.
     """
     unit = np.uint64(1)
-    _, exponents = np.frexp(sizes - 1)
+    _, exponents = np.frexp(sizes - 1)  # number of bits of the largest value
     bits = exponents.astype(np.uint64)
     masks = (unit << bits) - unit
     shifts = (bits + unit) >> unit
@@ -196,8 +213,8 @@ def permuted(values: Int64, sizes: Int64, keys: U64) -> Int64:
         mask = masks[pending]
         shift = shifts[pending]
         key_of_value = keys[pending]
-        for number in range(_ROUNDS):
-            key = mixed(key_of_value + np.uint64(number))
+        for round_number in range(_ROUNDS):
+            key = mixed(key_of_value + np.uint64(round_number))
             # Each step is invertible: an odd factor, an addition, a shifted xor.
             value = (value * (key | unit) + (key >> np.uint64(32))) & mask
             value ^= value >> shift

@@ -2,10 +2,14 @@
 
 A small Parquet file beside the manifest, which names it. It has a row for each pack, in
 dataset order, and a row group for each shard, and is optional: without it sizes are
-read from the shards. It also has the divisors of losses
-(:data:`packstore.format.arrays.COUNTS`). An index of an earlier release lacks these
-columns; they are null for shards that were not counted. Nothing in it is trusted:
-figures that no pack can have are refused, and loaders compare each with its pack.
+read from the shards.
+
+*Sizes* of a pack are its tokens, its examples and its squares (the sum of the squared
+lengths of its segments, the cost of attention). The index also has *counts*, by which
+losses divide (:data:`packstore.format.arrays.COUNTS`); an index of an earlier release
+lacks these columns, and they are null for shards that were not counted. Nothing in it
+is trusted: figures that no pack can have are refused, and loaders compare each with its
+pack.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ THREADS = 4
 """Shards read in parallel without an index."""
 
 CACHED_SHARDS = 128
-"""Maximum of shards with cached sizes: more than an order has lanes, each in one shard.
+"""Maximum of shards with cached sizes. An order reads from `LANES` (64) row groups at a
+time, each in one shard: these stay in the cache.
 """
 
 _COLUMNS_WITH_SIZES = ("seq_boundaries", "example_ids")
@@ -213,12 +218,13 @@ class SizeTable:
         by_shard = np.argsort(shards, kind="stable")
         distinct_shards, starts = np.unique(shards[by_shard], return_index=True)
         packs_of_shards = np.split(packs[by_shard], starts[1:])
-        parts = [
-            self.shard(shard).take(members - self._first_packs[shard])
-            for shard, members in zip(
-                distinct_shards.tolist(), packs_of_shards, strict=False
-            )
-        ]
+        parts = []
+        # Without packs, split returns one empty array for no shard: not strict.
+        for shard, shard_packs in zip(
+            distinct_shards.tolist(), packs_of_shards, strict=False
+        ):
+            rows = shard_packs - self._first_packs[shard]
+            parts.append(self.shard(shard).take(rows))
         original_order = np.argsort(by_shard, kind="stable")
         return PackSizes.concat(parts).take(original_order)
 
@@ -280,8 +286,10 @@ def _count_sizes(reader: ShardReader, group: int) -> PackSizes:
         check_counts(columns, int(reader.shard.row_groups.rows[group]))
         boundaries, boundary_offsets = columns["seq_boundaries"]
         _, example_offsets = columns["example_ids"]
+        # A pack of S segments has S + 1 boundaries. With a length of 0 between packs,
+        # lengths stand at the same offsets as boundaries.
         first_segments = boundary_offsets[:-1]
-        lengths = _steps_in_packs(boundaries, boundary_offsets, between_packs=0)
+        lengths = _boundary_differences(boundaries, boundary_offsets, between_packs=0)
         return PackSizes(
             tokens=np.add.reduceat(lengths, first_segments),
             examples=np.diff(example_offsets),
@@ -289,17 +297,20 @@ def _count_sizes(reader: ShardReader, group: int) -> PackSizes:
         )
 
 
-def _steps_in_packs(boundaries: Any, offsets: Int64, between_packs: int) -> Int64:
-    """Return the differences of neighbouring boundaries.
+def _boundary_differences(boundaries: Any, offsets: Int64, between_packs: int) -> Int64:
+    """Return the differences of neighbouring boundaries, the lengths of segments.
 
     Args:
-        boundaries: segment offsets of all packs.
+        boundaries: int32 `[B]`, `seq_boundaries` of all packs.
         offsets: int64 `[P + 1]`, offsets of the packs in `boundaries`.
-        between_packs: value in place of a step from one pack to the next.
+        between_packs: value in place of the difference from one pack to the next.
+
+    Returns:
+        int64 `[B - 1]`.
     """
-    steps: Int64 = np.diff(boundaries.astype(np.int64))
-    steps[offsets[1:-1] - 1] = between_packs
-    return steps
+    differences: Int64 = np.diff(boundaries.astype(np.int64))
+    differences[offsets[1:-1] - 1] = between_packs
+    return differences
 
 
 # Checks
@@ -371,8 +382,8 @@ def _rise_from_zero(boundaries: Any, offsets: Int64) -> bool:
         return False
     if np.any(boundaries[offsets[:-1]] != 0):
         return False
-    steps = _steps_in_packs(boundaries, offsets, between_packs=1)
-    return bool(np.all(steps >= 1))
+    differences = _boundary_differences(boundaries, offsets, between_packs=1)
+    return bool(np.all(differences >= 1))
 
 
 def _check_sums(sizes: PackSizes, shard: ShardInfo, where: str) -> None:
@@ -437,12 +448,12 @@ def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[_Bound]:
         return
 
     best_tokens = sizes.counts[:, COUNTS.index("best_tokens")]
-    # No segment's first token is supervised.
-    max_tokens = tokens - examples
+    # The first token of a segment is never supervised, and each example has one.
+    max_best_tokens = tokens - examples
     yield _Bound(
         rule="best_tokens must be 1 to all but one of each example",
         values=best_tokens,
-        holds=(best_tokens >= examples) & (best_tokens <= max_tokens),
+        holds=(best_tokens >= examples) & (best_tokens <= max_best_tokens),
     )
     yield _Bound(
         rule="pairs must be those of its examples",
@@ -457,6 +468,7 @@ def _are_possible_pairs(sizes: PackSizes, kind: str) -> Bool:
     _, best_vs_rest, all_pairs, adjacent = sizes.counts.T
     is_possible: Bool
     if kind == "scored":
+        # A response has a token at least, so that tokens bound the numbers of pairs.
         is_possible = (adjacent >= 0) & (adjacent <= best_vs_rest)
         is_possible &= best_vs_rest <= all_pairs
         is_possible &= best_vs_rest <= sizes.tokens - sizes.examples

@@ -1,9 +1,14 @@
 """Yields packs in a given order; threads fetch their row groups ahead.
 
-The order is known, so positions are planned well before their packs are yielded, and
-their row groups are submitted to threads in the order of first use. A row group is
+The order is fixed, so positions are planned well before their packs are yielded, and
+their row groups are submitted to threads in the order of first use. A lane
+(:mod:`packstore.io.dataset.order`) reads one row group after another; a row group is
 dropped when its lane has moved on to the next one. If another lane ends in it, it stays
 until then, within `POOL_BYTES`.
+
+With ``on_error="quarantine"``, a row group that cannot be read is *quarantined*: each
+of its packs is replaced by a *stand-in*, a readable pack without weight in losses, so
+that steps and ranks stay in line.
 """
 
 from __future__ import annotations
@@ -103,10 +108,10 @@ class ReadAhead:
             # The first batch is planned by itself, so that it waits for nothing else.
             if self._plan(1):
                 yield self._next_batch()
-            self._read_on()
+            self._start_ahead()
             while self._planned or self._plan(_PLAN_PACKS):
                 packs = self._next_batch()
-                self._read_on()
+                self._start_ahead()
                 yield packs
         finally:
             self._reader.close()
@@ -164,6 +169,8 @@ class ReadAhead:
     def _new_group(self, group: int, lanes: Int64) -> _OpenGroup:
         tokens = int(self._dataset.row_groups.tokens[group])
         entry = _OpenGroup(num_bytes=tokens * TOKEN_BYTES)
+        # A lane that ends in this row group counts as in it from now on, which keeps
+        # the row group open until then.
         ending_lane = self._lane_ending_in.get(group, -1)
         if ending_lane in lanes and self._shared_bytes < POOL_BYTES:
             self._shared_bytes += entry.num_bytes
@@ -172,7 +179,7 @@ class ReadAhead:
 
     def _move_lanes(self, groups: Int64, lanes: Int64) -> None:
         """Move lanes to the row groups of their last planned packs."""
-        # The last pack of a lane is the first one from behind.
+        # `unique` returns first places: seen from behind, a lane's last pack is first.
         moving_lanes, last_packs = np.unique(lanes[::-1], return_index=True)
         last_groups = groups[::-1][last_packs]
         for lane, group in zip(
@@ -194,7 +201,7 @@ class ReadAhead:
 
     # Reading
 
-    def _read_on(self) -> None:
+    def _start_ahead(self) -> None:
         """Start reading row groups, as far ahead as the settings allow."""
         while self._bytes_ahead < self._max_bytes_ahead:
             if self._to_start:

@@ -56,7 +56,7 @@ _FOREIGN_REMEDY = (
 
 
 class _ForeignFooter(IntegrityError):
-    """The footer is the one that the manifest names, but another program wrote it."""
+    """The footer has the recorded hash, but its schema shows another writer."""
 
 
 class ShardReader:
@@ -216,7 +216,7 @@ class ShardReader:
     def _is_intact_group(self, group: int, data: bytes) -> bool:
         if isinstance(self.footer(), ParquetShard):
             return crc32_of(data) == int(self.shard.row_groups.crc32[group])
-        # The crc32 of an Arrow batch is counted from its decoded buffers.
+        # The crc32 of an Arrow batch is computed from its decoded buffers.
         with contextlib.suppress(FormatError, *DECODER_ERRORS):
             self._verified_batch(group, data)
             return True
@@ -348,7 +348,9 @@ class ShardStream:
         """Hash the bytes up to an offset."""
         while True:
             remaining_bytes = offset - self._file.tell()
-            if not self._take(min(remaining_bytes, HASHED_BYTES)):
+            data = self._take(min(remaining_bytes, HASHED_BYTES))
+            is_at_end = not data  # of these bytes, or of a file that is too short
+            if is_at_end:
                 return
 
     def _take(self, count: int) -> bytes:
@@ -374,7 +376,8 @@ def pooled_array(n: int) -> Int32:
     """Return an uninitialized int32 array `[n]`; its memory is reused after its last
     view.
     """
-    num_units = max(-(-4 * n // _UNIT_BYTES), 1)
+    num_bytes = 4 * n
+    num_units = max(-(-num_bytes // _UNIT_BYTES), 1)  # rounded up
     memory = _take_buffer(num_units * _UNIT_BYTES)
     array = np.frombuffer(memory, np.int32, n)
     # The base of all views is `array`, not the mmap, so it is finalized after the last

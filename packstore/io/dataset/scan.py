@@ -145,7 +145,7 @@ class ExampleSource:
         conditions = [] if predicate is None else sorted(predicate.meta.root_names())
         columns = list(dict.fromkeys([*selected, *conditions]))
         has_tokens = not _TOKEN_COLUMNS.isdisjoint(selected)
-        min_rows = 1 if has_tokens else batch_size or ROWS
+        min_rows = batch_size or ROWS
 
         frames: list[DataFrame] = []
         for group, count in self._groups_of_rows(n_rows):

@@ -1,11 +1,13 @@
-"""The ends of optimizer steps that hold a requested mean of examples: a function of
-packs' sizes.
+"""Cuts packs into optimizer steps with a requested mean number of examples.
 
 A pack is never split, so a step rarely holds the requested examples exactly. Each step
-ends at the boundary of packs that is nearest to its target: the requested examples, and
-those that the steps before it are short. So errors do not add up. As long as the packs
-that a step must have (one for each rank) hold no more than the requested examples, the
-steps of an epoch, up to any of them, are off by half a pack in total.
+ends at the boundary of packs that is nearest to its target: the requested examples,
+plus the *shortfall*, the examples that all steps before it are short. For example, with
+8 requested and packs of 3 examples, the steps have 9, 6 and 9 examples.
+
+So errors do not add up: after any step, the examples so far are off by half a pack at
+most. (Unless the packs that a step must have, one for each rank, already hold more than
+the requested examples.)
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from packstore.format.arrays import Int64, to_offsets
 def limit_shortfall(shortfall: int, requested: int) -> int:
     """Return a shortfall that a step of `requested` examples can make up for.
 
-    Where packs hold too many examples for every step, the excess is not saved up: steps
-    of smaller packs that follow would be tiny.
+    If the packs of every step hold too many examples, the excess (a negative shortfall)
+    must not add up: later steps, of smaller packs, would be tiny.
     """
     return min(max(shortfall, -(requested // 2)), requested)
 
@@ -44,21 +46,24 @@ def cut_by_examples(
         is_end: False if more packs follow; then only steps that do not depend on them
             are yielded.
     """
-    packs = len(examples)
-    offsets = to_offsets(examples).tolist()
+    num_packs = len(examples)
+    offsets = to_offsets(examples).tolist()  # examples before each boundary of packs
     start = 0
-    while start < packs:
+    while start < num_packs:
         target = offsets[start] + requested + shortfall
+        # The first boundary, after one pack or more, that reaches the target.
         end = bisect_left(offsets, target, lo=start + 1)
-        if max(end, start + min_packs) > packs and not is_end:
+        needs_more_packs = max(end, start + min_packs) > num_packs
+        if needs_more_packs and not is_end:
             return
 
-        if end <= packs and end > start + 1:
+        # The boundary before it may be nearer to the target.
+        if start + 1 < end <= num_packs:
             excess = offsets[end] - target
             shortfall_before = target - offsets[end - 1]
             if shortfall_before <= excess:
                 end -= 1
-        end = min(max(end, start + min_packs), packs)
+        end = min(max(end, start + min_packs), num_packs)
         shortfall = limit_shortfall(target - offsets[end], requested)
         yield end, shortfall
         start = end
