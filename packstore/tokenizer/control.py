@@ -82,7 +82,8 @@ TEMPLATE_CONTROLS: dict[str, tuple[str, ...]] = {
 """Chat template -> control strings that it writes; the page *Tokenizing* names their
 sources.
 
-Closed, and without `<s>`, `</s>`, `<bos>` and `<eos>`, which are common in other texts.
+The list is fixed: no setting adds to it. It leaves out `<s>`, `</s>`, `<bos>` and
+`<eos>`, which are common in other texts.
 """
 
 
@@ -115,8 +116,8 @@ _TEMPLATE_BEGINNING = re.compile(
 
 
 def beginning_of_template(text: str) -> str:
-    """Return the control string that a text rendered by a well-known template begins
-    with; or none.
+    """Return the control string at the beginning of a text that a well-known template
+    has rendered; for other texts an empty one.
 
     BOS may stand before it.
     """
@@ -125,7 +126,9 @@ def beginning_of_template(text: str) -> str:
 
 
 def foreign_patterns(is_foreign: Callable[[str], bool]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns that together match the foreign names of `TEMPLATE_CONTROLS`."""
+    """Return patterns that together match those of `TEMPLATE_CONTROLS` for which
+    `is_foreign` returns True.
+    """
     return _patterns(name for name in _ALL_TEMPLATE_CONTROLS if is_foreign(name))
 
 
@@ -135,7 +138,7 @@ def control_pattern(specials: frozenset[str]) -> re.Pattern[str]:
     empty.
     """
     if not specials:
-        return re.compile(r"([^\s\S])")
+        return re.compile(r"([^\s\S])")  # no character is neither
     names = sorted(specials, key=len, reverse=True)
     alternatives = "|".join([re.escape(name) for name in names])
     return re.compile(f"({alternatives})")
@@ -156,13 +159,16 @@ def encode_around_controls(
     `encode`.
 
     Args:
-        guards: for each text, a character that is removed between control strings;
-            inserted into a control string, it prevents a match.
+        texts: the texts.
+        specials: control string -> id.
+        encode: returns flat ids and offsets of texts without control strings.
+        guards: a character for each text. Where it stands inside a control string, that
+            is plain text, such as ``<|im_^end|>`` with the guard ``^``; it is removed
+            before the text is encoded.
     """
     pattern = control_pattern(frozenset(specials))
-    split_texts = [
-        pattern.split(text) for text in texts
-    ]  # text and control strings, in turn
+    # Each text is split into plain text and control strings, in turn.
+    split_texts = [pattern.split(text) for text in texts]
     if guards:
         split_texts = [
             [part.replace(guard, "") for part in parts]
@@ -181,7 +187,11 @@ def encode_around_controls(
         for i, part in enumerate(parts):
             if not part:
                 continue
-            piece = np.array([specials[part]], np.int32) if i % 2 else next(plain_parts)
+            is_control = i % 2 == 1
+            if is_control:
+                piece = np.array([specials[part]], np.int32)
+            else:
+                piece = next(plain_parts)
             pieces.append(piece)
             length += len(piece)
         lengths.append(length)
@@ -189,12 +199,12 @@ def encode_around_controls(
 
 
 def free_characters(text: str, count: int) -> list[str]:
-    """Return `count` characters of the last private-use area that do not occur in
-    `text`.
+    """Return `count` characters of Unicode's last private-use area that do not occur in
+    `text`, to mark places in a copy of it.
 
     Raises:
-        Refused: there are fewer: a dialogue of tens of thousands of turns takes several
-            for each.
+        Refused: there are fewer, as a dialogue of tens of thousands of turns needs
+            several for each turn.
     """
     used_characters = frozenset() if text.isascii() else frozenset(text)
     characters: list[str] = []
@@ -205,9 +215,8 @@ def free_characters(text: str, count: int) -> list[str]:
             characters.append(chr(code_point))
     if len(characters) < count:
         detail = (
-            f"{count:,} places to mark, and {len(characters):,} unused "
-            "characters "
-            "to mark them"
+            f"{count:,} places to mark, and {len(characters):,} unused characters to "
+            "mark them"
         )
         raise Refused("template_refused", detail, "Split the record")
     return characters

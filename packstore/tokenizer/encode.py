@@ -1,7 +1,10 @@
 """Encodes texts to token ids and supervision masks: all sequences of a block at once.
 
-Distinct texts are encoded once, in one batch; all else is numpy over flat ids and
-offsets. Only sequences with events are handled one by one.
+A draft (:class:`Draft`) is the text of one sequence, with its supervised spans. To know
+which tokens a span has, the text before each end of it is encoded, too: the tokens that
+it shares with the whole text lie before the place. All texts are encoded in one batch;
+all else is numpy over flat ids and offsets. Only sequences with an event, such as a
+token that joins prompt and response, are handled one by one.
 """
 
 from __future__ import annotations
@@ -46,14 +49,15 @@ class _Encoding(NamedTuple):
 
     Attributes:
         ids: token ids of all drafts, int32 `[N]`.
-        offsets: int64 `[drafts + 1]`.
-        tokens: number of a draft's tokens before each place, int64 `[P]`.
-        is_merged: whether a token joins both sides of a place, bool `[P]`.
+        offsets: offsets of the drafts in `ids`, int64 `[drafts + 1]`.
+        tokens_before: number of the draft's tokens before each place, int64
+            `[places]`.
+        is_merged: whether a token joins both sides of a place, bool `[places]`.
     """
 
     ids: Int32
     offsets: Int64
-    tokens: Int64
+    tokens_before: Int64
     is_merged: Bool
 
 
@@ -62,22 +66,24 @@ def assemble(
 ) -> Sequences:
     """Return drafts as sequences of ids, with BOS and EOS by the settings."""
     bounds = _span_bounds(drafts)
+    num_bounds = len(bounds)
     system_ends = [_Place(i, draft.system_end) for i, draft in enumerate(drafts)]
     encoding = _encode_drafts(tokenizer, drafts, [*bounds, *system_ends])
 
-    owners = np.array([place.draft for place in bounds], np.int64)
-    starts = encoding.offsets[owners] + encoding.tokens[: len(bounds)]
+    drafts_of_bounds = np.array([place.draft for place in bounds], np.int64)
+    first_tokens = encoding.offsets[drafts_of_bounds]
+    token_bounds = first_tokens + encoding.tokens_before[:num_bounds]
     sequences = Sequences(
         ids=encoding.ids,
-        supervised=_supervision(len(encoding.ids), starts),
+        supervised=_supervision(len(encoding.ids), token_bounds),
         offsets=encoding.offsets,
-        heads=encoding.tokens[len(bounds) :],
+        heads=encoding.tokens_before[num_bounds:],
         events={},
         refusals={},
     )
 
-    is_merged = encoding.is_merged[: len(bounds)]
-    _note_merged_boundaries(sequences, owners[is_merged], config)
+    is_merged = encoding.is_merged[:num_bounds]
+    _note_merged_boundaries(sequences, drafts_of_bounds[is_merged], config)
     _refuse_encoded_controls(tokenizer, drafts, sequences)
     return _with_bos_and_eos(tokenizer, drafts, config, sequences)
 
@@ -95,8 +101,10 @@ def _span_bounds(drafts: Sequence[Draft]) -> list[_Place]:
 def _supervision(num_tokens: int, bounds: Int64) -> Bool:
     """Return the mask of tokens between bounds: start and end of each span, in turn."""
     starts, ends = bounds.reshape(-1, 2).T
+    # If tokens are merged at an end, the common prefix there may be the shorter one.
+    lengths = np.maximum(ends - starts, 0)
     supervised = np.zeros(num_tokens, np.bool_)
-    supervised[range_indices(starts, np.maximum(ends - starts, 0))] = True
+    supervised[range_indices(starts, lengths)] = True
     return supervised
 
 
@@ -108,9 +116,12 @@ def _encode_drafts(
     A place maps to the length of the common prefix of the ids of the text before it and
     the ids of the whole text, so a token that merges both sides lies after the place.
     """
+    # A guard, which is empty or one character, is passed in front of the text.
     texts = [(draft.mode, draft.guard + draft.text) for draft in drafts]
-    prefixes: dict[tuple[Mode, str], int] = {}  # their rows follow the texts' rows
-    # row of the text before each place; at its start and end, of the whole text
+    # Row of each distinct text before a place; these rows follow the rows of `texts`.
+    prefixes: dict[tuple[Mode, str], int] = {}
+    # For each place, the row of the text before it. At the start and the end of a draft
+    # nothing needs to be encoded: the row of the draft itself.
     rows_before = []
     for place in places:
         draft = drafts[place.draft]
@@ -129,7 +140,7 @@ def _encode_drafts(
     return _Encoding(
         ids=ids[: draft_offsets[-1]],
         offsets=draft_offsets,
-        tokens=np.where(characters > 0, common, 0),
+        tokens_before=np.where(characters > 0, common, 0),
         is_merged=is_merged,
     )
 
@@ -139,8 +150,15 @@ def _common_prefixes(
 ) -> tuple[Int64, Bool]:
     """Return the lengths of the common prefixes of rows `a` and `b`, and where `a` is
     longer.
+
+    Args:
+        ids: int32 `[N]`.
+        offsets: offsets of the rows in `ids`.
+        a: int64 `[pairs]`, rows.
+        b: int64 `[pairs]`, rows.
     """
     lengths = np.diff(offsets)
+    # A row is equal to itself: nothing is compared.
     compared = np.where(a == b, 0, np.minimum(lengths[a], lengths[b]))
     starts = to_offsets(compared)
     ids_of_a = ids[range_indices(offsets[a], compared)]
@@ -185,11 +203,13 @@ def _encode_mode(
 ) -> tuple[Int32, Int64]:
     if mode != "guarded":
         return tokenizer.engine.encode_batch(texts, control=mode == "control")
+    guards = [text[0] for text in texts]
+    guarded_texts = [text[1:] for text in texts]
     return encode_around_controls(
-        [text[1:] for text in texts],
-        tokenizer.specials,
-        partial(tokenizer.engine.encode_batch, control=False),
-        [text[0] for text in texts],
+        guarded_texts,
+        specials=tokenizer.specials,
+        encode=partial(tokenizer.engine.encode_batch, control=False),
+        guards=guards,
     )
 
 
@@ -208,21 +228,25 @@ def _note_merged_boundaries(
 def _refuse_encoded_controls(
     tokenizer: Tokenizer, drafts: Sequence[Draft], sequences: Sequences
 ) -> None:
-    """Refuse plain text that was encoded to control ids (Unigram vocabularies
-    do that).
+    """Refuse sequences with plain text that was encoded to control ids.
+
+    Unigram vocabularies do that. Only the control strings of a ``guarded`` draft that
+    have no guard inside should have become ids.
     """
     for row, draft in enumerate(drafts):
         if draft.mode == "control" or row in sequences.refusals:
             continue
         if tokenizer.control_hint not in draft.text:
             continue
-        if not tokenizer.controls.search(draft.text.replace(draft.guard, "")):
+        unguarded_text = draft.text.replace(draft.guard, "")
+        if not tokenizer.controls.search(unguarded_text):
             continue
-        expected = 0
+        num_expected = 0
         if draft.mode == "guarded":
-            expected = len(tokenizer.controls.findall(draft.text))
+            num_expected = len(tokenizer.controls.findall(draft.text))
         ids = sequences.ids[sequences.offsets[row] : sequences.offsets[row + 1]]
-        if np.isin(ids, [*tokenizer.special_ids]).sum() != expected:
+        num_controls = np.isin(ids, [*tokenizer.special_ids]).sum()
+        if num_controls != num_expected:
             detail = "this tokenizer has no plain form of a control string"
             sequences.refusals[row] = Refused("special_tokens", detail)
 
@@ -233,7 +257,14 @@ def _with_bos_and_eos(
     config: TokenizeConfig,
     bare: Sequences,
 ) -> Sequences:
-    """Return sequences with BOS and EOS by the settings."""
+    """Return sequences with BOS and EOS by the settings.
+
+    Args:
+        tokenizer: has the ids of BOS and EOS.
+        drafts: the texts of the sequences.
+        config: settings of the job.
+        bare: the sequences without added tokens; their mask and events are changed.
+    """
     bos = NO_TOKEN if tokenizer.bos_id is None else tokenizer.bos_id
     eos = NO_TOKEN if tokenizer.eos_id is None else tokenizer.eos_id
     has_tokens = np.diff(bare.offsets) > 0
@@ -254,8 +285,10 @@ def _with_bos_and_eos(
         adds_eos[:] = False
     adds_eos &= last_ids != eos
 
-    is_unpredicted = ~adds_bos[has_tokens]  # nothing stands before the first token
+    # Without a BOS before it, nothing predicts the first token: it is not learned.
+    is_unpredicted = ~adds_bos[has_tokens]
     bare.supervised[first_rows[is_unpredicted]] = False
+    # Truncation keeps BOS, whether it was added here or was in the text.
     heads = np.maximum(bare.heads + adds_bos, first_ids == bos)
     if not (adds_bos.any() or adds_eos.any()):
         return replace(bare, heads=heads)
@@ -299,21 +332,21 @@ def _needs_bos(
 def _needs_eos(
     tokenizer: Tokenizer, drafts: Sequence[Draft], config: TokenizeConfig
 ) -> Bool:
-    """Return the mask of sequences that end with EOS: by the setting, else all without
-    a template.
+    """Return the mask of sequences that get an EOS.
 
-    None that a control string ends already: EOS, or by default any.
+    With `append_eos` all get one, unless their text ends with EOS already. By default
+    those without a chat template do, unless their text ends with any control string.
     """
-    closing: tuple[str, ...] = (str(tokenizer.eos_token),)
+    endings: tuple[str, ...] = (str(tokenizer.eos_token),)
     if config.append_eos is None:
-        closing = (*closing, *tokenizer.specials)
+        endings = (*endings, *tokenizer.specials)
         needs_eos = [not draft.from_template for draft in drafts]
     else:
         needs_eos = [config.append_eos] * len(drafts)
     if tokenizer.eos_id is not None:
         for i, draft in enumerate(drafts):
             if needs_eos[i] and (draft.from_template or draft.mode == "control"):
-                needs_eos[i] = not draft.text.rstrip().endswith(closing)
+                needs_eos[i] = not draft.text.rstrip().endswith(endings)
     return np.array(needs_eos, np.bool_)
 
 

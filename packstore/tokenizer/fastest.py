@@ -1,6 +1,7 @@
 """Uses ``fastokens`` where it gives the same ids as the reference, ``tokenizers``.
 
-It is probed before a job, and compared on the first records and a sample of all others.
+Before a job, both encode probes, texts on which engines are known to differ. During the
+job, the first records and a sample of all others are encoded by both.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from packstore.tokenizer.tokenizer import FAST, Tokenizer
 log = logging.getLogger("packstore")
 
 LOADING = 6
-"""The faster engine takes as long to load as the reference takes for records of the
-size of its file divided by this (measured with Qwen3's file of 11 MB; with smaller
-files, somewhat more).
+"""Loading the faster engine takes the time in which the reference encodes a text of a
+sixth of the bytes of the tokenizer file (measured with Qwen3's file of 11 MB; somewhat
+more with smaller files).
 """
 
 ONE_IN = 1000
@@ -83,10 +84,8 @@ def with_fastest_engine(tokenizer: Tokenizer) -> Tokenizer:
     """Return `tokenizer` with the faster engine that is loading, if probes give equal
     ids.
     """
-    if (
-        getattr(tokenizer.engine, "loading", None) is None
-        or tokenizer.sha256 in _distrusted
-    ):
+    is_loading = getattr(tokenizer.engine, "loading", None) is not None
+    if not is_loading or tokenizer.sha256 in _distrusted:
         return tokenizer
     with ThreadPoolExecutor(1, "packstore-tokenizer") as pool:
         expected = pool.submit(_encode_probes, tokenizer)
@@ -122,12 +121,16 @@ def _are_equal(a: list[Int32 | Int64], b: list[Int32 | Int64]) -> bool:
 
 
 class EngineWatch:
-    """Encode a sample of the faster engine's texts again with the reference, and
-    compare.
+    """Encodes a sample of the faster engine's texts again with the reference, and
+    compares.
 
     The sample depends on the seed and each record's place in the input, not on workers,
-    partitions or blocks. The first records of each of `sources` inputs are in it.
-    Picklable.
+    partitions or blocks. Picklable.
+
+    Args:
+        tokenizer: of the job, with its engine.
+        config: settings of the job.
+        sources: number of inputs. The first records of each are in the sample.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class EngineWatch:
     ) -> None:
         self._tokenizer = tokenizer
         self._config = config
-        self._first = -(-FEWEST // max(sources, 1))
+        self._first_records = -(-FEWEST // max(sources, 1))  # of each input; rounded up
         self._reference: Tokenizer | None = None
 
     def sample(self, rows: Rows) -> list[int]:
@@ -145,7 +148,7 @@ class EngineWatch:
         ordinals = np.array(rows.ordinals, np.int64)
         ids = example_id(rows.source, 0) + ordinals
         keys = seeds.keys_at(ids.view(np.uint64), self._config.seed, "engine watch")
-        is_sampled = (ordinals < self._first) | (keys < 2**64 // ONE_IN)
+        is_sampled = (ordinals < self._first_records) | (keys < 2**64 // ONE_IN)
         return [int(index) for index in np.flatnonzero(is_sampled)]
 
     def compare(self, sample: list[Encoded]) -> None:

@@ -1,5 +1,8 @@
 """The refusal of a record, for one of the reasons in
 :data:`packstore.config.REASONS`.
+
+A *way out* is advice with settings: they are spelled for the *door* by which the user
+came, as flags in the shell (``--ignore NAME``), as arguments in Python.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ class Refused(Exception):
     :data:`packstore.config.REASONS`.
 
     Args:
-        remedy: the way out; each ``{}`` stands for one of `settings`.
+        reason: a name of `REASONS`.
+        detail: the broken rule, and the value.
+        remedy: the way out; each ``{}`` stands for one of `settings`. If empty, that of
+            `WAYS_OUT`.
         settings: of the remedy, which are spelled as the job's user types them.
     """
 
@@ -52,8 +58,9 @@ class Refused(Exception):
         """Return the remedy in the syntax of a door.
 
         Args:
-            config: of the job. A mapping in Python replaces its `fields`; flags add to
-                them.
+            door: shell or Python.
+            config: of the job. In Python, a mapping replaces its `fields`, so that the
+                remedy repeats them; flags add to them.
         """
         if not self.settings:
             return self.remedy
@@ -94,7 +101,7 @@ class Stop(Refused):
         self, rule: str, detail: str, remedy: str = "", *settings: Mapping[str, Any]
     ) -> None:
         super().__init__("wrong_type", detail, remedy, *settings)
-        self.remedy = remedy  # none at all, where there is none
+        self.remedy = remedy  # without advice, `Refused` would say "Correct it"
         self.rule = rule
 
     def as_error(self, where: str, door: Door, config: TokenizeConfig) -> RecordError:

@@ -48,6 +48,7 @@ TEMPLATE_TEXT = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Files, and a folder, beside the tokenizer."""
 
+# ``name`` or ``owner/name``, unless it ends like the name of a file.
 _ON_HUB = re.compile(r"([\w-][\w.-]*/)?(?!.*\.(json|model|jinja)$)[\w-][\w.-]*")
 
 MAX_FILE_BYTES = 1 << 30
@@ -66,11 +67,11 @@ WELL_KNOWN = {
 class _Files:
     """The files of a tokenizer."""
 
-    name: str
-    payload: bytes
+    name: str  # of the tokenizer file
+    payload: bytes  # of the tokenizer file
     settings: dict[str, Any] = field(default_factory=dict)
-    templates: dict[str, str] = field(default_factory=dict)
-    hashes: dict[str, str] = field(default_factory=dict)
+    templates: dict[str, str] = field(default_factory=dict)  # name -> Jinja text
+    hashes: dict[str, str] = field(default_factory=dict)  # other file -> sha256
 
     def read(self, path: Path) -> str | None:
         """Return the text of a file, and note its hash; None if it does not exist."""
@@ -111,11 +112,10 @@ class _Files:
         """Add a template, or a list of templates with names."""
         if value is None:
             return
-        entries = (
-            value
-            if isinstance(value, list)
-            else [{"name": "default", "template": value}]
-        )
+        if isinstance(value, list):
+            entries = value
+        else:
+            entries = [{"name": "default", "template": value}]
         for entry in entries:
             if isinstance(entry, dict):
                 self.templates[str(entry.get("name"))] = str(entry.get("template"))
@@ -139,8 +139,8 @@ def load_tokenizer(
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of
             one of the tokenizer's templates; None: the tokenizer's default, and for
             records with tools its ``tool_use``, if any.
-        is_worthwhile: whether a faster library shall load a file of so many bytes at
-            the same time.
+        is_worthwhile: called with the bytes of the tokenizer file; if it returns True,
+            a faster library loads the file at the same time.
     """
     if isinstance(source, str | PathLike):
         where = f"tokenizer {source}"
@@ -148,15 +148,10 @@ def load_tokenizer(
     else:
         where = "tokenizer"
         files = _from_object(source)
-    engine_name = (
-        "tokenizers" if files.payload.lstrip()[:1] == b"{" else "sentencepiece"
-    )
+    is_json = files.payload.lstrip()[:1] == b"{"
+    engine_name = "tokenizers" if is_json else "sentencepiece"
     loading = None
-    if (
-        is_worthwhile
-        and engine_name == "tokenizers"
-        and is_worthwhile(len(files.payload))
-    ):
+    if is_json and is_worthwhile is not None and is_worthwhile(len(files.payload)):
         with contextlib.suppress(ImportError):  # not every platform has a wheel of it
             loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
     engine = ENGINES.load(engine_name)(files.payload, where)
@@ -168,18 +163,19 @@ def load_tokenizer(
             "the same ids"
         )
         log.warning(text, where, dropout)
+    tool_template = None
+    if chat_template is None:
+        tool_template = files.templates.get("tool_use")
     tokenizer = Tokenizer(
         name=files.name,
         engine_name=engine_name,
         payload=files.payload,
         chat_template=_choose_template(chat_template, files.templates),
-        tool_template=files.templates.get("tool_use")
-        if chat_template is None
-        else None,
+        tool_template=tool_template,
         files=files.hashes,
         **_find_tokens(engine, files.settings),
     )
-    engine.register(tokenizer.marks)
+    engine.register(tokenizer.marker_tokens)
     return tokenizer.with_engine(engine_name, engine)
 
 
@@ -190,8 +186,11 @@ def recorded_tokenizer(
     names.
 
     Args:
-        path: given by the user, so it may be a name on the hub. A tokenizer that only
-            the manifest names must be on this machine.
+        provenance: of the manifest.
+        path: tokenizer that the user names, which may be a name on the hub; None: the
+            recorded one, which must be on this machine.
+        where: the dataset, for messages.
+        remedy: for messages.
     """
     recorded = provenance.get("tokenizer") or {}
     source = path or recorded.get("path")
@@ -203,12 +202,11 @@ def recorded_tokenizer(
     tokenizer = load_tokenizer(source)
     if recorded.get("sha256") in (None, tokenizer.sha256):
         return tokenizer
-    # Loaded and saved again, a tokenizer may have a file of other bytes, but its hashes
-    # stay.
+    # A program that loads and saves a tokenizer may write other bytes. Hashes of its
+    # vocabulary and of encoded texts stay equal.
     actual = tokenizer.provenance()
-    if any(
-        recorded.get(name) != actual[name] for name in ("vocab_sha256", "probe_sha256")
-    ):
+    identity = ("vocab_sha256", "probe_sha256")
+    if any(recorded.get(name) != actual[name] for name in identity):
         rule = f"must be the tokenizer that {where} was packed with"
         hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
         raise CompatibilityError(sentence(str(source), rule, hashes, remedy))
@@ -219,8 +217,8 @@ def _check_recorded(source: str, sha256: str | None, where: str, remedy: str) ->
     """Raise unless a tokenizer that only a manifest names is on this machine, with its
     hash.
 
-    The manifest may be a stranger's: nothing is asked of a hub, and nothing parsed
-    before.
+    The manifest may come from a stranger: no hub is asked, and the file is not parsed
+    before its hash is compared.
     """
     if not os.path.exists(source):
         rule = f"the tokenizer that {where} names must be on this machine"
@@ -293,7 +291,7 @@ def _from_object(source: Any) -> _Files:
         description = f"an object of type {type(source).__name__}"
         raise TokenizerError(sentence("tokenizer", rule, description, remedy))
     files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())
-    # Whether it adds BOS is in its post-processor.
+    # `add_bos_token` is not needed: the post-processor shows whether it adds BOS.
     tokens = {role: getattr(source, role, None) for role in WELL_KNOWN}
     files.settings = {
         role: str(token) for role, token in tokens.items() if token is not None
@@ -335,9 +333,7 @@ def _read(path: Path) -> bytes:
             raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
         data = path.read_bytes()
     except OSError as error:
-        where = (
-            f"tokenizer {client_text(path)}"  # it may be no path, but a URL by mistake
-        )
+        where = f"tokenizer {client_text(path)}"  # the path may be a URL by mistake
         rule = "it must be a readable file or folder"
         message = sentence(where, rule, error.strerror or str(error))
         raise TokenizerError(message) from client_cause(error)
@@ -377,10 +373,12 @@ def _choose_template(choice: str | None, templates: Mapping[str, str]) -> str | 
 
 
 def _find_tokens(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return BOS, EOS, ...: by the settings, by the tokenizer file, by well-known
-    names.
+    """Return the tokens BOS, EOS and so on, and whether BOS is added, as arguments of
+    :class:`Tokenizer`.
+
+    The settings decide, then the tokenizer file, then `WELL_KNOWN` names.
     """
-    before, after = engine.wrapping()
+    before, after = engine.wrapping()  # ids that it adds to a text
     tokens = {role: _parse_token(settings.get(role)) for role in WELL_KNOWN}
     if before:
         tokens["bos_token"] = tokens["bos_token"] or engine.id_to_token(before[0])
@@ -406,8 +404,8 @@ def _find_tokens(engine: Engine, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _first_control(engine: Engine, names: Sequence[str]) -> str | None:
     """Return the first of some names that is a control token, or None.
 
-    Some vocabularies hold "</s>" as a piece of markup; as a control token it is
-    declared.
+    To be in the vocabulary is not enough if the tokenizer declares control tokens: some
+    vocabularies hold "</s>" as a piece of markup.
     """
     for name in names:
         if name in engine.specials:

@@ -19,10 +19,10 @@ from packstore.tokenizer.dialogue.template import TEMPLATE_DATE, ChatTemplate, T
 from packstore.tokenizer.engines import ENGINES, Engine
 
 FAST = "fastokens"
-"""Engine for most files of ``tokenizers``, the reference."""
+"""Faster engine, for most files of the reference engine ``tokenizers``."""
 
 VARIED_TEMPLATES = 64
-"""Number of cached chat templates with records' own variables."""
+"""Maximum number of cached chat templates with variables from records."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,31 +35,31 @@ class Tokenizer:
     name: str  # of the file, for messages and the manifest
     engine_name: str  # in :data:`packstore.tokenizer.engines.ENGINES`
     payload: bytes = field(repr=False)  # of the file
-    # Strings of tokens, if known; packstore itself never pads.
+    # Strings of tokens, if known. The padding token is only recorded.
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None
     unk_token: str | None = None
-    adds_bos: bool = False  # True: to plain text
-    chat_template: str | None = field(default=None, repr=False)
-    tool_template: str | None = field(default=None, repr=False)  # of records with tools
-    files: Mapping[str, str] = field(
-        default_factory=dict
-    )  # sha256 of each other file, by name
+    adds_bos: bool = False  # whether plain text gets a BOS
+    chat_template: str | None = field(default=None, repr=False)  # Jinja text
+    tool_template: str | None = field(
+        default=None, repr=False
+    )  # for records with tools
+    # name -> sha256 of each file next to the tokenizer file that was read
+    files: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def engine(self) -> Engine:
         """The loaded engine."""
         engine = ENGINES.load(self.engine_name)(self.payload, f"tokenizer {self.name}")
-        engine.register(self.marks)
+        engine.register(self.marker_tokens)
         return engine
 
     @property
-    def marks(self) -> list[str]:
+    def marker_tokens(self) -> list[str]:
         """The known strings of BOS, EOS and padding."""
-        return [
-            token for token in (self.bos_token, self.eos_token, self.pad_token) if token
-        ]
+        tokens = (self.bos_token, self.eos_token, self.pad_token)
+        return [token for token in tokens if token]
 
     def with_engine(self, name: str, engine: Engine | None = None) -> Self:
         """Return the tokenizer with another engine: `engine`, or a new one by
@@ -79,7 +79,8 @@ class Tokenizer:
     @cached_property
     def vocab_size(self) -> int:
         """Highest id + 1, added tokens included."""
-        return self.engine.vocabulary[0]
+        size, _ = self.engine.vocabulary
+        return size
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -124,8 +125,8 @@ class Tokenizer:
     def template_for(
         self, tools: Tools, variables: Mapping[str, Any]
     ) -> ChatTemplate | None:
-        """Return the chat template of a record with these tools and variables, as
-        transformers.
+        """Return the chat template of a record with these tools and variables, chosen
+        as transformers chooses it; None without a template.
         """
         template = self.tool_use_template if tools else None
         template = template or self.template
@@ -151,7 +152,8 @@ class Tokenizer:
         ids.
 
         Excludes tokens that strip adjacent white space, and tokenizers that add a
-        leading space to the first piece of a text only.
+        leading space to the first piece of a text only: both ways are compared for
+        ``<control> a<control>\\na``.
         """
         ids, offsets = self.engine.encode_batch([" a", "\na"], control=False)
         first = ids[: offsets[1]]
@@ -181,11 +183,11 @@ class Tokenizer:
 
     @cached_property
     def foreign_controls(self) -> tuple[re.Pattern[str], ...]:
-        """Patterns of control strings of well-known templates that are letters to this
+        """Patterns of control strings of other models, which are plain text to this
         tokenizer.
 
-        Not those that are tokens here, or that a chat template of this tokenizer
-        writes.
+        They are the strings of well-known chat templates, except tokens of this
+        tokenizer and strings that a chat template of it writes.
         """
         templates = (self.chat_template or "") + (self.tool_template or "")
 
@@ -243,10 +245,12 @@ class Tokenizer:
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        rebuilt = ["template", "tool_use_template", "_varied", "specials"]
+        # A worker computes these again. The faster engine is sent: it loads itself on
+        # first use, without the reference.
+        recomputed = ["template", "tool_use_template", "_varied", "specials"]
         if self.engine_name != FAST:
-            rebuilt.append("engine")
-        for name in rebuilt:
+            recomputed.append("engine")
+        for name in recomputed:
             state.pop(name, None)
         return state
 

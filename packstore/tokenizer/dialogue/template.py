@@ -330,10 +330,11 @@ class ChatTemplate:
         return end if is_prompt and text == unmarked else ""
 
     def _last_output(self, dialogue: list[Message], avoid: str) -> tuple[str, str]:
-        """Render a dialogue; return the text, and its end as written by outputs used
-        only once.
+        """Render a dialogue; return the text, and the part at its end that is written
+        after all turns: by outputs of the template that write only once.
 
         Args:
+            dialogue: of several turns of each role.
             avoid: characters that do not serve as marks.
         """
         environment = _compile(self.source).environment
@@ -354,14 +355,17 @@ class ChatTemplate:
         return self._grade_calls(content=None) >= self._grade_calls(content="")
 
     def _grade_calls(self, content: str | None) -> int:
-        """Return how well a call with this content is rendered, in its better form of
-        arguments.
+        """Return how well a call with this content is rendered, with its arguments as
+        an object or as text, whichever the template renders better.
         """
         as_object = self._grade_call(content, {"k": "v"})
         as_text = self._grade_call(content, '{"k": "v"}')
         return max(as_object, as_text)
 
     def _grade_call(self, content: str | None, arguments: object) -> int:
+        """Return 0 to 4: for a dialogue that ends with the call, and one that ends with
+        its result, a point if it is rendered, and one if the text has the call.
+        """
         function = {"name": "probe_of_call", "arguments": arguments}
         call = {"id": "call00001", "type": "function", "function": function}
         dialogue: list[Message] = [
@@ -380,7 +384,9 @@ class ChatTemplate:
                 text = self.render(messages)
                 if "None" not in text or "None" in self.source:
                     before_result = text.partition(dialogue[2]["content"])[0]
-                    grade += 1 + ("probe_of_call" in before_result)
+                    grade += 1
+                    if "probe_of_call" in before_result:
+                        grade += 1
         return grade
 
     def render_spans(
@@ -418,8 +424,12 @@ class ChatTemplate:
         """Render a dialogue; with `prompt`, followed by the generation prompt.
 
         Args:
-            compiled: another form of the template.
-            marks: texts that its generation blocks write.
+            messages: the dialogue.
+            tools: descriptions of tools.
+            prompt: whether the generation prompt follows.
+            compiled: template to render in place of this one, such as one with marks.
+            marks: variables `generation_opens` and `generation_closes`: characters that
+                generation blocks write at their start and end.
 
         Raises:
             Refused: the template raises, or its text is too long
@@ -444,11 +454,12 @@ class ChatTemplate:
                     raise Refused(
                         "template_refused", f"more than {MAX_RENDERED} characters"
                     )
-        except (Refused, MemoryError):  # no record's fate depends on memory
+        except (Refused, MemoryError):
+            # A lack of memory ends the job: it must not decide which records are left
+            # out.
             raise
-        except (
-            Exception
-        ) as error:  # untrusted code on untrusted data may raise anything
+        except Exception as error:
+            # Untrusted code on untrusted data may raise anything.
             raise Refused(
                 "template_refused", f"{type(error).__name__}: {error}"
             ) from error
@@ -489,9 +500,16 @@ def _raise_exception(message: str) -> None:
 
 
 def _split_last_output(text: str, marks: Sequence[str]) -> tuple[str, str]:
-    """Return a text without marks, and its end as written by outputs used only once."""
+    """Return a text without marks, and the part at its end that outputs wrote which
+    write only once.
+
+    Args:
+        text: rendered, with the mark of an output before everything that it wrote.
+        marks: one character for each output.
+    """
     if not marks:
         return text, ""
+    # Each part is a mark, and the text that its output wrote.
     parts = re.split(f"(?=[{''.join(marks)}])", text)[1:]
     uses = Counter(part[0] for part in parts)
     end = ""

@@ -1,5 +1,8 @@
-"""Sequences as text and as ids: single ones, or all of a block in flat arrays; records
-of ids.
+"""Sequences: a prompt and one response, as text and as token ids.
+
+A :class:`Draft` is the text of a sequence before it is encoded, and :class:`Tokens` are
+its ids. :class:`Sequences` are the sequences of all records of a block, in flat arrays.
+Records may also bring ids themselves: functions below check and join these.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ class Draft(NamedTuple):
     text: str  # prompt and response
     spans: Sequence[Span]  # supervised characters (start, end), in order
     # ``control``: control strings in `text` become ids; ``literal``: they are plain
-    # text; ``guarded``: they become ids unless they contain `guard`, which is not part
-    # of the text
+    # text; ``guarded``: the template's become ids, and the record's are plain text
     mode: Mode
+    # Character that ``guarded`` text has inside the record's control strings. It is
+    # removed before the text is encoded.
     guard: str = ""
-    system_end: int = 0  # end of a leading system turn, which truncation keeps
-    from_template: bool = False
+    # Number of characters of a leading system turn, which truncation keeps.
+    system_end: int = 0
+    from_template: bool = False  # whether a chat template rendered the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +52,14 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The sequences of some drafts, in order, as flat arrays."""
+    """Sequences in order, as flat arrays."""
 
-    ids: Int32
-    supervised: Bool
-    offsets: Int64
-    heads: Int64  # see `Tokens`
-    events: dict[int, list[str]]  # by sequence
-    refusals: dict[int, Refused]  # by sequence
+    ids: Int32  # `[N]`, of all sequences, one after another
+    supervised: Bool  # `[N]`
+    offsets: Int64  # `[S + 1]`, of the sequences in `ids`
+    heads: Int64  # `[S]`, see `Tokens.head`
+    events: dict[int, list[str]]  # index of a sequence -> its events
+    refusals: dict[int, Refused]  # index of a sequence -> why it is refused
 
     def row(self, i: int) -> Tokens:
         """Return sequence `i`."""
@@ -84,16 +89,22 @@ class Sequences:
     def with_rows(
         self, rows: Mapping[int, Tokens], *, insert: bool = False
     ) -> Sequences:
-        """Return the sequences with `rows` replaced, or inserted with `insert`."""
+        """Return the sequences with others at the indices of `rows`.
+
+        Args:
+            rows: index -> sequence.
+            insert: False: they replace sequences; True: they are inserted, at their
+                indices in the result.
+        """
         inserted = rows if insert else {}
-        number = len(self.heads) + len(inserted)
-        indices = [i for i in range(number) if i not in inserted]
+        num_rows = len(self.heads) + len(inserted)
+        # Indices, in the result, of the sequences that were here before.
+        indices = [i for i in range(num_rows) if i not in inserted]
         tokens = {index: self.row(i) for i, index in enumerate(indices)}
         tokens.update(rows)
+        joined = Sequences.of([tokens[i] for i in range(num_rows)])
         refusals = {indices[i]: refusal for i, refusal in self.refusals.items()}
-        return replace(
-            Sequences.of([tokens[i] for i in range(number)]), refusals=refusals
-        )
+        return replace(joined, refusals=refusals)
 
     def select(self, is_selected: Bool) -> tuple[Int32, Bool, Int64]:
         """Return ids, supervision and lengths of the sequences where `is_selected`,
@@ -165,8 +176,8 @@ def _whole_numbers(value: object) -> Any:
 
 
 def supervised_ids(ids: Int32, labels: object, name: str) -> Bool:
-    """Return the supervision mask of ids, bool `[N]`, by their labels; without, all
-    True.
+    """Return the supervision mask of ids, bool `[N]`, by their labels; without labels
+    all are supervised.
 
     Raises:
         Refused: a label is neither the id at its place nor -100 (``wrong_type``).
