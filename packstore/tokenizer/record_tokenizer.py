@@ -1,4 +1,15 @@
-"""Converts records to examples, in a straight line: read, render, encode, judge."""
+"""Converts records to examples, a block at a time, in four steps.
+
+1. Read: an adapter, a form or packstore's field names turn a record into a *reading*
+   (:mod:`packstore.tokenizer.records.reading`), and this is *parsed* into a prompt and
+   responses of one type: text, messages or ids.
+2. Render: messages become text, with the spans that are learned.
+3. Encode: the texts of all records become ids, at once.
+4. Judge: records are refused by their ids, or truncated.
+
+Each step may refuse a record, for a reason that the settings drop or that stops the
+job.
+"""
 
 from __future__ import annotations
 
@@ -70,9 +81,7 @@ class Record:
 
     @property
     def has_unread_columns(self) -> bool:
-        """False if each column is one of those that are read: most records have no
-        others.
-        """
+        """False if every column is read as a whole: so it is in most records."""
         columns = self.read.columns.values()
         return not self.value.keys() <= set(columns)
 
@@ -90,6 +99,8 @@ class RecordTokenizer:
 
     Args:
         tokenizer: may be None only if all records are token ids.
+        config: settings of the job.
+        kind: of all records: ``preference``, ``sft`` or ``scored``.
         lint: sees every record that becomes an example.
         adapter: the user's own function that reads records.
         first_place: of the record that decides the kind, for the error of one of
@@ -131,11 +142,12 @@ class RecordTokenizer:
     def __call__(
         self, rows: Rows, sampled: Collection[int] = ()
     ) -> tuple[Examples, Tally, list[Encoded]]:
-        """Return the examples of `rows`, in order, the tally of all records, and some
-        encodings.
+        """Return the examples of `rows`, in order, the tally of all records, and the
+        texts and tokens of sampled ones.
 
         Args:
-            sampled: indices of records to return the texts and tokens of.
+            rows: a block of records.
+            sampled: indices of the records in it to return texts and tokens of.
         """
         records = [Record(index, value) for index, value in enumerate(rows.values)]
         remaining = _apply(self._read, records)
@@ -158,8 +170,8 @@ class RecordTokenizer:
 
     @property
     def applies_adapter_here(self) -> bool:
-        """True if no other process can load the adapter: it is applied before records
-        are sent.
+        """True if worker processes cannot load the adapter: then it is applied before
+        records are sent to them.
         """
         return self._adapter is not None and not self._adapter.is_importable
 
@@ -215,14 +227,14 @@ class RecordTokenizer:
         is_any_chat = any(record.parsed.is_chat for record in records)
         if not is_any_chat:
             return _apply(self._render_one, records)
-        # before a process is started that could only raise this
+        # Raises without a tokenizer, before a worker process is started for rendering.
         self._required_tokenizer()
         with limited():
             return _apply(self._render_one, records)
 
     def _set_plain_texts(self, records: list[Record]) -> None:
-        """Set the sequences of records of text for which no policy has anything to
-        decide.
+        """Set the sequences of records of text to which no setting about control
+        strings or Unicode applies.
 
         Text without the beginning of any control string, and of valid Unicode, only has
         to be encoded. One test of all such texts of a block costs less than one for
@@ -300,6 +312,7 @@ class RecordTokenizer:
         """Refuse records by their ids, and truncate overlong ones, if so configured."""
         if not records:
             return sequences
+        # The record of each sequence, and the number of the response in it, from 1.
         owners = [
             (record, i + 1) for record in records for i in range(len(record.sequences))
         ]
@@ -346,12 +359,16 @@ class RecordTokenizer:
     def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
         """Return the indices of records that may be too long.
 
-        Shared prefixes only shorten an example: one that fits without them needs no
-            check.
+        Layout ``shared_prefix`` only shortens an example: one that fits in layout
+        ``concat`` needs no check.
+
+        Args:
+            sequences: of all records.
+            first_rows: int64 `[records + 1]`, the first sequence of each record.
         """
         lengths = np.diff(sequences.offsets)
         multiple = self.config.pad_to_multiple
-        padded = -(-lengths // multiple) * multiple
+        padded = -(-lengths // multiple) * multiple  # rounded up
         totals = np.add.reduceat(padded, first_rows[:-1])
         longest = np.maximum.reduceat(lengths, first_rows[:-1])
         is_large = (totals > self.config.pack_size) | (longest > self._sequence_limit)
@@ -413,18 +430,19 @@ class RecordTokenizer:
         """Count the records that were read from each column, or have a value there
         unread.
         """
-        places = Counter(
+        # Sets of columns are counted, as most records are read from the same ones.
+        column_sets = Counter(
             (*record.read.columns.values(), *record.read.further_columns)
             for record in examples
         )
-        for names, number in places.items():
-            tally.used.update(dict.fromkeys((*names, *self.carry), number))
+        for names, num_records in column_sets.items():
+            tally.used.update(dict.fromkeys((*names, *self.carry), num_records))
         if not any(record.has_unread_columns for record in examples):
             return
         read_columns = Counter[str]()
-        for names, number in places.items():
+        for names, num_records in column_sets.items():
             columns = (*columns_of(names), *self.carry)
-            read_columns.update(dict.fromkeys(columns, number))
+            read_columns.update(dict.fromkeys(columns, num_records))
         count_unread(tally, [record.value for record in examples], read_columns)
 
     def _required_tokenizer(self) -> Tokenizer:
@@ -444,10 +462,11 @@ class RecordTokenizer:
     ) -> Examples:
         """Return the examples of the records that are not refused."""
         remaining = [record for record in records if not record.refusal]
-        columns: dict[str, Column] = {
-            name: np.array([record.value[name] for record in remaining], TYPES[kind][1])
-            for name, kind in self.carry.items()
-        }
+        columns: dict[str, Column] = {}
+        for name, type_name in self.carry.items():
+            _, dtype = TYPES[type_name]
+            values = [record.value[name] for record in remaining]
+            columns[name] = np.array(values, dtype)
         if not remaining:
             return Examples.empty(columns)
         arrays = (sequences.ids, sequences.supervised, np.diff(sequences.offsets))
@@ -526,10 +545,10 @@ def _unsupervised_rows(sequences: Sequences) -> list[int]:
 def _refuse_identical_sides(
     records: list[Record], sequences: Sequences, first_rows: Int64
 ) -> None:
-    """Refuse records with only equal sequences, as they will be stored.
+    """Refuse records of several responses, all with the same ids.
 
-    Texts that differ may still give equal ids: after a cut, the normalization of the
-    tokenizer, or a chat template that drops text. Such a pair has no gradient, but
+    Texts that differ may still give equal ids: after a truncation, the normalization of
+    the tokenizer, or a chat template that drops text. Such a pair has no gradient, but
     counts in every divisor.
     """
     lengths = np.diff(sequences.offsets)

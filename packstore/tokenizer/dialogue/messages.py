@@ -1,5 +1,9 @@
 """Chat messages of many formats in one form, and dialogues split into a prompt and its
 answers.
+
+The form is OpenAI's, which chat templates expect: ``role`` and ``content``, and for the
+assistant ``tool_calls`` and ``reasoning_content``. Dialogues may also be one text with
+headers of turns, as in Anthropic's HH set ("\\n\\nHuman: …\\n\\nAssistant: …").
 """
 
 from __future__ import annotations
@@ -91,8 +95,8 @@ LEARNED_FLAGS: dict[str, tuple[object, object]] = {
     "trainable": (True, False),
     "mask": (False, True),
 }
-"""Names of a flag of a turn -> its values for a turn to learn, and for one to read
-only.
+"""Names of a flag of a turn -> its value if the turn is learned, and its value if it is
+not, and only read as a part of the prompt.
 """
 
 MESSAGE_KEYS = frozenset(
@@ -124,7 +128,8 @@ class PartType(NamedTuple):
     """A type of parts that a content may have beside text."""
 
     kind: str  # thought, call or result
-    fields: dict[str, str]  # key of a message or call -> its key in the part
+    # key that a message or call gets -> the key in the part that has its value
+    fields: dict[str, str]
 
 
 PARTS = {
@@ -166,13 +171,14 @@ def normalize_messages(
 
     Accepts ``role`` / ``content`` and ShareGPT's ``from`` / ``value``; content as text
     or as parts of text, reasoning, calls and their results; a tool call or reasoning as
-    a separate message, which is merged into its assistant message. A turn with calls
-    only has the record's content, or null; arguments that are JSON text stay text.
+    a separate message, which is merged into its assistant message. A turn with nothing
+    but calls has the record's content, or null; arguments that are JSON text stay text.
 
     Args:
-        unknown: gets the keys that are not read.
-        roles: further names of roles -> the role that each means, before packstore's
-            own.
+        value: a message, or a list of messages.
+        unknown: the keys that are not read are added to it.
+        roles: name of a role in the record -> role that it means; these go before
+            `ROLES`.
 
     Raises:
         Refused: for a role or a value out of place (``bad_role``, ``wrong_type``).
@@ -473,12 +479,12 @@ def _is_learned(raw: dict[str, Any], role: str) -> bool:
 
 def _read_flag(name: str, value: object) -> bool:
     """Return True if a flag means that its turn is learned."""
-    learns, reads = LEARNED_FLAGS[name]
-    # 1 equals True, but as a mask either may mean that the turn is learned.
+    if_learned, if_not = LEARNED_FLAGS[name]
+    # A mask of 1 may mean that a turn is learned, or that it is masked; but 1 == True.
     is_ambiguous = name == "mask" and type(value) is not bool
-    if is_ambiguous or value not in (learns, reads):
-        raise wrong_type(f"{name} of a turn must be {learns} or {reads}", value)
-    return value == learns
+    if is_ambiguous or value not in (if_learned, if_not):
+        raise wrong_type(f"{name} of a turn must be {if_learned} or {if_not}", value)
+    return value == if_learned
 
 
 def _text(content: object, unknown: set[str]) -> str:
@@ -707,8 +713,10 @@ def map_strings(value: Any, change: Callable[[str], str]) -> Any:
 def split_messages(
     dialogues: Sequence[list[Message]],
 ) -> tuple[list[Message], list[list[Message]]]:
-    """Split off the longest common prefix of messages that all sides follow by the
-    assistant.
+    """Split dialogues into their common prompt and the remaining messages of each.
+
+    The prompt is their longest common beginning after which each goes on with a message
+    of the assistant.
     """
     cut = _common_turns(dialogues, _is_answer)
     return dialogues[0][:cut], [dialogue[cut:] for dialogue in dialogues]
@@ -761,10 +769,8 @@ def text_as_messages(
         answers = [[{"role": "assistant", "content": text}] for text in responses]
         return [{"role": "user", "content": prompt}], answers
     turns = _turns_of("\n\n" + prompt.lstrip(), headers)
-    if turns[-1] == {
-        "role": "assistant",
-        "content": "",
-    }:  # the header before the responses
+    # The prompt ends with the header of the responses: a turn without text.
+    if turns[-1] == {"role": "assistant", "content": ""}:
         turns.pop()
     return turns, [_turns_of(headers.assistant + text, headers) for text in responses]
 
@@ -786,13 +792,15 @@ def _turns_of(text: str, headers: TurnHeaders) -> list[Message]:
 def _common_turns(
     dialogues: Sequence[Sequence[T]], is_assistant: Callable[[T], bool]
 ) -> int:
-    """Return the number of common turns that all dialogues follow by an
-    assistant turn.
+    """Return the number of turns of the common prompt: the same in all dialogues, and
+    followed by an assistant turn in each.
     """
     shortest = min(len(dialogue) for dialogue in dialogues)
     cut = 0
+    # The last turn of the shortest dialogue is never in the prompt: it is an answer.
     while cut < shortest - 1 and _are_equal([dialogue[cut] for dialogue in dialogues]):
         cut += 1
+    # Back to a place where all go on with an answer.
     while cut > 0:
         if all(is_assistant(dialogue[cut]) for dialogue in dialogues):
             return cut

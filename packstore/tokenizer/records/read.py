@@ -1,4 +1,11 @@
-"""Reads a record: by an adapter, by a form, or by packstore's own field names."""
+"""Reads a record: by an adapter, by a form, or by packstore's own field names.
+
+An adapter is the user's function. A form is a function of packstore that knows the
+fields of a public data set or trainer, in one or more *structures*: sets of required
+and optional columns. All return a reading: a Pair, Answers or a Chat. Adapters go
+before forms, and forms before own field names (`prompt`, `chosen`, `messages` and so
+on), some of which the user may map to columns of the record.
+"""
 
 from __future__ import annotations
 
@@ -57,9 +64,11 @@ class ReadRecord:
     Attributes:
         reading: the record in packstore's own terms.
         source: name of the form or adapter; empty for own field names.
-        columns: role, or declared path, -> the column or path it was read from.
+        columns: role (own field names), or path that a form declares, -> the column or
+            path of the record that it was read from.
         structure: the form's structure, if it was read by one.
         as_chat: whether its texts are turns by default.
+        further_columns: columns that an adapter looked at.
     """
 
     reading: Reading
@@ -67,7 +76,7 @@ class ReadRecord:
     columns: dict[str, str]
     structure: Structure | None = None
     as_chat: bool = False
-    further_columns: set[str] = field(default_factory=set)  # that an adapter looked at
+    further_columns: set[str] = field(default_factory=set)
 
     @property
     def column_names(self) -> set[str]:
@@ -81,8 +90,12 @@ class ReadRecord:
 
 
 def columns_of(places: Iterable[str]) -> set[str]:
-    """Return the names of the columns that names or paths lead to."""
-    names = set(places)  # a name may have a dot
+    """Return the names of the columns that names or paths lead to.
+
+    For ``meta.score`` both ``meta`` and ``meta.score``: a column may have a dot in its
+    name.
+    """
+    names = set(places)
     columns = {str(parse_path(name)[0]) for name in names if is_path(name)}
     return names | columns
 
@@ -106,14 +119,14 @@ def form_named(name: str) -> Form:
 
 
 class RecordReader:
-    """Reads records for one job; a predicate of one record alone.
+    """Reads records for one job; how one is read depends on no other record.
 
     Args:
         config: `fields`, `form`, `ignore`, `verdict` and `adapter` decide how.
         kind: preference, scored or sft.
         adapter: the user's function, which goes before forms and own names.
         prefers_ids: whether token ids go before text where a record has both.
-        first_place: of the record that decides the kind.
+        first_place: place of the record that decides the kind, for messages.
     """
 
     def __init__(
@@ -135,8 +148,9 @@ class RecordReader:
             self._forms = ()
         elif config.form is not None:
             self._forms = (form_named(config.form),)
+        # columns of a record -> whether they may have a form
         self._names_with_forms: dict[tuple[str, ...], bool] = {}
-        self._insists = config.form not in (None, OWN)
+        self._requires_form = config.form not in (None, OWN)
 
     def without_ignored(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a record without the columns and paths to ignore; whole names go
@@ -157,9 +171,10 @@ class RecordReader:
             result = self._read_by_adapter(record, self._adapter)
         else:
             match = self._match(record)
-            result = (
-                self._read_by_form(record, match) if match else self._read_own(record)
-            )
+            if match is not None:
+                result = self._read_by_form(record, match)
+            else:
+                result = self._read_own(record)
         if result.source and self._names.mapped:
             self._replace_mapped(record, result)
         if result.kind != self._kind:
@@ -167,8 +182,8 @@ class RecordReader:
         return result
 
     def kind_of(self, record: dict[str, Any]) -> str | None:
-        """Return the kind that a record's form, adapter or own field names speak for,
-        or None.
+        """Return the kind that a record's form, adapter or own field names imply, or
+        None.
 
         Raises:
             Refused: an adapter leaves the record out.
@@ -199,7 +214,7 @@ class RecordReader:
             return None
         matches = match_forms(record, self._forms)
         if not matches:
-            if self._insists and self._forms:
+            if self._requires_form and self._forms:
                 raise self._misfit(record, self._forms[0])
             return None
         if len(matches) > 1:
@@ -245,7 +260,7 @@ class RecordReader:
         )
 
     def _misfit(self, record: Mapping[str, Any], form: Form) -> Refused:
-        """Return the refusal of a record that has not the form that was named."""
+        """Return the refusal of a record without the form that the settings name."""
         structure = _nearest_structure(form, record)
         for path, kind in structure.required.items():
             value = structure.value_at(record, path)
@@ -315,7 +330,9 @@ class RecordReader:
             raise Refused("unread_field", detail, f"Map it to another role than {role}")
 
     def _replace_mapped(self, record: dict[str, Any], result: ReadRecord) -> None:
-        """Put the fields that the user mapped in place of a form's or adapter's."""
+        """Replace fields of a form's or adapter's reading by those that the user
+        mapped.
+        """
         fields = self._names.find(record)
         values: dict[str, Any] = {}
         for role, column in fields.columns.items():
@@ -325,14 +342,13 @@ class RecordReader:
                 detail = f"the reading of {result.source} has no {role}"
                 remedy = (
                     f"Name all fields of the record yourself, without {result.source}, "
-                    "or leave "
-                    f"out the mapping of {role} to {column}"
+                    f"or leave out the mapping of {role} to {column}"
                 )
                 raise Refused("unread_field", detail, remedy)
             value = fields.values[role]
-            values[_attribute(role)] = (
-                [score_of(value, column)] if role == "score" else value
-            )
+            if role == "score":
+                value = [score_of(value, column)]
+            values[_attribute(role)] = value
             result.columns[role] = column
         result.reading = dataclasses.replace(result.reading, **values)
 
@@ -343,6 +359,7 @@ def _nearest_structure(form: Form, record: Mapping[str, Any]) -> Structure:
     """
 
     def share(structure: Structure) -> float:
+        # `columns_of` also returns the paths themselves, which are no columns here.
         columns = columns_of(structure.required) - structure.required.keys()
         columns |= {path for path in structure.required if not is_path(path)}
         return sum(record.get(column) is not None for column in columns) / len(columns)
@@ -413,12 +430,18 @@ def without_columns(record: dict[str, Any], names: Iterable[str]) -> dict[str, A
 
 
 def _without(
-    record: dict[str, Any], paths: frozenset[str], before: str
+    record: dict[str, Any], paths: frozenset[str], prefix: str
 ) -> dict[str, Any]:
-    """Return an object without the named columns, or members inside them."""
+    """Return an object without the members at `paths`.
+
+    Args:
+        record: the record, or an object inside it.
+        paths: from the record.
+        prefix: path of the object, with a dot; empty for the record.
+    """
     remaining = {}
     for name, value in record.items():
-        path = f"{before}{name}"
+        path = f"{prefix}{name}"
         if path in paths:
             continue
         is_parent = any(inner.startswith((f"{path}.", f"{path}[]")) for inner in paths)

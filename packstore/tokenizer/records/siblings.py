@@ -1,7 +1,9 @@
 """Columns that are named alike but for one part, such as ``response_a`` and
 ``response_b``.
 
-Names of siblings do not decide which answer is better, so another column must.
+Names of siblings do not decide which answer is better, so another column must: the
+*verdict*. Its value may name a side (``a``, ``model_b``, ``left``), or the settings
+list its values.
 """
 
 from __future__ import annotations
@@ -73,9 +75,9 @@ def find_siblings(first: str, second: str) -> Siblings | None:
     """Return two names or paths as siblings if exactly one part of them differs, else
     None.
 
-    The part is a letter, a number, or a word such as one, first or left; any case, at
-    any place; a name without it is a sibling of one with it, such as ``answer`` and
-    ``answer2``.
+    The part is a letter, a number, or a word such as one, first or left, in any case
+    and at any place: ``response_a`` and ``response_b``, ``firstAnswer`` and
+    ``secondAnswer``. It may be absent from one name: ``answer`` and ``answer2``.
     """
     parts = _differing_parts(_split(first), _split(second))
     if parts is None:
@@ -121,8 +123,8 @@ def _are_alike(first: str, second: str) -> bool:
 
 
 def _kind_of(part: str) -> object:
-    """Return the kind of a part that counts, or names a side: equal for two of one
-    kind.
+    """Return the kind of a part that counts or names a side, such as ``letter`` or the
+    family of a word; None for other parts.
     """
     if len(part) == 1 and part.isalpha():
         return "letter"
@@ -185,7 +187,7 @@ def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
     """Return True for a column that cannot decide between two answers, by its last
     name.
 
-    Also if it belongs to one sibling, as ``model_a`` does.
+    A name with the part of one sibling counts, too: ``model_a`` is a source of side a.
     """
     last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
     parts = fold(last).split("_")
@@ -204,7 +206,8 @@ def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
     only one with a short value beside ids, sources and packstore's own fields.
 
     Args:
-        values: column or path -> value, of those that are no side.
+        values: column or path -> value, without the two sides.
+        siblings: the two sides.
     """
     candidates = {
         path: value
@@ -249,14 +252,11 @@ def spell_verdict(
 def _usual_values(siblings: Siblings, value: Any) -> dict[str, Any]:
     """Return the values that a verdict usually has for each side and for a tie.
 
-    Of a 0 nothing is usual: it means a tie, or the first.
+    For 0 there is no usual meaning: it may be a tie, or the first side.
     """
     parts = siblings.parts
-    if (
-        type(value) is int
-        and all(part.isdecimal() for part in parts)
-        and str(value) in parts
-    ):
+    has_numbers = all(part.isdecimal() for part in parts)
+    if has_numbers and type(value) is int and str(value) in parts:
         return {"first": int(parts[0]), "second": int(parts[1])}
     if value in (1, 2) and type(value) in (int, float):
         return {"first": 1, "second": 2, "tie": 0}
@@ -267,8 +267,8 @@ def sibling_columns(record: Mapping[str, Any]) -> Siblings | None:
     """Return the two columns of a record that are sibling answers; None if there are
     not two.
 
-    Answers are texts, messages or objects; of several such couples the longest texts
-    count.
+    Answers are texts, messages or objects. Of several couples, the one with the longest
+    texts is returned.
     """
     candidates = [name for name, value in record.items() if _may_be_answer(name, value)]
     couples: dict[frozenset[str], Siblings] = {}
@@ -324,6 +324,5 @@ def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
     how = spell_verdict(siblings, "NAME", None, door, needs_prompt)
     return (
         "Name both answers, the column that says which one is better, and its values "
-        f"({how}); "
-        "a value that names a side, as left or a, needs no listing"
+        f"({how}); a value that names a side, as left or a, needs no listing"
     )

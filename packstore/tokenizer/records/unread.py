@@ -1,8 +1,12 @@
 """Columns that nothing reads: which of them stop a job, and the ways out.
 
-Each rule is a predicate of one record alone, by exact names or by values; see
-``judgements.py`` for the closed lists and ``docs/records.md`` for the contract.
-Anything that no rule names is announced with its value, and stops nothing.
+A column that nothing reads may change what should be learned: a score of the answer,
+a system prompt, earlier rounds. A *rule* names one such meaning (`NOUNS`), and holds
+for a column by its exact name or by its value, in one record alone; see
+``judgements.py`` for the lists of names and ``docs/records.md`` for the contract. A
+column for which a rule holds is a *finding*, and refuses the record, unless it copies
+a field that is read, or a form *leaves* it, that is, does not read it on purpose. Any
+other column is announced with its value, and stops nothing.
 """
 
 from __future__ import annotations
@@ -118,23 +122,25 @@ RULES: Mapping[str, str] = {
 """Folded name of a column -> the rule that holds for it."""
 
 INSIDE = frozenset(("judges", "history"))
-"""Rules by names that also hold inside objects that are not read at all."""
+"""Rules by names that also hold for names inside a column that is not read."""
 
 JUDGING = frozenset(("judges", "word"))
 """Rules of judgements of an answer."""
 
 OF_TEXT = frozenset(("messages", "tools", "history", "system", "changes"))
-"""Rules of input beside a text, such as tools; token ids hold all of it."""
+"""Rules for input beside a text, such as tools. They hold for no record of token ids:
+the ids have all input in them.
+"""
 
 OF_IDS = frozenset(("places",))
-"""Rules of token ids alone."""
+"""Rules that hold only for records of token ids."""
 
 _PLAIN_TYPES = frozenset((int, float, bool))
 
 
 def _quoted_tokens(names: frozenset[str]) -> frozenset[str]:
-    """Return names as they stand between quotes in JSON text, and in JSON text inside
-    of it.
+    """Return names as they stand between quotes in JSON text, and in JSON text that is
+    a value in it, where a backslash precedes the quote.
     """
     return names | {f"{name}\\" for name in names}
 
@@ -149,7 +155,7 @@ _ALL_TOKENS = _TEXT_TOKENS | _quoted_tokens(
 
 
 ROLES_OF_TEXT = {"system": "system", "messages": "user", "judges": "assistant"}
-"""Rule -> the role of a turn that a text by this rule may repeat."""
+"""Rule -> the role of the turns that a column with this meaning may copy."""
 
 
 class Finding(NamedTuple):
@@ -164,11 +170,12 @@ class Column(NamedTuple):
     """A column that is not read, or in part, for all records with the same columns.
 
     Attributes:
-        path: its name as a path: an odd one stands in quotes.
-        rule: that holds for its name, if any.
+        name: its name.
+        path: its name as a path; a name with a dot, for example, is quoted.
+        rule: rule that holds for its name, if any.
         skipped: paths inside of it that are read or ignored.
-        above: paths above those that are read; their other parts are looked at like
-            columns.
+        above: paths above those that are read. With ``meta.answer`` read, ``meta`` is
+            above it, and ``meta.score`` is looked at like a column.
     """
 
     name: str
@@ -234,8 +241,8 @@ class UnreadRules:
             self._refuse(findings, record, read, parsed)
 
     def _columns_of(self, record: Mapping[str, Any], read: ReadRecord) -> list[Column]:
-        """Return the columns that have something unread; kept for records with the same
-        columns.
+        """Return the columns that are not read, or only in part; computed once for all
+        records with the same columns.
         """
         read_columns = frozenset((*read.columns.values(), *read.further_columns))
         key = (tuple(record), read_columns)
@@ -270,8 +277,8 @@ class UnreadRules:
         read: ReadRecord,
         parsed: Parsed,
     ) -> None:
-        """Raise for findings that copy no field that is read, and that no form
-        leaves.
+        """Raise for findings, except those that may stay unread and copies of fields
+        that are read.
         """
         dialogues = Dialogues(parsed)
         remaining: dict[str, Finding] = {}
@@ -353,8 +360,8 @@ class UnreadRules:
                 return ""
 
     def _with_fields(self, **fields: str) -> dict[str, str]:
-        """Return the setting `fields` with some more: flags add to others, a mapping
-        replaces.
+        """Return a value of the setting `fields` with these added: flags add to the
+        job's fields, while in Python a mapping replaces them, and must repeat them.
         """
         return fields if self._door == "shell" else {**self._fields, **fields}
 
@@ -363,9 +370,8 @@ class UnreadRules:
     ) -> str:
         """Return the settings that read a column as a role beside the other fields."""
         settings: dict[str, Any] = {"fields": self._with_fields(**{role: finding.path})}
-        if (
-            read.structure is not None
-        ):  # without it, fields are read by packstore's own names
+        if read.structure is not None:
+            # With `fields` alone, the record would be read by packstore's own names.
             settings["form"] = read.source
         if not parsed.is_chat:
             settings["as_chat"] = True
@@ -383,8 +389,8 @@ class UnreadRules:
     def _check_siblings(
         self, siblings: Siblings, record: Mapping[str, Any], columns: Iterable[Column]
     ) -> None:
-        """Raise if sides were mapped from siblings beside a column that may
-        judge them.
+        """Raise if `chosen` and `rejected` were mapped to siblings, such as
+        ``response_a`` and ``response_b``, beside a column that may be their verdict.
         """
         values: dict[str, Any] = {}
         for column in columns:
@@ -400,21 +406,20 @@ class UnreadRules:
         unread = ", ".join(f"{path} {quote(values[path], 40)}" for path in paths)
         detail = (
             f"the sides {siblings.first!r} and {siblings.second!r}, of which no name "
-            "says that it "
-            f"is the better one, beside {unread}"
+            f"says that it is the better one, beside {unread}"
         )
         value = None if verdict is None else values[verdict]
         decides = spell_verdict(siblings, verdict or "NAME", value, self._door)
         remedy = (
             "In place of your mapping of the sides, name the column that decides and "
-            "its values "
-            f"({decides}), or ignore columns that do not "
+            f"its values ({decides}), or ignore columns that do not "
             f"({self._spell_ignored(record, paths)})"
         )
         raise Refused("unread_field", detail, remedy)
 
 
 EACH_MARK = "[]"
+"""Part of a path that stands for all items of a list."""
 
 
 class _Search:
@@ -434,11 +439,10 @@ class _Search:
         value = unwrapped(value)
         if is_absent(value) or path in self._column.skipped:
             return
-        if (
-            path in self._column.above
-        ):  # parts beside a field that is read count as columns
-            for at, name, item in _parts_of(parse_json(value), path):
-                self.look(item, at, RULES.get(fold(name)))
+        if path in self._column.above:
+            # Parts beside a field that is read count as columns.
+            for part_path, name, part in _parts_of(parse_json(value), path):
+                self.look(part, part_path, RULES.get(fold(name)))
             return
         if rule is not None and self._holds(rule, depth) and fits_rule(rule, value):
             self._findings.append(Finding(rule, path, value))
@@ -448,11 +452,11 @@ class _Search:
         if rule_of_value is not None:
             self._findings.append(Finding(rule_of_value, path, value))
         elif depth < MAX_DEPTH:
-            for at, name, item in _parts_of(parsed, path):
-                self.look(item, at, RULES.get(fold(name)), depth + 1)
+            for part_path, name, part in _parts_of(parsed, path):
+                self.look(part, part_path, RULES.get(fold(name)), depth + 1)
 
     def _holds(self, rule: str, depth: int) -> bool:
-        """Return True if a rule by a name holds beside this reading, at this depth."""
+        """Return True if a rule of a name holds for this job, at this depth."""
         if rule == "judges" and not self._is_single:
             return False
         return depth == 0 or rule in INSIDE
@@ -476,8 +480,7 @@ class _Search:
         if not begins_json(value):
             return value
         tokens = _ALL_TOKENS if self._is_single else _TEXT_TOKENS
-        # To split it at its quotes takes less time than to parse it and look at all
-        # parts.
+        # To split it at its quotes takes less time than to parse it.
         if tokens.isdisjoint(value.lower().split('"')):
             return None
         return parse_json(value)
@@ -499,7 +502,9 @@ def _parts_of(value: Any, path: str) -> Iterator[tuple[str, str, Any]]:
 
 
 def may_matter(value: Any, is_single: bool) -> bool:
-    """Return False for a value for which no rule holds unless by its name; cheap."""
+    """Return False if only the name of a column could make a rule hold for it: a quick
+    test of its value.
+    """
     kind = type(value)
     if kind is str:
         if is_single and len(value) <= LONGEST_WORD:
@@ -540,8 +545,8 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
 
 
 def mapped_siblings(fields: Mapping[str, str]) -> Siblings | None:
-    """Return the columns of both sides if they were mapped from siblings, and without a
-    verdict.
+    """Return the columns of `chosen` and `rejected` if the user mapped both, to
+    siblings, and mapped no verdict.
     """
     if "verdict" in fields or not fields.keys() >= {"chosen", "rejected"}:
         return None
@@ -556,7 +561,7 @@ def may_be_score(finding: Finding) -> bool:
 
 
 def _may_stay_unread(finding: Finding, read: ReadRecord, parsed: Parsed) -> bool:
-    """Return True if a form leaves a finding, or if it changes nothing for such a
+    """Return True if a form leaves a finding, or if its rule does not matter for this
     record.
     """
     if _is_left(read, finding.path):
@@ -567,11 +572,10 @@ def _may_stay_unread(finding: Finding, read: ReadRecord, parsed: Parsed) -> bool
 
 
 def _calls_good(finding: Finding) -> bool:
-    """Return True for a label of packstore's own that calls an answer good: to learn it
-    is right.
+    """Return True for a `label` (a name of packstore's own) of an answer that is good.
 
-    So ``--kind sft --on unpaired_feedback=drop`` packs the good ones among judged
-    answers.
+    It is right to learn such an answer: so ``--kind sft --on unpaired_feedback=drop``
+    packs the good ones among judged answers.
     """
     is_label = finding.path in LABELS and may_be_score(finding)
     return is_label and score_of(finding.value, finding.path) == 1
@@ -606,8 +610,8 @@ def _leaf_values(
     parts = [*_parts_of(parse_json(value), path)] if depth < MAX_DEPTH else []
     if not parts:
         yield path, value
-    for at, _, item in parts:
-        yield from _leaf_values(item, at, skipped, depth + 1)
+    for part_path, _, part in parts:
+        yield from _leaf_values(part, part_path, skipped, depth + 1)
 
 
 def _parts_by_column(paths: Iterable[str]) -> dict[str, frozenset[str]]:
@@ -626,7 +630,7 @@ def _parts_by_column(paths: Iterable[str]) -> dict[str, frozenset[str]]:
 
 
 def paths_above(paths: Iterable[str]) -> frozenset[str]:
-    """Return all paths above some."""
+    """Return all paths above some: ``a`` and ``a.b`` for ``a.b.c``."""
     steps = [parse_path(path) for path in paths]
     return frozenset(
         write_path(path[:i]) for path in steps for i in range(1, len(path))
@@ -657,8 +661,8 @@ def _is_left(read: ReadRecord, path: str) -> bool:
 def _summarized(
     findings: Iterable[Finding], record: Mapping[str, Any]
 ) -> list[Finding]:
-    """Return findings with a column as a whole where it has many, and not too many of
-    them.
+    """Return findings for a message: a column with more than `MAX_PARTS` is one
+    finding, and there are at most `MAX_FINDINGS`.
     """
     by_column: dict[str, list[Finding]] = {}
     for finding in findings:
@@ -698,9 +702,8 @@ def count_unread(
         number = sum(not is_empty(record.get(name)) for record in records)
         number -= read_columns.get(name, 0)
         if number > 0:
-            valid_name = name.encode(
-                errors="backslashreplace"
-            ).decode()  # it may hold a surrogate
+            # A name may hold a surrogate, which no file or terminal accepts.
+            valid_name = name.encode(errors="backslashreplace").decode()
             tally.unused[valid_name] += number
 
 
