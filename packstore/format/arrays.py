@@ -361,15 +361,16 @@ class BrokenLine:
 
 def ids_of(signed_ids: Any) -> Any:
     """Return the token ids of signed ids, an array or a tensor."""
-    ids = signed_ids >> 31
+    ids = signed_ids >> 31  # all bits set where negative, which complements below
     ids ^= signed_ids
     return ids
 
 
 def labels_of(signed_ids: Any) -> Any:
     """Return the labels of signed ids, an array or a tensor."""
-    labels = signed_ids >> 31
-    labels &= signed_ids ^ IGNORE_INDEX  # the bits that turn negative ids into -100
+    # Where an id is negative, x ^ (x ^ -100) gives -100; elsewhere x ^ 0 gives x.
+    labels = signed_ids >> 31  # all bits set where negative
+    labels &= signed_ids ^ IGNORE_INDEX
     labels ^= signed_ids
     return labels
 
@@ -416,7 +417,8 @@ step.
 Supervised tokens of each example's best sequence (the first one; for kind ``scored``
 the first of highest reward), and numbers of pairs. Pairs are counted for the three
 choices of kind ``scored``, where sequences of equal reward are never compared; 1 per
-example for kind ``preference``; 0 for kind ``sft``.
+example for kind ``preference``; 0 for kind ``sft``. With rewards 2, 1, 1, 0: the best
+against 3 others; 5 pairs of different reward; 2 pairs of neighbours in the ranking.
 """
 
 
@@ -459,7 +461,7 @@ def _count_scored_examples(
     example = np.searchsorted(first_sequences, places, side="right") - 1
     first_place = first_sequences[example]
 
-    # By example, and in it from the highest reward to the lowest.
+    # Below, `[S]` each: sorted by example, and in it from the highest reward down.
     ranking = np.lexsort((-rewards, example))
     ranked_rewards = rewards[ranking]
     is_first = places == first_place
@@ -467,7 +469,7 @@ def _count_scored_examples(
     # The place where the run of equal rewards starts; all before it are better.
     run_start = np.maximum.accumulate(np.where(is_first | is_below_previous, places, 0))
 
-    # A sequence is the worse one of so many pairs, by the choice of pairs.
+    # In how many pairs each sequence is the worse one, for each choice of pairs.
     pairs_best_vs_rest = ranked_rewards < ranked_rewards[first_place]
     pairs_all = run_start - first_place
     pairs_adjacent = is_below_previous

@@ -65,7 +65,7 @@ class _Place:
         """
         if np.count_nonzero(ok) == len(ok):
             return
-        position = int(np.argmin(ok))
+        position = int(np.argmin(ok))  # of the first False
         pack = position
         element = ""
         if offsets is not None:
@@ -179,8 +179,9 @@ def check_prefix(packs: Packs, where: str, first_row: int) -> None:
 
     The other rules must hold. A prompt is the tokens before the first supervised one.
     Two sequences share the common prefix of their prompts, and
-    ``offset = max(shared - 1, 0)``. Given the offset, two tokens decide: the repeated
-    one must agree (if offset > 0), and the next must not be shared.
+    ``offset = max(shared - 1, 0)``. The omitted tokens are not there to be compared, so
+    two stored tokens decide: the first of the segment repeats a token of the first
+    segment (if offset > 0), and the one behind it must not be shared any more.
     """
     offsets = packs.segment_offsets
     num_responses = packs.num_responses
@@ -189,7 +190,7 @@ def check_prefix(packs: Packs, where: str, first_row: int) -> None:
 
     supervised_places = np.flatnonzero(packs.supervised)
     first_supervised = supervised_places[np.searchsorted(supervised_places, starts)]
-    # Without the omitted tokens, but for the first segments, which omit none.
+    # Prompt tokens that each segment stores; the first segments store all.
     stored_prompts = first_supervised - starts
     first_prompts = np.repeat(stored_prompts[firsts], num_responses)
 
@@ -237,7 +238,7 @@ def _check_boundaries(packs: Packs, pack_size: int | None, place: _Place) -> Int
 
     rows = packs.boundary_offsets
     tokens = _steps(packs.token_offsets)
-    # First, so that no difference overflows.
+    # Before segment lengths are computed: no difference of these overflows.
     place.require("boundaries-span", boundaries >= 0, rows)
     place.require("boundaries-span", boundaries[rows[:-1]] == 0)
     place.require("boundaries-span", boundaries[rows[1:] - 1] == tokens)
@@ -256,6 +257,7 @@ def _check_boundaries(packs: Packs, pack_size: int | None, place: _Place) -> Int
 
 
 def _steps(offsets: Int64) -> Int64:
+    """Return the differences of neighbouring offsets, the lengths of rows."""
     # For few values, np.diff takes five times as long.
     return offsets[1:] - offsets[:-1]
 

@@ -376,10 +376,10 @@ def _supervised_in_spans(batch: pa.RecordBatch, token_offsets: Int64) -> Bool:
             "label_spans must hold ordered start, end pairs inside their pack "
             "[spans-ordered]."
         )
-    # Runs of tokens outside and inside of spans, in turns.
-    runs = np.diff(edges, prepend=0, append=token_offsets[-1])
-    is_span = np.arange(len(runs)) % 2 == 1
-    return np.repeat(is_span, runs)
+    # Lengths of the runs of tokens outside and inside of spans, in turn.
+    run_lengths = np.diff(edges, prepend=0, append=token_offsets[-1])
+    is_span = np.arange(len(run_lengths)) % 2 == 1
+    return np.repeat(is_span, run_lengths)
 
 
 def flat_column(

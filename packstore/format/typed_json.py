@@ -14,7 +14,9 @@ from packstore.errors import FormatError, UnsupportedFormatError, quote, sentenc
 from packstore.format.arrays import Int64
 
 TOP = 2**63 - 1
+"""Largest int64."""
 
+# Numbers with the ranges that msgspec checks.
 Count = Annotated[int, msgspec.Meta(ge=0, le=TOP)]
 Int31 = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 Positive = Annotated[int, msgspec.Meta(ge=1, le=TOP)]
