@@ -197,6 +197,8 @@ def _boundaries_in_packs(token_edges: Int64, sequence_offsets: Int64) -> Int32:
     """
     edges_per_pack = np.diff(sequence_offsets) + 1
     pack = np.repeat(np.arange(len(edges_per_pack)), edges_per_pack)
+    # The last edge of a pack is the first of the next, and stands twice: so the edges
+    # of pack i are numbered i too high.
     sequence = np.arange(len(pack)) - pack
     boundaries: Int64 = token_edges[sequence] - token_edges[sequence_offsets[pack]]
     return boundaries.astype(np.int32)
@@ -207,7 +209,7 @@ def _copy_ranges(
 ) -> npt.NDArray[Any]:
     """Concatenate the ranges ``values[start : start + length]``.
 
-    By slices, as an index for each token takes several times as long.
+    By slices: to index each token takes several times as long.
     """
     if not len(starts):
         return values[:0].copy()

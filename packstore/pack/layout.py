@@ -49,6 +49,9 @@ def round_up(lengths: Int32, multiple: int) -> Int32:
 
 
 def _shared_prefix_offsets(examples: Examples) -> Int32:
+    """Return the leading tokens that each sequence omits: int32 `[S]`, 0 for the first
+    sequence of an example.
+    """
     input_ids = examples.input_ids
     # Bytes compare several times as fast as slices of arrays, and prompts are mostly
     # equal. Python reads lists several times as fast as arrays.
@@ -67,7 +70,7 @@ def _shared_prefix_offsets(examples: Examples) -> Int32:
             prompt_b = id_bytes[b * width : (b + shared) * width]
             if prompt_a != prompt_b:
                 differs = input_ids[a : a + shared] != input_ids[b : b + shared]
-                shared = int(differs.argmax())
+                shared = int(differs.argmax())  # tokens before the first difference
             if shared > 1:
                 offsets[sequence] = shared - 1
     return np.array(offsets, np.int32)

@@ -22,6 +22,7 @@ from packstore.pack.layout import round_up
 MAX_PACK_SIZE = 1 << 24
 """Limited because strategies keep a table with one row per possible length."""
 
+# Attributes of a plan in its statistics; over several plans, sums are added.
 _SETTINGS = ("strategy", "seed", "shuffle", "pack_size", "pad_to_multiple")
 _SUMS = ("num_packs", "num_examples", "tokens", "aligned_tokens")
 
@@ -126,15 +127,15 @@ def merged_statistics(plans: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the statistics over all packs of several plans of the same settings, at
     least one.
     """
-    per_pack = [plan["examples_per_pack"] for plan in plans]
-    bridge = [plan["megatron_bridge"] for plan in plans]
+    examples_per_pack = [plan["examples_per_pack"] for plan in plans]
+    lengths = [plan["megatron_bridge"] for plan in plans]
     return _statistics(
         settings={name: plans[0][name] for name in _SETTINGS},
         sums={name: sum(plan[name] for plan in plans) for name in _SUMS},
-        fewest_examples=min(figures["min"] for figures in per_pack),
-        most_examples=max(figures["max"] for figures in per_pack),
-        shortest_pack=min(figures["min_packed_seqlen"] for figures in bridge),
-        longest_example=max(figures["dataset_max_seqlen"] for figures in bridge),
+        fewest_examples=min(figures["min"] for figures in examples_per_pack),
+        most_examples=max(figures["max"] for figures in examples_per_pack),
+        shortest_pack=min(figures["min_packed_seqlen"] for figures in lengths),
+        longest_example=max(figures["dataset_max_seqlen"] for figures in lengths),
     )
 
 
@@ -147,7 +148,16 @@ def _statistics(
     shortest_pack: int,
     longest_example: int,
 ) -> dict[str, Any]:
-    """Compute the rates; examples are counted per pack, and lengths are in tokens."""
+    """Return the statistics of one plan or several: sums, rates and extremes.
+
+    Args:
+        settings: the values of `_SETTINGS`.
+        sums: the values of `_SUMS`.
+        fewest_examples: of a pack.
+        most_examples: of a pack.
+        shortest_pack: in tokens, padding included.
+        longest_example: in tokens, padding included.
+    """
     capacity = max(sums["num_packs"] * settings["pack_size"], 1)
     mean_examples = sums["num_examples"] / max(sums["num_packs"], 1)
     aligned_fill_rate = sums["aligned_tokens"] / capacity

@@ -115,12 +115,16 @@ def _fill_packs(
         offsets[num_packs] = num_placed
         num_packs += 1
 
+        # The first example: the oldest, or in the endgame one of the longest.
         room = capacity
         example = counters[OLDEST]
         length = lengths[example]
         if counters[NEXT] == len(lengths) and counters[COUNT] <= ENDGAME:
             length = at_most(pool.lengths, room)
 
+        # Then the oldest that fit, as long as there is much room; `example` is the last
+        # of these, and -1 from the first time on that none is left. Then the best ones
+        # to close the pack.
         while length > 0:
             order[num_placed] = _take_oldest(pool, length)
             num_placed += 1
