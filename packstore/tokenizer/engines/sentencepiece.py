@@ -84,9 +84,8 @@ class SentencePieceEngine:
 
     def token_to_id(self, token: str) -> int | None:
         """Return the id of a vocabulary entry."""
-        token_id = int(
-            self._model.piece_to_id(token)
-        )  # the id of UNK for any other text
+        # The library returns the id of UNK for a text that is no piece.
+        token_id = int(self._model.piece_to_id(token))
         return token_id if self.id_to_token(token_id) == token else None
 
     def wrapping(self) -> tuple[list[int], list[int]]:

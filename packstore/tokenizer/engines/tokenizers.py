@@ -26,11 +26,13 @@ most ids that a post-processor may add to a text.
 
 
 class Modes:
-    """Serialise encoding by mode: the library's object has one mode for all threads."""
+    """Lets threads encode at the same time only in the same mode: control strings
+    become ids, or are plain text. The library's object has one mode for all threads.
+    """
 
     def __init__(self) -> None:
         self._free = threading.Condition()
-        self._users = 0
+        self._users = 0  # threads that encode now, all in one mode
 
     @contextlib.contextmanager
     def using(
@@ -39,12 +41,11 @@ class Modes:
         """Encode control strings as their ids, or as plain text, inside this
         context.
         """
+        # The library's flag has the opposite meaning: control strings are plain text.
         with self._free:
             while self._users and tokenizer.encode_special_tokens == control:
                 self._free.wait()
-            if (
-                tokenizer.encode_special_tokens == control
-            ):  # must not change while in use
+            if tokenizer.encode_special_tokens == control:
                 tokenizer.encode_special_tokens = not control
             self._users += 1
         try:
@@ -64,19 +65,17 @@ class TokenizersEngine:
     def __init__(self, payload: bytes, where: str) -> None:
         self._where = where
         self._modes = Modes()
-        with inside(
-            where, "it must be a tokenizer.json that the tokenizers library reads"
-        ):
+        rule = "it must be a tokenizer.json that the tokenizers library reads"
+        with inside(where, rule):
             tokenizer = tokenizers.Tokenizer.from_buffer(payload)
             self._tokenizer = tokenizer
-            self.dropout = float(
-                getattr(tokenizer.model, "dropout", None) or 0
-            )  # of BPE
+            self.dropout = float(getattr(tokenizer.model, "dropout", None) or 0)  # BPE
+            # Whether the object still is as the file has it.
             self._is_file = not (
                 tokenizer.truncation or tokenizer.padding or self.dropout
             )
-            # Otherwise these would truncate, pad, and draw other ids at every call,
-            # silently.
+            # The file's settings would silently truncate texts, pad them, and draw
+            # other ids at every call.
             tokenizer.no_truncation()
             tokenizer.no_padding()
             if self.dropout:
@@ -104,10 +103,8 @@ class TokenizersEngine:
         """Make control tokens of all `tokens` that are in the vocabulary."""
         new_tokens = []
         for token in tokens:
-            if (
-                token not in self.specials
-                and self._tokenizer.token_to_id(token) is not None
-            ):
+            is_in_vocabulary = self._tokenizer.token_to_id(token) is not None
+            if is_in_vocabulary and token not in self.specials:
                 new_tokens.append(token)
         if not new_tokens:
             return
@@ -145,16 +142,12 @@ class TokenizersEngine:
         """
         size = self._tokenizer.get_vocab_size(with_added_tokens=True)
         tokens = self._tokens_below(size)
-        if (
-            None in tokens
-        ):  # ids with gaps: the library gives the highest only with all tokens
-            size = (
-                max(
-                    self._tokenizer.get_vocab(with_added_tokens=True).values(),
-                    default=-1,
-                )
-                + 1
-            )
+        has_gaps = None in tokens
+        if has_gaps:
+            # Some ids are above the number of tokens. The library has no call for the
+            # highest id, only for all tokens.
+            ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+            size = max(ids, default=-1) + 1
             if size > MAX_IDS:
                 rule = f"its ids must be below {MAX_IDS}"
                 raise TokenizerError(sentence(self._where, rule, str(size - 1)))

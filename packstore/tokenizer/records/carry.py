@@ -22,7 +22,7 @@ TYPES: dict[str, tuple[type, Any]] = {
 }
 """Type name -> its Python class and its numpy type."""
 
-KIND_OF_CLASS = {python_class: kind for kind, (python_class, _) in TYPES.items()}
+_TYPE_OF_CLASS = {python_class: name for name, (python_class, _) in TYPES.items()}
 
 LARGEST_EXACT = 1 << 53
 """Every integer up to this magnitude is a float64."""
@@ -32,9 +32,8 @@ def typed_carry(config: TokenizeConfig, records: Sequence[object]) -> tuple[str,
     """Return the setting `carry` with a type for every column, inferred from the first
     records.
     """
-    return tuple(
-        f"{name}:{kind}" for name, kind in parse_carry(config, records).items()
-    )
+    types = parse_carry(config, records)
+    return tuple(f"{name}:{type_name}" for name, type_name in types.items())
 
 
 def parse_carry(
@@ -50,12 +49,12 @@ def parse_carry(
     """
     types: dict[str, str] = {}
     for entry in config.carry:
-        name, has_type, kind = entry.partition(":")
+        name, has_type, type_name = entry.partition(":")
         if not has_type:
-            kind = _inferred_type(name, records)
-        if kind not in TYPES:
+            type_name = _infer_type(name, records)
+        if type_name not in TYPES:
             rule = f"a type must be one of: {', '.join(TYPES)}"
-            raise ConfigError(sentence("setting carry", rule, quote(kind)))
+            raise ConfigError(sentence("setting carry", rule, quote(type_name)))
         if name in COLUMNS or name in types:
             rule = "a name must not be named twice, or a column of the format"
             raise ConfigError(sentence("setting carry", rule, quote(name)))
@@ -65,17 +64,19 @@ def parse_carry(
             )
             remedy = "Rename the field in the input"
             raise ConfigError(sentence("setting carry", rule, quote(name), remedy))
-        types[name] = kind
+        types[name] = type_name
     return types
 
 
-def _inferred_type(name: str, records: Sequence[object]) -> str:
+def _infer_type(name: str, records: Sequence[object]) -> str:
+    """Return the type of a column by its values; of several, the first one here."""
     classes = {
         type(record.get(name)) for record in records if isinstance(record, Mapping)
     }
-    for kind in ("bool", "float64", "int64"):
-        if TYPES[kind][0] in classes:
-            return kind
+    for type_name in ("bool", "float64", "int64"):
+        python_class, _ = TYPES[type_name]
+        if python_class in classes:
+            return type_name
     return "string"
 
 
@@ -85,15 +86,15 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
     Raises:
         Refused: ``missing_field``, ``wrong_type`` or ``invalid_unicode``.
     """
-    for name, kind in types.items():
+    for name, type_name in types.items():
         value: Any = record.get(name)
         if value is None:
             raise Refused("missing_field", f"no field {name!r} to carry")
-        if not _fits(value, kind):
-            detail = f"field {name!r} must be {kind}, found {quote(value)}"
-            fitting_kind = KIND_OF_CLASS.get(type(value), kind)
-            if fitting_kind != kind:
-                detail += f" (carry {name}:{fitting_kind})"
+        if not _fits(value, type_name):
+            detail = f"field {name!r} must be {type_name}, found {quote(value)}"
+            fitting_type = _TYPE_OF_CLASS.get(type(value), type_name)
+            if fitting_type != type_name:
+                detail += f" (carry {name}:{fitting_type})"
             raise Refused("wrong_type", detail)
         if isinstance(value, str):
             try:
@@ -104,9 +105,10 @@ def check_carried(record: Mapping[str, Any], types: Mapping[str, str]) -> None:
                 ) from error
 
 
-def _fits(value: Any, kind: str) -> bool:
-    if kind == "float64" and type(value) is int:
+def _fits(value: Any, type_name: str) -> bool:
+    if type_name == "float64" and type(value) is int:
         return abs(value) <= LARGEST_EXACT
-    if kind == "int64" and type(value) is int:
+    if type_name == "int64" and type(value) is int:
         return -(1 << 63) <= value < 1 << 63
-    return type(value) is TYPES[kind][0]
+    python_class, _ = TYPES[type_name]
+    return type(value) is python_class
