@@ -56,17 +56,18 @@ class Dialogues:
         return any(turn.role == "system" for turns in self._dialogues for turn in turns)
 
     def hold_messages(self, value: Any, role: str = "user") -> bool:
-        """Return True if text or messages stand in a dialogue without a gap.
+        """Return True if a dialogue has text or messages, as turns one after another.
 
         Args:
-            role: of a text.
+            value: text, messages or their JSON text.
+            role: role of the turn that a text is compared with.
         """
         part = to_turns(value, role)
         return bool(part) and any(_holds(turns, part) for turns in self._dialogues)
 
     def hold_rounds(self, value: Any) -> bool:
-        """Return True if all texts of a list of rounds stand in a dialogue, in this
-        order.
+        """Return True if a dialogue has all texts of a list of rounds, as turns one
+        after another.
         """
         part = [*_texts_in(parse_json(value))]
         return any(
@@ -87,7 +88,8 @@ def to_turns(value: Any, role: str) -> list[Turn]:
     """Return text, messages, or their JSON text as turns.
 
     Args:
-        role: of a text.
+        value: anything; values of other types have no turns.
+        role: role of the turn that a text becomes.
     """
     messages = parse_json(value)
     if is_message(messages):
@@ -95,7 +97,8 @@ def to_turns(value: Any, role: str) -> list[Turn]:
     if not is_messages(messages):
         return [Turn(role, value.strip())] if isinstance(value, str) else []
     turns = [parse_json(message) for message in messages]
-    # With roles that no record may have, they are compared as they stand.
+    # Messages that packstore refuses, such as ones with unknown roles, are compared as
+    # they are.
     with contextlib.suppress(Refused):
         turns = normalize_messages(turns, set())
     return [_to_turn(turn) for turn in turns]

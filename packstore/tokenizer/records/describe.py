@@ -44,11 +44,8 @@ def describe(
         title = f"by packstore's own field names ({kind})"
         fields = _describe_own_fields(read.columns)
     lines = [f"reading records {title}", f"  fields: {', '.join(fields)}"]
-    if (
-        isinstance(read.reading, Answers)
-        and not read.source
-        and "score" in read.columns
-    ):
+    is_judged_by_own_names = isinstance(read.reading, Answers) and not read.source
+    if is_judged_by_own_names and "score" in read.columns:
         score = read.columns["score"]
         ignores = spell(current_door(), {"ignore": [score]})
         lines.append(
@@ -58,10 +55,11 @@ def describe(
     for name, text in first_values(remaining, unread_columns(read, remaining)).items():
         lines.append(f"  not read: {name} = {text}")
     for name in ignored:
-        is_there = without_columns(record, [name]) != record
-        lines.append(
-            f"  ignored: {name}" + ("" if is_there else " (the first record has none)")
-        )
+        line = f"  ignored: {name}"
+        is_absent = without_columns(record, [name]) == record
+        if is_absent:
+            line += " (the first record has none)"
+        lines.append(line)
     lines.append("  a later record that cannot be read so stops the job")
     return lines
 
@@ -109,7 +107,8 @@ def reading_provenance(
 
 
 def detect_kind(record: dict[str, Any], config: TokenizeConfig, where: str) -> str:
-    """Return the kind of the settings, else of a record of token ids.
+    """Return the kind that the settings name, else that of a record. If this has text
+    and token ids, the ids count.
 
     Raises:
         RecordError: it has no form, and none of packstore's own fields.
@@ -129,15 +128,12 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
     """Return the error of a record that has no form, and none of packstore's own
     fields.
     """
-    columns = (
-        f"fields {', '.join(repr(name) for name in record)}"
-        if record
-        else quote(record)
-    )
+    columns = quote(record)
+    if record:
+        columns = f"fields {', '.join(repr(name) for name in record)}"
     rule = (
         "a record must have a form, or chosen and rejected, or messages, or prompt and "
-        "response, "
-        "or responses and scores, or input_ids"
+        "response, or responses and scores, or input_ids"
     )
     remedy = sibling_remedy(record)
     if not remedy:
@@ -152,9 +148,8 @@ def without_a_kind(record: Mapping[str, Any], where: str) -> RecordError:
             spell(door, {"fields": dict.fromkeys(roles, "NAME")}) for roles in answers
         ]
         remedy = (
-            f"Say which field holds what ({', or '.join(choices)}; a NAME may be "
-            "a path, "
+            f"Say which field holds what ({', or '.join(choices)}; a NAME may be a "
+            "path, such as answers[].text), or write an adapter "
+            f"({spell(door, ADAPTER)})"
         )
-        remedy += "such as answers[].text), "
-        remedy += f"or write an adapter ({spell(door, ADAPTER)})"
     return RecordError(sentence(where, rule, columns, remedy))

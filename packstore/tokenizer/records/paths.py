@@ -17,14 +17,16 @@ from packstore.errors import ConfigError, quote, sentence
 _PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)*")|([^."\[\]]+))')
 
 EACH = None
-"""The part ``[]``."""
+"""The part ``[]``, which stands for each item of a list."""
 
 Path = tuple[str | None, ...]
+"""Parts of a path: names, and `EACH`."""
 
 
 @functools.cache
 def parse_path(text: str) -> Path:
-    """Return the parts of a path, e.g. of ``completions[].response``.
+    """Return the parts of a path: ``completions[].response`` gives ``("completions",
+    EACH, "response")``.
 
     Raises:
         ConfigError: it is no path.
@@ -82,7 +84,9 @@ def describe_missing(value: Any, path: Path, before: str = "") -> str:
     surroundings.
 
     Args:
-        before: the path to `value`.
+        value: the record, or a value inside it.
+        path: parts of the path, from `value` on.
+        before: path of `value` in the record, for the description.
 
     Returns:
         An empty text if every part is there.

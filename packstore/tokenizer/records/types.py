@@ -34,9 +34,10 @@ class FieldType(NamedTuple):
 
     Attributes:
         description: completes "must be ...".
-        fits: whether a converted value is of the type; cheap, so it may look at the
-            beginning only.
-        convert: parse a value that may stand as JSON text.
+        fits: returns whether a converted value is of the type. It is quick: of a list
+            it may look at the first item only.
+        convert: returns a value that may be JSON text in its parsed form; None: values
+            are not converted.
     """
 
     description: str
@@ -134,8 +135,8 @@ def _parse_items(value: Any) -> Any:
 
 
 def _without_switch(value: Any) -> Any:
-    """Return None for a switch of thinking, which some sets have in place of
-    thoughts.
+    """Return None for "on", "off" and booleans: some sets say by these whether a model
+    should think, in a column in which others have its thoughts.
     """
     is_switch = isinstance(value, str) and value.lower() in ("on", "off")
     return None if is_switch or isinstance(value, bool) else value

@@ -1,5 +1,5 @@
-"""Tests of values: messages, tool schemas, weights, masks, and JSON text that may hold
-them.
+"""Tests of values in columns that are not read: messages, tool schemas, weights, masks,
+and JSON text that may hold them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from packstore.tokenizer.dialogue.messages import is_empty
 
 ROLE_KEYS = ("role", "from", "speaker", "sender")
 CONTENT_KEYS = ("content", "value", "text", "parts", "tool_calls")
-SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
+"""Keys of a message by any writer; ``dialogue/messages.py`` has those that are read."""
 
-BYTES = (bytes, bytearray, memoryview)
+SCHEMA_KEYS = ("parameters", "input_schema", "inputSchema")
+"""Keys of a tool that hold the JSON schema of its arguments."""
 
 
 def begins_json(value: Any) -> bool:
@@ -42,7 +43,8 @@ def parse_json(value: Any) -> Any:
 
 def is_absent(value: Any) -> bool:
     """Return True for null and empty values, also NaN, which pandas writes for null."""
-    return is_empty(value) or (isinstance(value, float) and value != value)
+    is_nan = isinstance(value, float) and value != value
+    return is_empty(value) or is_nan
 
 
 def is_message(value: Any) -> bool:
