@@ -1,12 +1,12 @@
 """Closed lists of names and words that mean something in every set, for columns that
 nothing reads.
 
-Names are compared as :func:`fold` writes them, whole, and inside objects by the last
-key. A row of names is listed if at least two public sets or trainers use names of it
-so. Most rows of judgements were read on the cards of these sets, or in code that writes
-or reads them; rows of weights, histories, system prompts and media also follow common
-usage. Anything else that a record holds is announced with its value, and does not stop
-a job.
+Names are compared as a whole, as :func:`fold` writes them; inside objects the last key
+is compared. A table maps a row of names to its sources: public sets or trainers, mostly
+two or more, that use them with this meaning. Most rows of judgements were read on the
+cards of these sets, or in code that writes or reads them; rows of weights, histories,
+system prompts and media also follow common usage. Anything else that a record holds is
+announced with its value, and does not stop a job.
 """
 
 from __future__ import annotations

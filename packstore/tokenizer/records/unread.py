@@ -60,13 +60,13 @@ from packstore.tokenizer.records.values import (
     ROLE_KEYS,
     SCHEMA_KEYS,
     begins_json,
+    has_other_than_ones,
     is_absent,
     is_messages,
     is_numeric,
     is_one_sequence,
     is_rounds,
     is_tools,
-    leaves_out,
     parse_json,
 )
 from packstore.tokenizer.refusals import ADAPTER, Refused
@@ -530,7 +530,7 @@ def _is_system(value: Any) -> bool:
 
 
 def _are_places(value: Any) -> bool:
-    return leaves_out(value) and not is_one_sequence(value)
+    return has_other_than_ones(value) and not is_one_sequence(value)
 
 
 TESTS: Mapping[str, Callable[[Any], bool]] = {
@@ -538,7 +538,7 @@ TESTS: Mapping[str, Callable[[Any], bool]] = {
     "media": _is_media,
     "history": is_rounds,
     "system": _is_system,
-    "masks": leaves_out,
+    "masks": has_other_than_ones,
     "places": _are_places,
 }
 """Rule of a name -> the test of values; any value fits another rule."""

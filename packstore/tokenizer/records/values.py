@@ -124,7 +124,7 @@ def is_rounds(value: Any) -> bool:
     )
 
 
-def leaves_out(mask: Any) -> bool:
+def has_other_than_ones(mask: Any) -> bool:
     """Return True for a list of numbers, or of such lists, that are not all 1."""
     if not isinstance(mask, list | np.ndarray):
         return False
@@ -132,7 +132,7 @@ def leaves_out(mask: Any) -> bool:
     if not items or isinstance(items[0], str | dict):
         return False
     return any(
-        leaves_out(item) if isinstance(item, list) else item not in (1, True)
+        has_other_than_ones(item) if isinstance(item, list) else item not in (1, True)
         for item in items
     )
 

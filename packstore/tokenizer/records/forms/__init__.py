@@ -7,8 +7,14 @@ are there and fit::
 
     @form(
         "preference",
-        {"context": turns, "response1": text, "response2": text, "overall_preference":
-        number}, leaves=("domain", "language", "individual_preference"), as_chat=True,
+        {
+            "context": turns,
+            "response1": text,
+            "response2": text,
+            "overall_preference": number,
+        },
+        leaves=("domain", "language", "individual_preference"),
+        as_chat=True,
         sets=("nvidia/HelpSteer3",),
         source="https://huggingface.co/datasets/nvidia/HelpSteer3",
     )
@@ -77,7 +83,7 @@ REWARDS: Mapping[str, Mapping[str, FieldType]] = {
     },
     "margin": {"margin": anything},
 }
-"""The same, beside any form of kind preference."""
+"""The same, for names that are read beside any form of kind preference."""
 
 R = TypeVar("R", bound=Reader)
 
@@ -93,7 +99,8 @@ class Structure:
             fit.
         optional: path -> type of further fields that the function reads.
         without: paths that a record of this structure must not have.
-        leaves: names and paths, also with ``*``, of fields that are rightly not read.
+        leaves: names and paths, also with ``*``, of fields that need not be read, such
+            as notes, and details that a verdict sums up.
         as_chat: whether texts become user and assistant turns if the tokenizer has a
             chat template.
         turns: key of a message -> the key that it means, None to leave it out.
@@ -122,10 +129,10 @@ class Structure:
 
     @functools.cached_property
     def common_fields(self) -> dict[str, dict[str, FieldType]]:
-        """The fields of :data:`CHAT_FIELDS` and :data:`REWARDS` that go straight to a
-        reading.
+        """Argument of a reading -> the fields of :data:`CHAT_FIELDS` and
+        :data:`REWARDS` that are passed to it, without the form's function.
 
-        Not those that the form declares as optional, must not have, or leaves.
+        Those that the form declares as optional, must not have, or leaves, are not.
         """
         groups = dict(CHAT_FIELDS)
         if self.kind == "preference":
@@ -155,7 +162,7 @@ class Structure:
         return frozenset(str(parts[0]) for parts, _ in self.declared.values())
 
     def leaves_out(self, path: str) -> bool:
-        """Return True if a column, or a path inside one, is rightly not read."""
+        """Return True if a column, or a path inside one, need not be read."""
         return any(fnmatchcase(path, pattern) for pattern in self.leaves)
 
     def read_required(self, record: Mapping[str, Any]) -> Fields | None:
@@ -343,8 +350,8 @@ class Match:
         self.fields = fields
 
     def read(self, record: Mapping[str, Any]) -> Pair | Answers | Chat | Drop:
-        """Return the reading of the record: by its form, with the fields that stand
-        beside any.
+        """Return the reading by the form's function, with the common fields that the
+        function does not set.
 
         Raises:
             Refused: the form cannot read it.
@@ -363,8 +370,10 @@ class Match:
 
 
 def _first_value(fields: Fields, names: Iterable[str]) -> Any:
-    """Return the first field that is there; a synonym of a reward only if it is a
-    number.
+    """Return the first field that is there.
+
+    A synonym of a reward, such as `score_chosen`, counts only if it is a number: under
+    these names some sets have other things.
     """
     for name in names:
         value = fields.get(name)
@@ -379,23 +388,24 @@ def _first_value(fields: Fields, names: Iterable[str]) -> Any:
 
 
 def match_forms(
-    record: Mapping[str, Any], names: Iterable[Form] | None = None
+    record: Mapping[str, Any], forms: Iterable[Form] | None = None
 ) -> list[Match]:
-    """Return the forms that a record has: none, one, or several that nothing decides
-    between.
+    """Return the forms that a record has: none, one, or several between which nothing
+    decides.
 
-    Of two structures that fit, one that requires all fields of the other and more goes
-    first. Several may be structures of one form: `question` beside `answer` and
-    `response`.
+    If two structures fit, and one requires all fields of the other and more, only this
+    one is returned. Several may be structures of one form: for a record with
+    `question`, `answer` and `response`, a form may have one for each of the last two.
 
     Args:
-        names: the forms to look at; by default all.
+        record: the record.
+        forms: the forms to look at; None: all.
     """
-    if names is None:
+    if forms is None:
         candidates = _candidates(*record)
     else:
         candidates = [
-            (form, structure) for form in names for structure in form.structures
+            (form, structure) for form in forms for structure in form.structures
         ]
     matches = []
     for form, structure in candidates:
@@ -413,8 +423,8 @@ def has_candidate_forms(record: Mapping[str, Any]) -> bool:
 
 
 def _most_specific(matches: list[Match]) -> list[Match]:
-    """Return the matches but for any whose fields another one requires as well, and
-    more.
+    """Return the matches without those for which another one requires the same fields
+    and more.
     """
     all_required = [match.structure.required.keys() for match in matches]
     specific = []

@@ -53,7 +53,10 @@ def by_scores(prompt: Any, answers: Any, scores: Any, **arguments: Any) -> Pair 
 def by_sign(
     prompt: Any, first: Any, second: Any, preference: Any, **arguments: Any
 ) -> Pair | Drop:
-    """Return a pair by a preference that is negative if the first answer is better."""
+    """Return a pair by a preference that is negative if the first answer is better.
+
+    Its size becomes the reward of the better answer: -2 gives the rewards 2 and 0.
+    """
     strength = to_number(preference)
     return by_score(
         prompt, first, second, max(-strength, 0), max(strength, 0), **arguments
@@ -71,7 +74,17 @@ def by_word(
     tie_is: Iterable[Any] = (),
     **arguments: Any,
 ) -> Pair | Drop:
-    """Return a pair by a verdict; the values that name each side are listed.
+    """Return a pair by a verdict.
+
+    Args:
+        prompt: of the pair.
+        first: the first answer.
+        second: the second answer.
+        verdict: the value that decides.
+        first_is: verdicts for the first answer.
+        second_is: verdicts for the second answer.
+        tie_is: verdicts that name neither.
+        arguments: of :class:`Pair`, such as `system`.
 
     Raises:
         Refused: the verdict is none of the listed values (``wrong_type``).
@@ -203,17 +216,28 @@ def after_rounds(history: Any, prompt: Any, names: Sequence[str | int] = (0, 1))
 
 
 def questions_and_answers(questions: Any, answers: Any) -> list[Message]:
-    """Return as many questions as answers, lists or their JSON text, as messages."""
+    """Return questions and answers as messages, in turn.
+
+    Args:
+        questions: a list of texts, or its JSON text.
+        answers: the same, one for each question.
+
+    Raises:
+        Refused: they are not lists of as many texts (``wrong_type``).
+    """
     try:
-        question_list = (
-            json.loads(questions) if isinstance(questions, str) else questions
-        )
-        answer_list = json.loads(answers) if isinstance(answers, str) else answers
+        question_list = _parse_text(questions)
+        answer_list = _parse_text(answers)
         rounds = list(zip(question_list, answer_list, strict=True))
     except (ValueError, TypeError):
         rule = "questions and answers must be lists of as many texts"
         raise wrong_type(rule, [questions, answers]) from None
     return rounds_as_messages(rounds)
+
+
+def _parse_text(value: Any) -> Any:
+    """Return JSON text parsed, and any other value as it is."""
+    return json.loads(value) if isinstance(value, str) else value
 
 
 def as_turns(value: Any, role: str) -> list[Message]:
@@ -250,8 +274,8 @@ def cut_at(messages: list[Message], answer_number: Any) -> list[Message]:
 def split_at_first_answer(
     messages: list[Message],
 ) -> tuple[list[Message], list[Message]]:
-    """Return a dialogue up to its first question, and the rest of it up to its last
-    answer.
+    """Split a dialogue behind its first question: return the turns up to it, and the
+    turns from there to the last answer.
 
     Raises:
         Refused: no answer follows a question (``wrong_type``).
