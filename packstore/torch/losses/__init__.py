@@ -1,4 +1,4 @@
-"""A sum and a count; see ``README.md``."""
+"""Losses in which each pair weighs the same in any pack or batch; see ``README.md``."""
 
 from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss

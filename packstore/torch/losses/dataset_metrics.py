@@ -1,6 +1,7 @@
 """Metrics of a whole dataset, of groups of its examples, and a row for each example.
 
-They are exact over batches and ranks, and adding a batch never waits for the device.
+They are exact over batches and ranks: sums and counts are added up, and divided once at
+the end. Adding a batch never waits for the device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from packstore.torch.metrics import (
 T = TypeVar("T")
 
 FILE = "file"
-"""Name that groups examples by their input file, unless a column has this name."""
+"""Value of `by` that groups examples by their input file, unless a column has this
+name.
+"""
 
 LARGEST_EXPONENT = 700.0
 """The exponential of a larger loss overflows float64."""
@@ -68,6 +71,7 @@ class GroupedMetrics:
     ) -> None:
         self.loss_fn = loss_fn
         self.by = by
+        # number of the input file -> its name
         self._files = dict(enumerate(dataset.manifest.source_names if dataset else ()))
         # (group, or None for all examples; metric) -> sum and count, `[2]`
         self._sums: dict[tuple[str | None, str], Tensor] = {}
@@ -140,14 +144,16 @@ class GroupedMetrics:
         # A stable order, which is the same on each rank.
         ordered = sorted(keys, key=_group_name)
         zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
+        # sum, count, sum, count, ... in one list, for a single call between ranks
         flat = [x for key in ordered for x in self._sums.get(key, zero)]
         totals = all_reduce_sums(flat, device=device)
-        pairs = zip(totals[::2], totals[1::2], strict=True)
-        return dict(zip(ordered, pairs, strict=True))
+        sums_and_counts = zip(totals[::2], totals[1::2], strict=True)
+        return dict(zip(ordered, sums_and_counts, strict=True))
 
     def _derive(self, metrics: dict[str, float]) -> None:
-        """Add the metrics that are functions of means."""
-        if "sft_loss" in metrics:  # two means, over different counts
+        """Add the metrics that are functions of other means."""
+        if "sft_loss" in metrics:
+            # The two parts are means over different counts: their sum is no mean.
             likelihood = self.loss_fn.sft_weight * metrics["sft_loss"]
             metrics["loss"] = metrics["preference_loss"] + likelihood
         is_likelihood = not self.loss_fn.rows.needs_judged_responses
@@ -177,7 +183,7 @@ def _group_name(key: tuple[str | None, str]) -> str:
 
 
 class ExampleRows:
-    """Rows of all batches; each example once, without fillers.
+    """A table with a row for each example, once each, without fillers.
 
     Columns of the table, with a row for each example, by ascending `example_id`:
 

@@ -1,12 +1,16 @@
-"""Losses on preference pairs: a pure function of :class:`Pairs` each, with its formula
+"""Losses on preference pairs, each a pure function of :class:`Pairs` with its formula
 and source.
 
-In the formulas: u, v log-ratios of policy and reference on the chosen and the rejected
-response (sums over tokens), d = u - v, n_w and n_l their numbers of tokens, dr the gap
-between their ground-truth rewards, s the sigmoid, b beta. Losses that couple the pairs
-of a batch are omitted (``UNSUPPORTED_LOSSES`` of ``terms.py``), as they would depend on
-the packing. All losses are in ``docs/losses.md``. A new loss is one function here, and
-one formula in ``tests/torch/losses/test_losses.py``.
+In the formulas, w is the chosen and l the rejected response: u = log pi_w - log ref_w
+and v = log pi_l - log ref_l are their log-ratios of policy and reference (sums over
+tokens, in nats), d = u - v, n_w and n_l their numbers of tokens, dr the gap between
+their ground-truth rewards; s is the sigmoid, b the parameter `beta`. Losses on single
+answers take the answer as w.
+
+Losses that couple the pairs of a batch are omitted (``UNSUPPORTED_LOSSES`` of
+``terms.py``), as they would depend on the packing. All losses are in
+``docs/losses.md``. A new loss is one function here, and one formula in
+``tests/torch/losses/test_losses.py``.
 """
 
 from __future__ import annotations
@@ -32,11 +36,11 @@ class Variant:
     Attributes:
         function: ``(pairs, **parameters)`` -> losses `[n]`.
         reference: True if it compares with a reference model.
-        averaged: True if it compares means over tokens.
-        rows: the rows of a batch that it is a function of.
+        averaged: True if its formula divides by n_w and n_l.
+        rows: the kind of row that it compares: pairs, single answers, ...
         reads_rewards: True if it depends on the ground-truth rewards of its pairs.
-        reward_scale: the parameter that rewards are multiplied by, if there is one: at
-            0 the loss does not read them.
+        reward_scale: name of the parameter that rewards are multiplied by, or None; if
+            the parameter is 0, the loss does not depend on rewards after all.
     """
 
     function: Callable[..., Tensor]
@@ -56,8 +60,9 @@ class Variant:
         return self.function(pairs, **parameters)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
-        """Pickle a loss of this module by its name, under which its function, replaced
-        by this object, is not found.
+        """Pickle a loss of this module by its name.
+
+        Its function has no importable name: the decorator put this object there.
         """
         name = getattr(self.function, "__name__", "")
         if globals().get(name) is self:
@@ -78,11 +83,12 @@ class LossTerm:
     """A loss with all of its parameters, and its weight in a sum of losses.
 
     Attributes:
-        name: name of the loss, or of a function of one's own.
+        name: name of the loss, or of the user's function.
         variant: the loss.
         parameters: all parameters, defaults included.
         weight: factor on its losses in the sum.
-        averaged: True if it compares means over tokens, by itself or by a setting.
+        averaged: True if it compares means over tokens, by its formula or because of
+            the setting `average_logps`.
     """
 
     name: str
@@ -135,14 +141,14 @@ def _loss(
 
 
 def _bernoulli_kl(
-    p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float
+    logit_p: Tensor, log_q: Tensor | float, log_not_q: Tensor | float
 ) -> Tensor:
-    """Return ``KL(Bern s(p) || Bern q)``, `[n]`, from a logit and log-probs of q.
+    """Return ``KL(Bern p || Bern q)``, `[n]`, from the logit of p, log q, log(1 - q).
 
-    It is finite wherever the log-probs are.
+    Not from q itself, as log(1 - q) would be -inf where q rounds to 1.
     """
-    if_true = p.sigmoid() * (logsigmoid(p) - log_q)
-    if_false = (-p).sigmoid() * (logsigmoid(-p) - log_not_q)
+    if_true = logit_p.sigmoid() * (logsigmoid(logit_p) - log_q)
+    if_false = (-logit_p).sigmoid() * (logsigmoid(-logit_p) - log_not_q)
     return if_true + if_false
 
 
@@ -178,7 +184,10 @@ def dpo_norm(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 
 @_loss()
 def cdpo(pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.1) -> Tensor:
-    """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5."""
+    """``-(1 - e) log s(b d) - e log s(-b d)``, e = `label_smoothing` in 0..0.5.
+
+    Source: Mitchell 2023, "A note on DPO with noisy preferences".
+    """
     e = check_range("cdpo", "label_smoothing", label_smoothing, 0, 0.5)
     x = beta * pairs.d
     return -(1 - e) * logsigmoid(x) - e * logsigmoid(-x)
@@ -404,8 +413,12 @@ def _by_class(
     desirable_weight: float,
     undesirable_weight: float,
 ) -> Tensor:
-    """Return the weighted losses of good answers, with a reward above 0, and of bad
-    ones.
+    """Return the weighted loss of each answer, `[n]`; it is good if its reward is > 0.
+
+    Args:
+        answers: the answers.
+        good, bad: `[n]`, the loss of each answer if it is good, and if it is bad.
+        desirable_weight, undesirable_weight: weight of good and of bad answers.
     """
     is_good = answers.chosen_reward > 0
     return torch.where(is_good, desirable_weight * good, undesirable_weight * bad)
@@ -420,12 +433,13 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_d s(-b (u - z))`` of a good answer, ``w_u s(b (u - z))`` of a bad one, z =
-    `baseline`.
+    """``w_d s(-b (u - z))`` of a good answer, ``w_u s(b (u - z))`` of a bad one.
+
+    z = `baseline` (nats), w_d = `desirable_weight`, w_u = `undesirable_weight`.
 
     Source: Ethayarajh et al. 2024, arXiv 2402.01306, equation 8. Its z is the KL of
     policy and reference, estimated over a batch, which would couple the answers that
-    share it; here it is a number, or a tensor of one that a training loop updates.
+    share it; here it is a number, or a scalar tensor that a training loop updates.
     """
     x = beta * (answers.u - baseline)
     return _by_class(
@@ -445,7 +459,8 @@ def apo_zero_unpaired(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one.
+    """``w_d s(-b u)`` of a good answer, ``w_u s(b u)`` of a bad one; weights as in
+    ``kto``.
 
     Source: as ``apo_zero``.
     """
@@ -471,9 +486,9 @@ def bco(
     """``-w_d log s(b (u - z))`` of a good answer, ``-w_u log s(-b (u - z))`` of a bad
     one.
 
-    Source: Jung et al. 2024, arXiv 2404.04656; the paper's reward shift delta is
-    ``b z``, z = `baseline`. Its running mean over batches is left to the training loop,
-    as for ``kto``.
+    Weights as in ``kto``. Source: Jung et al. 2024, arXiv 2404.04656; the paper's
+    reward shift delta is ``b z``, z = `baseline`. Its running mean over batches is left
+    to the training loop, as for ``kto``.
     """
     x = beta * (answers.u - baseline)
     return _by_class(
@@ -487,9 +502,9 @@ def bco(
 
 @_loss(reference=False, rows=Scores, reads_rewards=True, reward_scale="margin")
 def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> Tensor:
-    """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, r scores, m = `margin`, c =
-    `center`.
+    """``-log s(r_w - r_l - m dr) + c (r_w + r_l)^2``, m = `margin`, c = `center`.
 
+    r_w and r_l are the scores of a reward model, which `pairs` holds as log-probs.
     Source: Bradley & Terry 1952; margins: Touvron et al. 2023 (Llama 2), arXiv
     2307.09288, equation 2; centering: Eisenstein et al. 2023, arXiv 2312.09244. TRL's
     `center_rewards_coefficient` is `center`.
@@ -501,11 +516,12 @@ def bradley_terry(pairs: Pairs, *, margin: float = 0.0, center: float = 0.0) -> 
 
 @_loss(reference=False, rows=Lists)
 def plackett_luce(pairs: Pairs) -> Tensor:
-    """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l the responses of lower reward; r_l
-    their log-sum.
+    """``-log(e^r_w / (e^r_w + sum_l e^r_l))``, l all responses of lower reward than w.
 
-    Summed over the responses of an example, the log-likelihood of their ranking; of two
-    responses ``bradley_terry``. Source: Plackett 1975; Xia et al. 2008 (ListMLE), ICML.
+    ``pairs.rejected`` is ``log sum_l e^r_l``, see `Lists`. Summed over the responses w
+    of an example, it is the negative log-likelihood of their ranking; with two
+    responses it is ``bradley_terry``. Source: Plackett 1975; Xia et al. 2008 (ListMLE),
+    ICML.
     """
     return -logsigmoid(pairs.chosen - pairs.rejected)
 

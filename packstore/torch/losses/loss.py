@@ -1,5 +1,9 @@
-"""The loss of a batch as a sum and a count, so that packing never changes the weight of
-a pair.
+"""`PreferenceLoss`: the loss of a batch as a sum and a count, so that packing never
+changes the weight of a pair; and checks of the data and of the first step.
+
+The rows of a batch (``pairs.py``) go through the terms of the loss (``terms.py``); the
+base class (``step_loss.py``) has the divisors. An SFT term is the added likelihood loss
+of the best response of each example.
 """
 
 from __future__ import annotations
@@ -70,13 +74,13 @@ class PreferenceLoss(StepLoss):
             ranks; never responses of equal reward. An example with more responses has
             more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack,
-            averaged over packs, which is biased: a pair weighs more, the fewer share
-            its pack (0.5 to 5.6 on real data). It exists only to reproduce
-            NeMo-Aligner.
+            averaged over packs, which is biased: the fewer pairs share a pack, the more
+            each weighs (0.5 to 5.6 times its due on real data). It exists only to
+            reproduce NeMo-Aligner.
         weight_field: carried or joined column of numbers of at least 0, the weight of
             each example: every sum is then weighted, and divided by the sum of the
-            weights of the whole step, which :func:`count_step` counts, as no loader
-            does.
+            weights of the whole step. Loaders do not count these: call
+            :func:`count_step`.
         router_aux_loss_coef: weight of the load-balancing loss of experts, which
             log-probs of :func:`~packstore.torch.packed_logps` carry if the model's
             config asks for it; default: the config's coefficient; 0: none.
@@ -171,8 +175,13 @@ class PreferenceLoss(StepLoss):
             )
 
     def _refuse_setting(self, reason: str) -> None:
-        where = f"loss {self.terms[0].name!r}"
-        raise ConfigError(sentence(where, reason, "sft_weight or a reduction"))
+        raise ConfigError(
+            sentence(
+                where=f"loss {self.terms[0].name!r}",
+                rule=reason,
+                found="sft_weight or a reduction",
+            )
+        )
 
     def __repr__(self) -> str:
         terms = " + ".join(str(term) for term in self.terms)
@@ -189,7 +198,9 @@ class PreferenceLoss(StepLoss):
             if takes_single_answers:
                 rule = "an answer must have a score"
                 remedy = "Use loss sft, or pack scored answers"
-            raise CompatibilityError(sentence(where, rule, "kind 'sft'", remedy))
+            raise CompatibilityError(
+                sentence(where=where, rule=rule, found="kind 'sft'", remedy=remedy)
+            )
 
         has_single_answers = manifest.totals.sequences == manifest.totals.examples
         if (
@@ -238,10 +249,11 @@ class PreferenceLoss(StepLoss):
                 for a loss of scores from :func:`~packstore.torch.segment_scores`.
             batch: the batch.
             ref_logps: `[S]`, the same of the reference model; default: the batch's.
-            divisor: divides the loss, for experts: the result of :func:`count_step`, or
-                one number if there is no SFT term. Default: the count of the whole
-                optimizer step, divided by the number of ranks if their gradients are
-                averaged; without a loader's plan, the batch's own count.
+            divisor: the result of :func:`count_step`, or one number if there is no SFT
+                term; only needed without a loader's plan, or for another average.
+                Default: the count of the whole optimizer step, divided by the number of
+                ranks if their gradients are averaged; without a loader's plan, the
+                batch's own count.
         """
         sums = SequenceSums.of(logps, batch, self._reference_logps(batch, ref_logps))
         weighted = self._weight_examples(batch)
@@ -267,8 +279,8 @@ class PreferenceLoss(StepLoss):
             metrics["preference_loss"] = (loss_sum, count)
             metrics["sft_loss"] = (sft_sum, sft_count)
 
-        # Summed over the batches of a step and divided by its count, this is the step's
-        # loss.
+        # The metric "loss" is a sum over batches, divided by their counts. Times its
+        # divisor, the loss of this batch adds up to the loss of the step.
         share_of_step = loss * divisor_of(count, divisors.count)
         output = LossOutput(
             loss=loss,
@@ -310,7 +322,9 @@ class PreferenceLoss(StepLoss):
         if self.reduction == "pack_mean":
             unit = "packs"
             sft_unit = "packs"
-        return unit, sft_unit if self.sft_weight else None
+        if not self.sft_weight:
+            return unit, None
+        return unit, sft_unit
 
     def _count_unit(self, batch: PackedBatch, unit: str) -> Tensor:
         """Return the divisor of a batch's losses, or of its SFT term."""
@@ -367,7 +381,7 @@ class PreferenceLoss(StepLoss):
         return self.rows.select(sums, batch)
 
     def _losses(self, rows: Rows) -> tuple[Tensor, list[Tensor]]:
-        """Return the weighted sum of the losses of all terms, `[n]`, and of each."""
+        """Return the weighted sum of all terms, `[n]`, and the losses of each term."""
         losses = [rows.share * term(rows.compared) for term in self.terms]
         weighted = [
             term.weight * values
@@ -376,7 +390,11 @@ class PreferenceLoss(StepLoss):
         return torch.stack(weighted).sum(0), losses
 
     def _reduce(self, losses: Tensor, rows: Rows, batch: PackedBatch) -> SumAndCount:
-        """Return sum and count of the rows, or of the packs' means over their rows."""
+        """Return the sum of the losses of all rows, and their divisor.
+
+        With reduction ``pack_mean``: the sum of the packs' mean losses, and the number
+        of packs that have rows.
+        """
         if self.reduction == "sum":
             return (losses * rows.weights).sum(), rows.count
         pack = batch.pack_ids[rows.example]
@@ -388,8 +406,10 @@ class PreferenceLoss(StepLoss):
 
 
 def _placeholder_sums(batch: PackedBatch) -> SequenceSums:
-    """Return sums to count rows by: their log-probs may be any numbers."""
-    return SequenceSums.of(batch.rewards.to(batch.weights), batch, None)
+    """Return sums to count rows by: rewards stand in for log-probs, which no count
+    reads.
+    """
+    return SequenceSums.of(batch.rewards.to(batch.weights), batch, ref_logps=None)
 
 
 def warn_about_one_sided_data(
@@ -417,10 +437,10 @@ def warn_about_one_sided_data(
 class FirstStepCheck:
     """Compares policy and reference once, at the first batch of a training run.
 
-    While the policy still equals its reference, each loss has its value at equal
-    log-probs: ln 2 for ``dpo``. A mismatch is logged as a warning with the likely
-    causes; training goes on. Not for a run that resumes from a checkpoint, where the
-    two differ.
+    Before the first step, the policy is its reference, and the loss has a known value:
+    ln 2 for ``dpo``. A mismatch is logged as a warning with the likely causes; training
+    goes on. Do not use it in a run that resumes from a checkpoint: the policy has
+    changed there.
 
     Args:
         loss_fn: the loss; one without a reference model is not checked.

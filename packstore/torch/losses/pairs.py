@@ -1,7 +1,11 @@
-"""The rows of a batch that a loss is a function of; a class for each kind of row.
+"""Selects the rows of a batch: what a loss compares, and how much each row weighs.
 
-``PairRows`` compares two responses, ``Answers`` judges one, ``Scores`` and ``Lists``
-compare scores of a reward model, ``Sequences`` takes the best response of each example.
+A batch holds S sequences (segments) of E examples; a row is one comparison among the
+responses of an example, and a loss returns one value for each of the n rows. Each kind
+of row is a class with its selection, weights and metrics, and `Rows` is the selection
+for one batch. ``PairRows`` compares two responses, ``Answers`` judges one, ``Scores``
+and ``Lists`` compare scores of a reward model, ``Sequences`` takes the best response of
+each example.
 """
 
 from __future__ import annotations
@@ -131,7 +135,7 @@ class SequenceSums(NamedTuple):
 
 
 def _validate_log_probs(name: str, logps: Tensor, batch: PackedBatch) -> None:
-    """Raise ConfigError for log-probs of 16 bits, or not one for each segment."""
+    """Raise ConfigError unless there is one log-prob per segment, of 32 or 64 bits."""
     require_wide_log_probs(name, logps)
     if logps.shape != (batch.num_segments,):
         rule = (
@@ -160,17 +164,20 @@ def require_wide_log_probs(name: str, logps: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a batch that a loss is a function of, and the count of their losses.
+    """The n rows of a batch, and the divisor of the sum of their losses.
 
     Attributes:
-        pairs: both sides of each row.
-        compared: the same as the loss sees them, such as means over tokens.
+        pairs: log-probs, token counts and rewards of both sides of each row.
+        compared: the pairs that the loss is called with: mostly `pairs`, but means over
+            tokens or log-summed scores for some kinds of rows.
         chosen: int64 `[n]`, the segment of the chosen response.
         example: int64 `[n]`, the example of each row.
-        weights: `[n]`, weight of each row's loss; 0 in a filler.
+        weights: `[n]`, weight of each row's loss; 0 in a filler (a pack that repeats
+            other data, so that each rank has a batch).
         count: scalar, the divisor of the sum of the losses.
-        share: `[n]`, part of each row's loss in the loss of its example; 1.0: all rows.
-        has_chosen, has_rejected: bool `[n]`, the row has such a response; True: all do.
+        share: `[n]`, factor on the loss of each row, for rows that share one loss.
+        has_chosen, has_rejected: bool `[n]`, or True for all rows: False where a single
+            answer is not good, or not bad, and so has no such side.
     """
 
     pairs: Pairs
@@ -205,8 +212,8 @@ class PairRows:
         weighs_examples_equally: True if an example counts 1, however many rows it has.
         sums_over_example: True if the loss of an example is the sum over its rows, not
             their mean.
-        no_pack_mean: reason for which reduction ``pack_mean`` is refused; "": it isn't.
-        no_sft_term: reason for which an SFT term is refused.
+        no_pack_mean: why reduction ``pack_mean`` is refused; empty: it is allowed.
+        no_sft_term: why an SFT term is refused; empty: it is allowed.
     """
 
     takes_scores = False
@@ -257,13 +264,17 @@ class PairRows:
         )
 
     def _pair_by_reward(self, batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Return chosen segment, rejected segment and example, int64 `[n]` each."""
+        """Return chosen segment, rejected segment and example, int64 `[n]` each.
+
+        Pairs are formed of places in the ranking, and turned into segments at the end.
+        """
         rewards, num_responses = batch.cpu_rewards_and_counts
         ranking = _rank_by_reward(rewards, num_responses)
         example = np.repeat(np.arange(len(num_responses)), num_responses)
+        # Of each place, the place of the best response of the same example.
         best = to_offsets(num_responses)[:-1][example]
 
-        # Places in the ranking. Each response but the best is the worse one of a pair.
+        # Each response but the best is the worse one of at least one pair.
         places = np.arange(len(ranking))
         worse = places[places > best]
         if self.choice == "best_vs_rest":
@@ -314,11 +325,17 @@ class PairRows:
     def per_example(
         self, rows: Rows, losses: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, Tensor | None]:
-        """Return losses `[E]` and rewards `[E, 2]` of examples, from losses of rows."""
+        """Return losses `[E]` and implicit rewards `[E, 2]` (chosen, rejected).
+
+        Args:
+            rows: the rows of the batch.
+            losses: `[n]`, the losses of the rows.
+            batch: the batch.
+        """
         rewards_chosen = self.beta * rows.pairs.u
         rewards_rejected = self.beta * rows.pairs.v
         values = torch.stack([losses, rewards_chosen, rewards_rejected], dim=1)
-        is_present = torch.ones_like(values)
+        is_present = torch.ones_like(values)  # [n, 3]
         is_present[:, 1] = rows.has_chosen
         is_present[:, 2] = rows.has_rejected
 
@@ -340,13 +357,14 @@ class Answers(PairRows):
     no_sft_term = "bad answers must not be learned"
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Return the rows of a batch; each weight is a share of its example's."""
+        """Return the rows of a batch; the K answers of an example share its weight."""
         example = batch.segment_examples
         answer = torch.arange(len(example), device=example.device)
         pairs = sums.pair(answer, answer)
-        if batch.kind == "preference":  # one is good and one bad, whatever the rewards
-            alternating = 1 - 2 * (answer % 2).to(sums.logps)
-            pairs = replace(pairs, chosen_reward=alternating)
+        if batch.kind == "preference":
+            # The first answer is good and the second bad, whatever their rewards.
+            rewards = 1 - 2 * (answer % 2).to(sums.logps)  # 1, -1, 1, -1, ...
+            pairs = replace(pairs, chosen_reward=rewards)
         is_good = pairs.chosen_reward > 0
 
         shares = batch.weights.to(sums.logps.dtype) / batch.num_responses
@@ -409,25 +427,30 @@ class Lists(Scores):
         super().__init__("all", beta=beta, baseline=baseline, averaged=averaged)
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Return all pairs; the pairs of a chosen response look alike and share a loss.
+        """Return all pairs, of which those of one chosen response share one loss.
 
-        Their rejected score is the log of the summed exponentials of all scores that
-        the response is paired with.
+        All of these have the rejected score ``log sum_l e^r_l`` over the responses l
+        that the chosen one is paired with, and each the same part of the loss.
         """
         rows = super().select(sums, batch)
         chosen = rows.chosen
-        lower = rows.pairs.rejected
+        lower_scores = rows.pairs.rejected
         zeros = torch.zeros_like(sums.logps)
 
-        # Of each segment as the chosen one: the log-sum-exp, relative to the highest.
-        highest = (zeros - torch.inf).scatter_reduce(0, chosen, lower.detach(), "amax")
+        # The log-sum-exp over the pairs of each chosen segment. Scores are taken
+        # relative to the highest one, so that no exponential overflows.
+        highest = (zeros - torch.inf).scatter_reduce(
+            0, chosen, lower_scores.detach(), "amax"
+        )
         highest = highest[chosen]
-        exponentials = zeros.index_add(0, chosen, (lower - highest).exp())[chosen]
-        num_pairs = zeros.index_add(0, chosen, torch.ones_like(lower))
+        exponentials = (lower_scores - highest).exp()
+        sum_of_exponentials = zeros.index_add(0, chosen, exponentials)[chosen]
+        log_sum = highest + sum_of_exponentials.log()
+        num_pairs = zeros.index_add(0, chosen, torch.ones_like(lower_scores))
         return replace(
             rows,
-            compared=replace(rows.pairs, rejected=highest + exponentials.log()),
-            count=batch.weights.sum().to(lower),
+            compared=replace(rows.pairs, rejected=log_sum),
+            count=batch.weights.sum().to(lower_scores),
             share=1 / num_pairs[chosen],
         )
 
@@ -440,7 +463,7 @@ class Sequences(PairRows):
     """
 
     needs_judged_responses = False
-    no_pack_mean = "it is the likelihood, by a count of its own"
+    no_pack_mean = "it is the likelihood, which has a divisor of its own"
     no_sft_term = no_pack_mean
 
     def __init__(self, average: str) -> None:
@@ -479,7 +502,9 @@ class Sequences(PairRows):
         )
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
-        """Return log-probs, and the loss without its weight, for the perplexity."""
+        """Return log-probs, and the loss without the term's weight: the perplexity is
+        computed from it.
+        """
         losses = -rows.compared.chosen * rows.weights
         logps = rows.pairs.chosen * rows.weights
         return {
@@ -490,7 +515,7 @@ class Sequences(PairRows):
     def per_example(
         self, rows: Rows, losses: Tensor, batch: PackedBatch
     ) -> tuple[Tensor, None]:
-        """Return losses `[E]`, which by token are means over tokens; no rewards."""
+        """Return losses `[E]`, per token if `average` is ``token``; no rewards."""
         if self.average == "token":
             losses = losses / rows.pairs.chosen_tokens
         return losses, None
@@ -507,6 +532,14 @@ def _weighted_sum(values: Tensor, weights: Tensor) -> SumAndCount:
 
 
 def _rank_by_reward(rewards: np.ndarray, num_responses: np.ndarray) -> Int64:
-    """Sort segments by example, then by descending reward; ties keep their order."""
+    """Return the segments by example, then by descending reward, int64 `[S]`.
+
+    Ties keep their order. ``_rank_by_reward([0.2, 0.9, 0.1, 0.4], [2, 2])`` is
+    ``[1, 0, 3, 2]``.
+
+    Args:
+        rewards: `[S]`, reward of each segment.
+        num_responses: int `[E]`, number of segments of each example.
+    """
     example = np.repeat(np.arange(len(num_responses)), num_responses)
     return np.lexsort((-rewards, example))

@@ -1,5 +1,10 @@
 """Losses on the tokens of sampled responses: the clipped policy gradient of PPO and
 GRPO.
+
+The policy that is trained may differ from the older policy that sampled the responses;
+the ratio of both probabilities of a token corrects for it. Tensors `[n]` hold a value
+for each supervised token of a batch, in the order of ``batch.target_index``; tensors
+`[S]` one for each sequence.
 """
 
 from __future__ import annotations
@@ -46,11 +51,11 @@ class Tokens:
 
     Attributes:
         logps: log-probs of the policy, in nats.
-        log_ratio: log-ratio of the policy and the one that sampled, of each token or
-            its sequence.
-        advantages: of each token.
-        sequences: int64, the sequence of each token; S for padding.
-        ref_logps: log-probs of a reference model, or None.
+        log_ratio: `logps` minus the log-probs of the policy that sampled; with
+            ``ratio="sequence"`` the mean of these over the token's sequence.
+        advantages: the advantage of each token.
+        sequences: int64, index of each token's sequence; S for padding.
+        ref_logps: log-probs of a reference model, in nats, or None.
     """
 
     logps: Tensor
@@ -136,10 +141,13 @@ class PolicyLoss(StepLoss):
             self._setting_names(),
         )
         self.function: Callable[[Tokens], Tensor] = partial(function, **self.parameters)
-        self._check_sequences_apart()
+        self._check_function()
 
-    def _check_sequences_apart(self) -> None:
-        """Raise ConfigError if the function couples two sequences of a batch."""
+    def _check_function(self) -> None:
+        """Raise ConfigError if the function couples two sequences of a batch.
+
+        It is called with a random batch of two sequences, of two tokens and of one.
+        """
         generator = torch.Generator().manual_seed(0)
         draws = torch.randn(4, 3, generator=generator).double()
         batch = _make_tokens(draws, sequences=torch.tensor([0, 0, 1]))
@@ -168,8 +176,8 @@ class PolicyLoss(StepLoss):
                 ``packed_logps(model, batch, per_token=True)``.
             batch: the batch.
             advantages: `[n]` or `[S]`; default: the batch's rewards.
-            old_logps: `[n]`, the same of the policy that sampled, or with
-                ``ratio="sequence"`` its sums `[S]`; default: `logps`, as in the first
+            old_logps: `[n]`, log-probs of the policy that sampled, or with
+                ``ratio="sequence"`` their sums `[S]`; default: `logps`, as in the first
                 step on fresh samples.
             ref_logps: `[n]`, the same of a reference model; needed if `kl_weight` is
                 above 0.
@@ -183,9 +191,11 @@ class PolicyLoss(StepLoss):
         if self.kl_weight:
             losses = policy_losses + self.kl_weight * tokens.kl
 
-        # A last weight of 0, for the padding of `batch.target_index`.
-        weights = torch.cat([sequence_weights(batch), batch.weights.new_zeros(1)])
-        weights = weights[tokens.sequences]
+        # Padding of `batch.target_index` belongs to "sequence" S, which weighs 0.
+        weights_of_sequences = torch.cat(
+            [sequence_weights(batch), batch.weights.new_zeros(1)]
+        )
+        weights = weights_of_sequences[tokens.sequences]
         loss_sum, count = self._reduce(losses, weights.to(losses), batch)
         metrics = self._metrics(tokens, policy_losses, weights)
         output = LossOutput(
@@ -213,30 +223,34 @@ class PolicyLoss(StepLoss):
     ) -> Tokens:
         """Return the supervised tokens of a batch, with all quantities as `[n]`."""
         require_wide_log_probs("logps", logps)
-        _check_tokens("logps", logps, batch)
+        _check_token_shape("logps", logps, batch)
         sequences = batch.targets.segments
-        # Padding has index S, one too many: any sequence will do, at weight 0.
-        rows = sequences.clamp(max=batch.num_segments - 1)
+        # Padding has index S, which would be out of range. It gets the values of the
+        # last sequence, at weight 0.
+        valid_sequences = sequences.clamp(max=batch.num_segments - 1)
 
         if old_logps is None:
             old_logps = logps
         else:
-            old_logps = self._old_logps_of_tokens(old_logps, logps, batch, rows)
+            old_logps = self._old_logps_of_tokens(
+                old_logps, logps, batch, valid_sequences
+            )
         log_ratio = logps - old_logps.detach()
         if self.ratio == "sequence":
             token_counts = segment_token_counts(batch).clamp(min=1)
-            log_ratio = (by_segment(batch, log_ratio) / token_counts)[rows]
+            mean_log_ratio = by_segment(batch, log_ratio) / token_counts
+            log_ratio = mean_log_ratio[valid_sequences]
 
         if advantages is None:
-            advantages = batch.rewards[rows].to(logps)
+            advantages = batch.rewards[valid_sequences].to(logps)
         else:
             advantages = advantages.to(logps).detach()
-            if not _has_tokens("advantages", advantages, batch):
-                advantages = advantages[rows]
+            if not _is_per_token("advantages", advantages, batch):
+                advantages = advantages[valid_sequences]
 
         if ref_logps is not None:
             require_wide_log_probs("ref_logps", ref_logps)
-            _check_tokens("ref_logps", ref_logps, batch)
+            _check_token_shape("ref_logps", ref_logps, batch)
             ref_logps = ref_logps.to(logps).detach()
         elif self.kl_weight:
             raise ConfigError(
@@ -251,22 +265,22 @@ class PolicyLoss(StepLoss):
         )
 
     def _old_logps_of_tokens(
-        self, old_logps: Tensor, logps: Tensor, batch: PackedBatch, rows: Tensor
+        self, old_logps: Tensor, logps: Tensor, batch: PackedBatch, sequences: Tensor
     ) -> Tensor:
         """Return the log-probs of the policy that sampled, `[n]`, like `logps`.
 
-        Sums of sequences, `[S]`, become means, spread over `rows`, the sequences of the
-        tokens.
+        If they are sums over sequences, `[S]`, each token gets the mean of its
+        sequence, `sequences[token]`. (Only the mean over a sequence counts then.)
         """
         require_wide_log_probs("old_logps", old_logps)
         old_logps = old_logps.to(logps)
         if self.ratio == "token":
-            _check_tokens("old_logps", old_logps, batch)
+            _check_token_shape("old_logps", old_logps, batch)
             return old_logps
-        if _has_tokens("old_logps", old_logps, batch):
+        if _is_per_token("old_logps", old_logps, batch):
             return old_logps
         means = old_logps / segment_token_counts(batch).clamp(min=1)
-        return means[rows]
+        return means[sequences]
 
     def _metrics(
         self, tokens: Tokens, policy_losses: Tensor, weights: Tensor
@@ -313,7 +327,7 @@ class PolicyLoss(StepLoss):
         return (means * unit_weights).sum(), unit_weights.sum()
 
 
-def _check_tokens(name: str, values: Tensor, batch: PackedBatch) -> None:
+def _check_token_shape(name: str, values: Tensor, batch: PackedBatch) -> None:
     """Raise ConfigError unless there is one value for each supervised token."""
     num_tokens = len(batch.target_index)
     if tuple(values.shape) != (num_tokens,):
@@ -323,9 +337,11 @@ def _check_tokens(name: str, values: Tensor, batch: PackedBatch) -> None:
         raise _shape_error(name, values, rule)
 
 
-def _has_tokens(name: str, values: Tensor, batch: PackedBatch) -> bool:
-    """Return True for values of supervised tokens, `[n]`, False for values of
-    sequences, `[S]`; raise ConfigError if they are neither, or could be both.
+def _is_per_token(name: str, values: Tensor, batch: PackedBatch) -> bool:
+    """Return True for values `[n]` of supervised tokens, False for `[S]` of sequences.
+
+    Raises:
+        ConfigError: the shape is neither, or n = S, so that it could be both.
     """
     shape = tuple(values.shape)
     num_tokens = len(batch.target_index)
@@ -335,8 +351,9 @@ def _has_tokens(name: str, values: Tensor, batch: PackedBatch) -> bool:
     if num_tokens != num_sequences and shape == (num_sequences,):
         return False
     token_counts = segment_token_counts(batch).clamp(min=1)
+    # With n = S, both are the same only if each sequence has one token.
     if shape == (num_tokens,) and bool((token_counts == 1).all()):
-        return True  # each sequence is one token
+        return True
     rule = (
         f"must be one number for each of the batch's {num_tokens} supervised tokens or "
         f"{num_sequences} sequences, where they differ"

@@ -1,4 +1,12 @@
-"""The base of losses: a sum, divided by its count over the whole optimizer step."""
+"""The base of losses: a sum, divided by its count over the whole optimizer step.
+
+Each batch contributes a sum of losses and a count of its unit: examples, tokens or
+pairs. The divisor of all batches is the count of their step, over all batches and
+ranks: a loader plans it (``batch.step``), or `count_step` counts it. So an example
+weighs the same in any pack, batch or rank. A filler is a pack of weight 0 that repeats
+other data, so that each rank has a batch. Router losses balance the experts of a
+mixture model; they are divided by the number of examples.
+"""
 
 from __future__ import annotations
 
@@ -39,9 +47,9 @@ class StepDivisor:
     """Divisors of the sums of a :class:`~packstore.torch.LossOutput`.
 
     Attributes:
-        count: divides `loss_sum`; for a step, the sum of `count` over its batches.
-        sft_count: divides `sft_sum`, or None.
-        examples: divides `router_sum`; None: `count` does, if it counts examples.
+        count: divides `loss_sum`; the sum of ``LossOutput.count`` over the step.
+        sft_count: divides `sft_sum`, or None if there is no SFT term.
+        examples: divides `router_sum`; None: take `count`, if it counts examples.
     """
 
     count: float
@@ -62,7 +70,7 @@ class StepDivisor:
         )
 
     def without_zeros(self) -> StepDivisor:
-        """Return it with 1 in place of 0, the count of a step of fillers."""
+        """Return the divisor with 1 in place of 0, which a step of fillers counts."""
         return StepDivisor(
             count=self.count or 1.0,
             sft_count=None if self.sft_count is None else self.sft_count or 1.0,
@@ -71,14 +79,14 @@ class StepDivisor:
 
 
 UNDIVIDED = StepDivisor(count=1.0, sft_count=1.0)
-"""For metrics: their sums and counts depend on no divisor, and counting a step would
-wait for the device.
+"""Divisor of a call for its sums and metrics alone. They do not depend on the divisor,
+and counting the batch for a true one would wait for the device.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class BatchDivisors:
-    """Divisors of the sums of one batch; None: the count that belongs to the sum.
+    """Divisors of the sums of one batch; None: divide by the batch's own count.
 
     Attributes:
         count: divides the loss.
@@ -100,14 +108,13 @@ class LossOutput:
         loss: ``loss_sum`` plus the weighted SFT term and router losses, each divided by
             its count over the whole optimizer step, or by the given divisor. Call
             ``backward()`` on it.
-        loss_sum, count: sum of the losses of all pairs, and their number; of weighted
-            ones, of losses times weights, and of weights.
-        sft_sum, sft_count: the same of the SFT term, or None.
+        loss_sum, count: weighted sum of the losses of all pairs, and sum of the weights
+            (the number of pairs if all weights are 1).
+        sft_sum, sft_count: sum and count of the SFT term, or None.
         metrics: name -> (sum, count), without gradient;
             :class:`~packstore.torch.Metrics` adds them over batches and ranks.
-        router_sum, router_count: sum over examples of the load-balancing loss of
-            experts, each the mean over an example's sequences, and their number; or
-            None.
+        router_sum, router_count: sum over examples of the router loss, each the mean
+            over an example's sequences, and the number of examples; or None.
     """
 
     loss: Tensor
@@ -130,6 +137,8 @@ class StepLoss(ABC):
     Attributes:
         reference: True if the loss compares with a reference model.
         scores: True if the loss takes a reward model's scores in place of log-probs.
+        sft_weight: weight of an added SFT term; 0: none.
+        weight_field: column that holds the weight of each example, or None.
     """
 
     reference = False
@@ -158,7 +167,9 @@ class StepLoss(ABC):
         """
 
     def count(self, batch: PackedBatch) -> StepDivisor:
-        """Return the part of a batch in the divisor of its step; needs no log-probs."""
+        """Return the counts that a batch adds to its step's divisor, before the model
+        is called.
+        """
         weighted = self._weight_examples(batch)
         unit, sft_unit = self.units(batch)
         sft_count = None
@@ -171,8 +182,8 @@ class StepLoss(ABC):
         )
 
     def planned_divisor(self, batch: PackedBatch) -> StepDivisor | None:
-        """Return the divisor of the batch's step; None if the loader did not
-        count it.
+        """Return the divisor of the batch's step; None if its loader did not count this
+        loss's units.
         """
         step = batch.step
         if step is None or self.weight_field is not None:
@@ -345,20 +356,25 @@ class StepLoss(ABC):
 
 
 def _planned_counts(kind: str, step: StepInfo) -> dict[str, float]:
-    """Return the counts of a step that its loader planned, by unit."""
+    """Return unit -> count, for all units that a loader's plan of a step determines."""
     counts: dict[str, float] = {**(step.counts or {}), "examples": step.examples}
-    num_responses = KINDS[kind]
+    num_responses = KINDS[kind]  # None if it varies
     if num_responses:
         counts["sequences"] = step.examples * num_responses
     if num_responses == 1 and "best_tokens" in counts:
+        # The only sequence of an example is its best one.
         counts["tokens"] = counts["best_tokens"]
     if kind == "preference" and step.packs is not None:
+        # Every pack has pairs. Of kind scored, some may have none that differ.
         counts["packs"] = step.packs
     return counts
 
 
 def _check_number(divisor: Any) -> None:
-    """Raise ConfigError for a divisor that is no number above 0."""
+    """Raise ConfigError unless a divisor is a number above 0, or a tensor of one.
+
+    The value of a tensor is not checked, as that would wait for the device.
+    """
     if isinstance(divisor, Tensor):
         is_valid = divisor.numel() == 1
     else:
@@ -412,10 +428,10 @@ def count_step(
     sft_count = 0.0
     examples = 0.0
     for batch in batches:
-        of_batch = loss_fn.count(batch)
-        count += of_batch.count
-        sft_count += of_batch.sft_count or 0
-        examples += of_batch.examples or 0
+        batch_counts = loss_fn.count(batch)
+        count += batch_counts.count
+        sft_count += batch_counts.sft_count or 0
+        examples += batch_counts.examples or 0
     count, sft_count, examples = all_reduce_sums(
         [count, sft_count, examples], group, device
     )
@@ -461,13 +477,16 @@ def sequence_weights(batch: PackedBatch) -> Tensor:
 
 
 def divide(term: SumAndCount, divisor: Tensor | float | None) -> Tensor:
-    """Return sum / divisor, or without one sum / count; an empty sum gives 0."""
+    """Return the sum of a term over the divisor, by default over its count.
+
+    An empty term gives 0.
+    """
     total, count = term
     return total / divisor_of(count, divisor)
 
 
 def divisor_of(count: Tensor, divisor: Tensor | float | None) -> Tensor | float:
-    """Return the divisor, or without one the count, with 1 in place of 0."""
+    """Return the divisor; without one the count, or 1 if it is 0."""
     if divisor is not None:
         return divisor
     return count.masked_fill(count == 0, 1)
@@ -476,9 +495,10 @@ def divisor_of(count: Tensor, divisor: Tensor | float | None) -> Tensor | float:
 def _router_term(
     logps: Tensor, batch: PackedBatch, coefficient: float | None
 ) -> tuple[float, SumAndCount] | None:
-    """Return weight and term of the router losses that log-probs carry.
+    """Return coefficient, and sum and count, of the router losses that log-probs carry.
 
-    None if they carry none, as without gradient, or the coefficient is 0.
+    `packed_logps` attaches them to the log-probs that it returns. The result is None if
+    there are none, as without gradient, or if the coefficient is 0.
     """
     if not logps.requires_grad:
         return None

@@ -1,5 +1,9 @@
-"""The terms of a ``PreferenceLoss``, one loss or a weighted sum of several: parsed from
-their names and parameters, and validated.
+"""Parses and validates the terms of a ``PreferenceLoss``.
+
+A term is one loss with its parameters and weight; a mix is a weighted sum of several
+terms. A loss is given by its name (``formulas.py``), or as a function of the user. Such
+a function declares nothing, so that it is called once with random pairs, which shows
+if it couples pairs, and whether it reads rewards or the reference model.
 """
 
 from __future__ import annotations
@@ -19,26 +23,29 @@ from packstore.torch.losses.formulas import LOSSES, LossTerm, Variant, sft
 from packstore.torch.losses.pairs import Pairs
 
 Name = str | Callable[..., Tensor]
-"""A loss of this folder, or a function ``(pairs, **parameters)`` that returns the
-losses `[n]`.
+"""The name of a loss, or a function ``(pairs, **parameters)`` that returns the losses
+`[n]` of n pairs.
 """
 
 Names = Name | Mapping[Any, float | Mapping[str, float]]
-"""One loss; or name -> weight, or name -> ``weight`` (default 1) and parameters of that
-term.
+"""One loss, or a mix: loss -> weight, or loss -> ``weight`` (default 1) and parameters
+of that term alone, such as ``{"dpo": 0.8, "cpo": {"weight": 0.2, "beta": 0.5}}``.
 """
 
-_COUPLES = (
+_COUPLES_PAIRS = (
     "it couples the pairs of a batch, so it would depend on which pairs share a pack"
 )
-_TOKENS = "it needs more of each token than its log-prob summed over the sequence"
+_NEEDS_TOKENS = (
+    "it weighs tokens one by one, and losses of pairs get log-probs summed over a "
+    "sequence"
+)
 
 UNSUPPORTED_LOSSES: dict[str, str] = {
-    "aot": f"{_COUPLES} (it sorts their log-ratios)",
-    "aot_unpaired": f"{_COUPLES} (it sorts their log-ratios)",
-    "beta_dpo": f"{_COUPLES} (its beta follows the margins of the batch)",
-    "ld_dpo": _TOKENS,
-    "wpo": _TOKENS,
+    "aot": f"{_COUPLES_PAIRS} (it sorts their log-ratios)",
+    "aot_unpaired": f"{_COUPLES_PAIRS} (it sorts their log-ratios)",
+    "beta_dpo": f"{_COUPLES_PAIRS} (its beta follows the margins of the batch)",
+    "ld_dpo": _NEEDS_TOKENS,
+    "wpo": _NEEDS_TOKENS,
 }
 """Omitted losses -> reason, for error messages."""
 
@@ -70,10 +77,11 @@ def parse_terms(
 
     Args:
         names: one loss, or a mix.
-        parameters: parameters of every term that takes them; at least one must.
+        parameters: shared parameters: each goes to every term that takes it, and at
+            least one term must.
         average_logps: compare means over tokens where a loss compares sums.
-        reference: False: functions of one's own compare with no reference model.
-        settings: other arguments of the caller, which a mistyped parameter may mean.
+        reference: False if the user's functions read no log-probs of a reference model.
+        settings: the caller's other arguments, as suggestions for a mistyped parameter.
 
     Raises:
         UnknownNameError: a loss, or a parameter of it, is unknown.
@@ -86,7 +94,7 @@ def parse_terms(
         raise ConfigError(
             sentence(
                 where="setting reference",
-                rule="it is for a function of your own, which compares with none",
+                rule="False is for a function of your own that needs no reference",
                 found=f"False for {quote(names)}",
                 remedy="simpo, orpo and cpo need no reference",
             )
@@ -182,17 +190,27 @@ def _make_term(
     parameters: Mapping[str, float],
     average_logps: bool,
 ) -> LossTerm:
-    """Return a term with the parameters of the mix, and of `entry` for it alone."""
-    special = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
-    weight = special.pop("weight", 1.0)
+    """Return a validated term.
+
+    Args:
+        name, variant: the loss.
+        entry: its value in the mix: a weight, or ``weight`` and parameters, which
+            replace the shared ones.
+        parameters: shared parameters of all terms, also some that this loss lacks.
+        average_logps: compare means over tokens.
+    """
+    entry_parameters = dict(entry) if isinstance(entry, Mapping) else {"weight": entry}
+    weight = entry_parameters.pop("weight", 1.0)
     check_weight(f"loss {name!r}: its weight in a mix", weight)
 
     shared = {p: value for p, value in parameters.items() if p in variant.defaults}
-    complete = complete_parameters(name, variant, {**shared, **special})
+    complete = complete_parameters(name, variant, {**shared, **entry_parameters})
     if average_logps:
         _check_averages(name, variant)
-    no_pairs = Pairs(*[torch.zeros(0)] * 8)
-    variant(no_pairs, **complete)  # losses check the ranges of parameters themselves
+
+    # Each loss checks the ranges of its parameters when it is called.
+    no_pairs = Pairs(*torch.zeros(8, 0))
+    variant(no_pairs, **complete)
     return LossTerm(
         name=name,
         variant=variant,
@@ -203,8 +221,9 @@ def _make_term(
 
 
 def _check_averages(name: str, variant: Variant) -> None:
-    """Raise ConfigError if `average_logps` does not apply to a loss."""
-    if name != "sft" and not variant.averaged and not variant.rows.takes_scores:
+    """Raise ConfigError if a loss does not compare sums that could become means."""
+    has_average = name == "sft" or variant.averaged
+    if not has_average and not variant.rows.takes_scores:
         return
     remedy = "Use sft_average for it" if name == "sft" else "Leave average_logps out"
     raise ConfigError(
@@ -218,18 +237,21 @@ def _check_averages(name: str, variant: Variant) -> None:
 
 
 def _probe_function(term: LossTerm) -> LossTerm:
-    """Return the term of a user's function with the quantities that it reads.
+    """Return the term of a user's function, with `reads_rewards` found by calls.
 
-    Nothing declares them, so the function is called with random pairs.
+    Raises:
+        ConfigError: it couples pairs, or reads a reference despite reference=False.
     """
 
     def compute(pairs: Pairs) -> Tensor:
         return term.variant.function(pairs, **term.parameters)
 
-    draws = _random_quantities()
-    draws[:4] *= -1  # log-probs
-    single_pairs = [Pairs(*draws[:, [i]]) for i in range(draws.shape[1])]
-    check_function(f"loss {term.name!r}", compute, Pairs(*draws), single_pairs)
+    quantities = _random_quantities()
+    # The first four fields of `Pairs` are log-probs, which are negative.
+    quantities[:4] *= -1
+    num_pairs = quantities.shape[1]
+    single_pairs = [Pairs(*quantities[:, [i]]) for i in range(num_pairs)]
+    check_function(f"loss {term.name!r}", compute, Pairs(*quantities), single_pairs)
 
     if not term.variant.reference and _depends_on(term, "ref_chosen", "ref_rejected"):
         raise ConfigError(
@@ -248,16 +270,17 @@ def _probe_function(term: LossTerm) -> LossTerm:
 
 
 def _depends_on(loss: Callable[[Pairs], Tensor], *quantities: str) -> bool:
-    """Return True if a loss of random pairs changes with these quantities of theirs."""
+    """Return True if the losses of random pairs change with these fields of `Pairs`."""
     pairs = Pairs(*_random_quantities())
     changes = {}
+    # Different shifts, as equal ones would cancel out in a difference of two fields.
     for shift, name in enumerate(quantities, start=1):
         changes[name] = getattr(pairs, name) + shift
     return not torch.allclose(loss(pairs), loss(replace(pairs, **changes)))
 
 
 def _random_quantities() -> Tensor:
-    """Return numbers in 1..2 for the quantities of three pairs, float64 `[8, 3]`."""
+    """Return numbers in 1..2 for the 8 fields of `Pairs`, for three pairs, `[8, 3]`."""
     generator = torch.Generator().manual_seed(0)
     return torch.rand(8, 3, generator=generator).double() + 1
 
@@ -311,10 +334,10 @@ def check_function(
     """Raise ConfigError if the losses of a batch differ from the losses of its parts.
 
     Args:
-        where: the loss, for messages.
-        function: returns one loss for each row of its argument.
-        batch: all rows.
-        parts: the same rows, in parts.
+        where: the loss, for error messages.
+        function: maps a batch of n pairs or tokens to their losses `[n]`.
+        batch: the whole batch.
+        parts: the same batch, cut into parts that must not influence each other.
     """
     losses = function(batch)
     losses_of_parts = [function(part) for part in parts]
@@ -343,13 +366,13 @@ def name_of(loss: Name) -> str:
 
 
 def check_weight(name: str, weight: Any) -> None:
-    """Raise ConfigError for a weight of a term that is no number of at least 0."""
+    """Raise ConfigError unless a weight is a number of at least 0."""
     if not (is_number(weight) and weight >= 0):
         raise ConfigError(f"{name} must be at least 0; found {quote(weight)}.")
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a finite number, which True and False are not."""
+    """Return True for a finite number; a bool does not count as one."""
     if isinstance(value, bool):
         return False
     return isinstance(value, int | float) and math.isfinite(value)
