@@ -1,4 +1,11 @@
-"""The packs of a dataset in their global order, split over ranks and workers."""
+"""`PackedDataset`: the packs of a dataset in a global order, split over ranks and
+workers.
+
+A stream (``stream.py``, ``mix.py``) has the order of one epoch; this class adds the
+rank, and the position in the epoch, which each iteration moves and `state_dict` saves.
+A loader iterates over a copy, its follower, which moves when its dataset is moved to an
+epoch or state.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +60,8 @@ class Iteration:
 
     Attributes:
         start: the position that it begins at.
-        times_moved: how often the dataset had been moved to a position by then.
+        times_moved: how often an epoch or state had been set by then; a higher number
+            later shows that the iteration is outdated.
     """
 
     start: Position
@@ -69,10 +77,9 @@ class PackedDataset(IterableDataset[Packs]):
     workers. Iterating again repeats the epoch; call :meth:`set_epoch` before each.
     Persistent workers (``persistent_workers=True``) follow it.
 
-    Only its own iterations, and a torch loader around it, move its epoch and position.
-    A :class:`PackedDataLoader` or a trainer has an epoch and a position of its own.
-    :meth:`set_epoch` and :meth:`load_state_dict` also move the loaders over this
-    dataset.
+    Its position moves with its own iterations, also in a torch loader around it. A
+    :class:`PackedDataLoader` or a trainer has a position of its own, which
+    :meth:`set_epoch` and :meth:`load_state_dict` of this dataset move, too.
 
     :meth:`mix` mixes several datasets.
 
@@ -133,10 +140,13 @@ class PackedDataset(IterableDataset[Packs]):
         self.rank, self.world_size = placement(rank, world_size)
         self._rank_is_detected = rank is None
         self.epoch = 0
+        # Where the newest iteration is, and where the next one begins.
         self.position = Position()
         self.next_start = SharedStart()
         self._newest: Iteration | None = None
+        # True from load_state_dict until the next iteration starts.
         self._is_resumed = False
+        # Copies for loaders. Weak references, as a dataset outlives its loaders.
         self._followers: list[weakref.ref[PackedDataset]] = []
 
     def __copy__(self) -> Self:
@@ -148,23 +158,23 @@ class PackedDataset(IterableDataset[Packs]):
         duplicate.__dict__.update(self.__getstate__())
         duplicate.stream = copy.copy(self.stream)
         duplicate.next_start = SharedStart()
-        duplicate._move(self.epoch, self.next_start.peek())
+        duplicate._set_start(self.epoch, self.next_start.peek())
         return duplicate
 
     def __getstate__(self) -> dict[str, Any]:
-        # Followers are the datasets of loaders in this process.
+        # The loaders of this process do not follow a copy or a pickle.
         return {**self.__dict__, "_followers": []}
 
     def copy_at_start(self) -> Self:
         """Return an independent dataset of the same packs, at the start of epoch 0."""
         duplicate = copy.copy(self)
-        duplicate._move(0, Position())
+        duplicate._set_start(0, Position())
         return duplicate
 
     def copy_for_loader(self) -> Self:
-        """Return a dataset of the same packs that is moved with this one.
+        """Return a copy that follows :meth:`set_epoch` and :meth:`load_state_dict`.
 
-        The reverse does not hold: the copy never moves this dataset.
+        The copy never moves this dataset.
         """
         follower = copy.copy(self)
         self._followers = [ref for ref in self._followers if ref() is not None]
@@ -225,13 +235,14 @@ class PackedDataset(IterableDataset[Packs]):
         return mixed
 
     def _check_placement_of_source(self, source: PackedDataset) -> None:
+        """Raise ConfigError if a source was given another rank than the mix."""
         if source._rank_is_detected:
             return
         placement_of_mix = (self.rank, self.world_size)
         if (source.rank, source.world_size) != placement_of_mix:
             raise ConfigError(
                 sentence(
-                    "the mix",
+                    where="the mix",
                     rule="rank and world_size must be those of its sources",
                     found=f"{self.rank} of {self.world_size}, and {source.rank} of "
                     f"{source.world_size}",
@@ -240,8 +251,8 @@ class PackedDataset(IterableDataset[Packs]):
 
     @property
     def generator(self) -> None:
-        """None. Accelerate reads it where it is about to deal the packs to ranks again,
-        which is refused.
+        """None; raise if Accelerate reads it in order to distribute the packs over the
+        ranks a second time.
         """
         check_dealt_once(self.world_size)
 
@@ -315,12 +326,13 @@ class PackedDataset(IterableDataset[Packs]):
         remaining = RemainingPacks(len(stream), start)
         stride = self.world_size * num_workers
         first = self.rank + self.world_size * worker
-        chunks = _cut(range(first, len(remaining), stride))
+        chunks = _to_chunks(range(first, len(remaining), stride))
 
         num_yielded = 0
         for packs in stream.read(remaining[np.array(chunk)] for chunk in chunks):
             for pack in packs:
                 num_yielded += 1
+                # All workers of all ranks yield one pack in turn.
                 place = num_yielded * stride
                 self.move_to(remaining.position_at(place, start.step), iteration)
                 yield pack
@@ -337,11 +349,13 @@ class PackedDataset(IterableDataset[Packs]):
         """
         if not hasattr(epoch, "__index__"):  # numpy's integers have it, too
             raise ConfigError(
-                sentence("epoch", "it must be a whole number", quote(epoch))
+                sentence(
+                    where="epoch", rule="it must be a whole number", found=quote(epoch)
+                )
             )
         if epoch != self.epoch:
             if self._is_resumed and epoch < self.epoch:
-                # A loop over epochs that begins at 0, whatever was loaded.
+                # Most likely, a loop over epochs begins at 0 after a state was loaded.
                 logger.warning(
                     "the position in epoch %d that was loaded is left for the start of "
                     "epoch %d; to go on with it, begin the loop at the epoch of its "
@@ -349,12 +363,12 @@ class PackedDataset(IterableDataset[Packs]):
                     self.epoch,
                     epoch,
                 )
-            self._move(epoch, Position())
+            self._set_start(epoch, Position())
         for follower in self._loader_datasets():
             follower.set_epoch(epoch)
 
     def start_iteration(self) -> Iteration:
-        """Begin an iteration, which moves the position; rewind the next one.
+        """Begin an iteration at the next start; the one after it starts the epoch anew.
 
         Raises:
             ConfigError: the ranks started after the dataset was made; each would read
@@ -378,7 +392,7 @@ class PackedDataset(IterableDataset[Packs]):
             return
         raise ConfigError(
             sentence(
-                "PackedDataset",
+                where="PackedDataset",
                 rule="it must be made after the ranks have started, or be given rank, "
                 "world_size",
                 found=f"rank {rank} of {world_size}, after {self.rank} of "
@@ -387,7 +401,7 @@ class PackedDataset(IterableDataset[Packs]):
         )
 
     def move_to(self, position: Position, iteration: Iteration) -> None:
-        """Move to `position`, which `iteration` reached, if it is still the newest."""
+        """Set the position that `iteration` reached, unless a newer one has started."""
         if self._newest is iteration:
             self.position = position
 
@@ -436,10 +450,9 @@ class PackedDataset(IterableDataset[Packs]):
         """Return the position as JSON values.
 
         It is the same on all ranks after the same number of steps. All packs before
-        ``next`` were yielded, over all ranks; inside an optimizer step also ``batches``
-        of the step that begins there, with the step boundaries of ``cut``. The steps so
-        far are ``shortfall`` examples short of those requested, which the next ones
-        make up for.
+        index ``next`` were yielded, over all ranks. Inside an optimizer step, so were
+        the first ``batches`` batches of the step that begins at ``next``, and ``cut``
+        holds the settings that define these. See :class:`Position` for the others.
         """
         return {**self._identity(), "epoch": self.epoch, **self.position.to_state()}
 
@@ -464,7 +477,7 @@ class PackedDataset(IterableDataset[Packs]):
         to_resumable_position(stream, position)  # raises if the state is not valid
 
         for dataset in (self, *self._loader_datasets()):
-            dataset._move(epoch, position)
+            dataset._set_start(epoch, position)
             dataset._is_resumed = True
 
     def _check_identity(self, state: Mapping[str, Any]) -> None:
@@ -480,7 +493,8 @@ class PackedDataset(IterableDataset[Packs]):
     def _identity(self) -> Identity:
         return {"version": 1, **self.stream.identity}
 
-    def _move(self, epoch: int, position: Position) -> None:
+    def _set_start(self, epoch: int, position: Position) -> None:
+        """Begin the next iteration at `position`; ignore the progress of older ones."""
         self.epoch = epoch
         self.position = position
         self._newest = None
@@ -494,8 +508,8 @@ class PackedDataset(IterableDataset[Packs]):
         return [follower for follower in followers if follower is not None]
 
 
-def _cut(places: range) -> Iterator[range]:
-    """Yield the first place, so that its pack waits for no others, then chunks."""
+def _to_chunks(places: range) -> Iterator[range]:
+    """Yield the first place alone, so that its pack waits for no other; then chunks."""
     if places:
         yield places[:1]
     for start in range(1, len(places), _CHUNK):
@@ -527,7 +541,7 @@ def _detect_placement() -> tuple[int, int]:
         # All ranks would read the share of rank 0.
         raise ConfigError(
             sentence(
-                "PackedDataset",
+                where="PackedDataset",
                 rule="the environment must give RANK beside WORLD_SIZE",
                 found=f"WORLD_SIZE={world_size}",
                 remedy="Start the ranks by torchrun, or give rank and world_size",

@@ -1,5 +1,5 @@
 """Token ids in memory, such as rollouts: packed into the batches of a step, or laid end
-to end.
+to end as one batch.
 
 Packing and the parser of records are imported when they are called: training from a
 dataset needs neither numba nor a tokenizer.
@@ -7,6 +7,7 @@ dataset needs neither numba nor a tokenizer.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -33,6 +34,7 @@ Record = Mapping[str, Any] | tuple[Any, Any, Any]
 """The fields of a record; or a prompt, responses to it, and a reward for each."""
 
 ROLLOUT = ("prompt", "responses", "scores")
+"""Field names of a record that is a tuple."""
 
 REF_LOGPS = ("ref_chosen_logps", "ref_rejected_logps")
 """Fields of a pair that hold log-probs of a reference model, under TRL's names."""
@@ -60,9 +62,9 @@ def pack_in_memory(
     Args:
         records: token ids as lists, arrays or tensors, equal on every rank: ``(prompt,
             responses, rewards)`` of each prompt, rewards a number for each response; or
-            dicts with the fields of :func:`packstore.pack`; or examples. A loss of
-            tokens compares no responses: responses of a prompt that do not fit one pack
-            may then be several records.
+            dicts with the fields of :func:`packstore.pack`; or examples. With a loss of
+            tokens, such as :class:`~packstore.torch.PolicyLoss`, the responses to a
+            prompt that do not fit one pack may be split over several records.
         pack_size: maximum tokens of a batch.
         layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its
             responses.
@@ -129,7 +131,7 @@ def _batches_of_rank(
     counts["tokens"] = int(packs.supervised.sum())
     counts["sequences"] = len(packs.lengths)
 
-    num_batches = -(-len(packs) // world_size)
+    num_batches = math.ceil(len(packs) / world_size)
     batches = []
     for number in range(num_batches):
         step = StepInfo(
@@ -141,9 +143,9 @@ def _batches_of_rank(
             packs=len(packs),
             counts=counts,
         )
-        place = number * world_size + rank
-        is_filler = place >= len(packs)
-        pack = packs.row(place % len(packs))
+        pack_number = number * world_size + rank
+        is_filler = pack_number >= len(packs)
+        pack = packs.row(pack_number % len(packs))
         batches.append(collate(pack, kind, step=step, fillers=int(is_filler)))
     return batches
 
@@ -194,9 +196,9 @@ class PackCollator:
         return replace(pack, ref_logps=ref_logps)
 
     def _prepare(self, record: Any) -> Any:
-        """Return a record of a pair without its texts, where it has their ids.
+        """Return a record; drop the texts of TRL's tokenized pairs, and cut their ids.
 
-        TRL's tokenized pairs have both. Their sides are cut to `max_length`.
+        Such a pair has ``chosen`` and ``chosen_ids``. The ids are cut to `max_length`.
         """
         if not isinstance(record, Mapping) or "chosen_ids" not in record:
             return record
@@ -213,9 +215,9 @@ class PackCollator:
 def _parse_records(
     records: Sequence[Record], config: PackConfig
 ) -> tuple[Examples, Float32 | None, str]:
-    """Return the examples of records, their reference log-probs, and their kind.
+    """Return the examples, their reference log-probs, and their kind.
 
-    Log-probs are `[S]`, or None if no record has any.
+    Log-probs are `[S]`, in nats, or None if no record has any.
     """
     from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
 
@@ -226,7 +228,13 @@ def _parse_records(
         {name: value for name, value in record.items() if name not in REF_LOGPS}
         for record in fields
     ]
-    rows = Rows(0, "records", "item", range(len(records)), without_ref_logps)
+    rows = Rows(
+        source=0,
+        path="records",
+        unit="item",
+        ordinals=range(len(records)),
+        values=without_ref_logps,
+    )
     config = _without_limits(config, carry=typed_carry(config, fields))
     kind = detect_kind(without_ref_logps[0], config, rows.where(0))
     try:
@@ -240,7 +248,7 @@ def _parse_records(
         sample = tally.samples[0]
         raise RecordError(
             sentence(
-                sample.where,
+                where=sample.where,
                 rule=f"it must be an example [{sample.reason}]",
                 found=sample.detail,
                 remedy="Correct it",
@@ -250,13 +258,13 @@ def _parse_records(
 
 
 def _fields_of(record: Record) -> dict[str, Any]:
-    """Return the fields of a record, which may be a rollout without their names."""
+    """Return the fields of a record; a tuple gets the names of :data:`ROLLOUT`."""
     if not isinstance(record, tuple):
         return dict(record)
     if len(record) != len(ROLLOUT):
         raise RecordError(
             sentence(
-                "records",
+                where="records",
                 rule="they must be (prompt, responses, rewards), or dicts",
                 found=f"a tuple of {len(record)}",
             )
@@ -265,14 +273,14 @@ def _fields_of(record: Record) -> dict[str, Any]:
 
 
 def _without_limits(config: PackConfig, carry: Any) -> PackConfig:
-    """Return the settings for records in memory.
+    """Return the settings for records in memory, which have no maximum length.
 
-    No record is too long, and none is an error of its own: a refused record is dropped,
-    and the caller raises an error with its place. Rollouts may be equal.
+    A refused record is dropped, even where the setting is to raise at once: the caller
+    raises an error with its place. Two sampled responses may be equal.
     """
     on = dict(config.on)
-    for event, answer in on.items():
-        if answer == "error":
+    for event, policy in on.items():
+        if policy == "error":
             on[event] = "drop"
     on["identical_sides"] = "keep"
     return replace(config, carry=carry, pack_size=_NO_LIMIT, max_length=None, on=on)
@@ -284,6 +292,7 @@ def _collect_ref_logps(
     """Return the reference log-probs of pairs, `[S]`; None if no pair has any."""
     if kind != "preference":
         return None
+    # Two for each record, in the order of its sequences: chosen, rejected.
     values: list[Any] = [record.get(name) for record in records for name in REF_LOGPS]
     is_present = [value is not None for value in values]
     if not any(is_present):
@@ -292,7 +301,7 @@ def _collect_ref_logps(
         first_absent = is_present.index(False)
         raise RecordError(
             sentence(
-                f"record {first_absent // len(REF_LOGPS)}",
+                where=f"record {first_absent // len(REF_LOGPS)}",
                 rule=f"it must have {' and '.join(REF_LOGPS)}, or no record may",
                 found="not both",
             )

@@ -1,5 +1,10 @@
-"""Yields batches of packs in the global order, with a position that can be saved and
-loaded.
+"""`PackedDataLoader`: batches of packs, grouped by optimizer step, with a position that
+can be saved and loaded.
+
+The loader asks ``steps.py`` for the steps and the packs of this rank, here tasks: one
+task is one batch to read. Tasks are read by `_Batches`, in this process or in torch's
+workers; each batch comes with the position after it, so that prefetched batches do not
+count in a saved state.
 """
 
 from __future__ import annotations
@@ -7,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import math
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -71,9 +77,9 @@ class PackedDataLoader:
     batches, in the same order for any number of workers. ``batch.step`` gives the
     batch's index in its step and the step's number of examples.
 
-    It begins at the epoch and position of `data`, and then has its own: it never moves
-    `data`, and no other loader moves it. ``data.set_epoch`` and
-    ``data.load_state_dict`` do, as its own.
+    It begins at the epoch and position of `data`, and from then on has its own: it
+    never moves `data`, and no other loader moves it. ``data.set_epoch`` and
+    ``data.load_state_dict`` act on it, like its own methods.
 
     Attributes:
         data: the same packs, with the epoch and position of this loader.
@@ -131,9 +137,9 @@ class PackedDataLoader:
 
         # The number of batches, and the epoch and start that it was counted for.
         self._length: int | None = None
-        self._length_key: object = None
+        self._length_key: tuple[int, Position] | None = None
 
-        # Sizes of steps, and examples left out, are logged with the first batch.
+        # Sizes of steps, and dropped examples, are logged before the first batch.
         limits_steps = self.config.examples_per_step is not None
         has_step_log = limits_steps or self.config.drop_last
         self._should_log_steps = has_step_log and self.data.rank == 0
@@ -171,7 +177,7 @@ class PackedDataLoader:
             log_steps(self.plan(), data.stream, self.config, data.world_size)
 
         position = self._batches.start_at(iteration.start)
-        # Workers that live on see the numbers of a position, not its array of packs.
+        # Persistent workers see only the integers of a start, not its `yielded` packs.
         can_persist = len(position.yielded) == 0
         for batch, position in self._load(can_persist=can_persist):
             self.data.move_to(position, iteration)
@@ -195,7 +201,7 @@ class PackedDataLoader:
                     self._batches, are_persistent=True
                 )
             return _watch_workers(self._persistent_loader)
-        # Workers of other iterations may still run: they must not see this start.
+        # Workers of other iterations may still run: later starts must not move these.
         loader = self._start_workers(self._batches.detach(), are_persistent=False)
         return _watch_workers(loader)
 
@@ -224,19 +230,19 @@ class PackedDataLoader:
             remedy = "In Ray Train, prepare_data_loader(loader, add_dist_sampler=False)"
         raise LoaderAttributeError(
             sentence(
-                "PackedDataLoader",
-                rule=f"it batches, orders and deals packs itself, so it has no {name}",
+                where="PackedDataLoader",
+                rule=f"it orders and batches packs itself, so it has no {name}",
                 found=f"a use of {name}",
                 remedy=remedy,
             )
         )
 
     def __getitem__(self, index: object) -> Any:
-        """Refuse to be the dataset of torch's loader, which would index it."""
+        """Raise: torch's DataLoader indexes its dataset, which a loader cannot be."""
         raise ConfigError(
             sentence(
-                "PackedDataLoader",
-                rule="it loads batches itself, so no other loader may stand around it",
+                where="PackedDataLoader",
+                rule="it loads batches itself: no DataLoader may be put around it",
                 found="one",
                 remedy="Iterate over it",
             )
@@ -263,8 +269,8 @@ class PackedDataLoader:
 
         Args:
             epochs: number of epochs.
-            left: plan the rest of the current epoch, from the position on; default:
-                from its beginning. A step that was interrupted counts in full.
+            left: plan the current epoch from the position on; default: from its
+                beginning. A step that was interrupted counts in full.
         """
         start = None
         if left:
@@ -306,7 +312,7 @@ class _Task(NamedTuple):
         step: its step.
         step_index: index of the step in the epoch.
         batch_index: index of the batch in the step.
-        share: the places of its packs.
+        share: its packs, as places among the :class:`RemainingPacks`.
     """
 
     step: Step
@@ -326,7 +332,7 @@ class _LocatedTask(NamedTuple):
 class _Batches(IterableDataset[_PositionedBatch]):
     """Yields the batches of one rank from a start on; in one of n workers, each n-th.
 
-    The numbers of the start lie in memory shared with persistent workers.
+    The integers of the start lie in memory that persistent workers share.
     """
 
     def __init__(self, data: PackedDataset, config: BatchConfig) -> None:
@@ -334,7 +340,7 @@ class _Batches(IterableDataset[_PositionedBatch]):
         self._config = config
         self._cut = {"world_size": data.world_size, **config.changed()}
         self._start = Position()
-        # Epoch, and next, step, batches, shortfall of the start.
+        # Epoch; next, step, batches and shortfall of the start.
         self._cells = shared_integers(5)
 
     def convert_position(self, position: Position) -> Position:
@@ -365,8 +371,9 @@ class _Batches(IterableDataset[_PositionedBatch]):
         cutter = self._cutter(self._data.stream, start)
         if cutter.packs_per_step is None:
             return sum(step.num_batches for step in cutter) - start.batches
+        # Steps of a fixed number of packs are counted without looking at the packs.
         packs_per_batch = self._data.world_size * self._config.width
-        return -(-cutter.end // packs_per_batch) - start.batches
+        return math.ceil(cutter.end / packs_per_batch) - start.batches
 
     def __iter__(self) -> Iterator[_PositionedBatch]:
         epoch, start = self._read_start()
@@ -376,6 +383,7 @@ class _Batches(IterableDataset[_PositionedBatch]):
 
         tasks = _of_this_worker(self._tasks(cutter, start))
         located = _locate(tasks, stream, cutter.remaining)
+        # The stream reads ahead of the batches that are yielded here.
         located, located_ahead = itertools.tee(located)
         packs_of_tasks = stream.read(upcoming.indices for upcoming in located_ahead)
 
@@ -414,7 +422,7 @@ class _Batches(IterableDataset[_PositionedBatch]):
         """Return epoch and start of this iteration, in any process."""
         epoch, next_pack, step, batches, shortfall = self._cells.tolist()
         if len(self._start.yielded):
-            # Workers of such a start are new: they have the object itself.
+            # No persistent workers read such a start: all have its pickled copy.
             return epoch, self._start
         start = Position(next_pack, step, batches=batches, shortfall=shortfall)
         return epoch, start
@@ -423,7 +431,7 @@ class _Batches(IterableDataset[_PositionedBatch]):
         return StepCutter(stream, start, self._config, self._data.world_size)
 
     def _tasks(self, cutter: StepCutter, start: Position) -> Iterator[_Task]:
-        """Yield the batches of this rank, in all workers."""
+        """Yield the batches of this rank, for all of its workers."""
         num_skipped = start.batches
         for step_index, step in enumerate(cutter, start=start.step):
             shares = assign_ranks(
@@ -471,7 +479,7 @@ def _locate(
         indices = remaining[np.concatenate(places)]
         sources = stream.sources(indices)
 
-        ends = np.cumsum([len(of_task) for of_task in places])
+        ends = np.cumsum([len(places_of_task) for places_of_task in places])
         indices_of_tasks = np.split(indices, ends[:-1])
         sources_of_tasks = np.split(sources, ends[:-1])
         for located in zip(chunk, indices_of_tasks, sources_of_tasks, strict=True):
@@ -480,6 +488,7 @@ def _locate(
 
 
 def _open_pack_index(stream: PackStream, index: int) -> None:
+    """Open the pack index by looking up the sizes of one pack."""
     if index < len(stream):
         # An error is raised again where the sizes are needed.
         with contextlib.suppress(PackstoreError):
@@ -494,7 +503,8 @@ def _pin(batches: Iterable[_PositionedBatch]) -> Iterator[_PositionedBatch]:
 def _watch_workers(loader: DataLoader[Any]) -> Iterator[Any]:
     """Yield the workers' batches; raise WorkerError if a worker died.
 
-    Errors that a worker raised are raised as they are.
+    Errors that a worker raised are raised as they are. torch names a dead worker in the
+    text of an error alone, as ``(pid 123)``.
     """
     iterator = iter(loader)
     try:
@@ -511,28 +521,28 @@ def _watch_workers(loader: DataLoader[Any]) -> Iterator[Any]:
             raise
         raise WorkerError(
             sentence(
-                "PackedDataLoader",
+                where="PackedDataLoader",
                 rule="workers must live until the epoch ends",
                 found=message,
                 remedy="Look for the out-of-memory killer and a full /dev/shm; "
-                "num_workers=0 needs none",
+                "num_workers=0 needs no workers",
             )
         ) from error
 
 
 def _describe_dead(workers: Sequence[BaseProcess]) -> str:
-    """Return the process ids of workers that have ended or are ending."""
-    text = ""
+    """Return the process ids of workers that have failed, as ``(pid 123)`` each."""
+    description = ""
     for worker in workers:
         try:
-            worker.join(1)
+            worker.join(timeout=1)
         except RuntimeError as error:
-            # torch raises it, with the id, in the signal of a worker's end.
-            text += f" {error}"
+            # torch's signal handler raises it, with the id, when a worker ends.
+            description += f" {error}"
         else:
             if worker.exitcode:
-                text += f" (pid {worker.pid})"
-    return text
+                description += f" (pid {worker.pid})"
+    return description
 
 
 def _check_worker_settings(
@@ -554,7 +564,7 @@ def _check_worker_settings(
     if len(folder) > _LONGEST_FOLDER:
         raise ConfigError(
             sentence(
-                "PackedDataLoader",
+                where="PackedDataLoader",
                 rule=f"its workers need a TMPDIR of at most {_LONGEST_FOLDER} "
                 "characters",
                 found=str(len(folder)),
@@ -564,9 +574,9 @@ def _check_worker_settings(
 
 
 def _check_budget(stream: PackStream, budget: int) -> None:
-    """Raise ConfigError if a single pack exceeds the budget.
+    """Raise ConfigError if a single pack exceeds the budget, in tokens.
 
-    Sizes are read only if a pack might.
+    Sizes are read only if the dataset's pack size exceeds it.
     """
     if isinstance(stream, StoredPacks) and stream.dataset.manifest.pack_size <= budget:
         return

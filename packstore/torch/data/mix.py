@@ -1,9 +1,12 @@
 """Mixes datasets in fixed proportions of their examples.
 
 The source of each pack follows from a formula, so the order does not depend on ranks
-and workers: pack `k` of a source that gives a share `r` of the packs comes at the time
-``(k + phase) / r``, and the packs of all sources are ordered by time. At every position
-each source is within a few packs of its share.
+and workers: pack `k` of a source that gives a share `r` of the packs (its rate) comes
+at the time ``(k + phase) / r``, in packs of the mix, and the packs of all sources are
+ordered by time. With rates 3/4 and 1/4 and phases 1/2, times are 0.67, 2, 3.33, ... and
+2, 6, ...: the order begins a, a, b, a. At every position each source is within a few
+packs of its share. A source that is exhausted before the epoch ends begins another
+pass, in another order.
 
 Packs are not changed, so each belongs to one source; ``batch.sources`` gives the source
 index of each example. Example ids are unique within a source only: source and id
@@ -34,13 +37,13 @@ log = logging.getLogger("packstore")
 Float64 = npt.NDArray[np.float64]
 
 TURNS = 8
-"""Pack i of a mix belongs to turn ``i % TURNS``, which uses the packs of each source
-with the same remainder: if the number of ranks divides it, each rank reads separate
-lanes of every source.
+"""Number of interleaved suborders, called turns. Pack i of a mix belongs to turn
+``i % TURNS``, which takes those packs of each source that have the same remainder. If
+the number of ranks divides it, no two ranks read the same row groups of a source.
 """
 
 _SMALL = 1024
-"""A mix with a source of fewer packs has one turn."""
+"""A mix that has a source with fewer packs has one turn only."""
 
 _BLOCK = 4096
 """Packs of a turn that are ordered at once."""
@@ -54,7 +57,7 @@ _CHUNK = 16
 """Number of batches for which packs are located at once."""
 
 _PASS_SHIFT = 32
-"""Bits of an epoch number below the number of the pass over a source."""
+"""A source is read in the order of epoch ``epoch + (pass << _PASS_SHIFT)``."""
 
 _OPEN_PASSES = 4
 """Number of streams that are cached for each source, one a pass."""
@@ -212,15 +215,15 @@ class MixedPacks:
             )
             for batch in chunk:
                 parts: _Parts = {}
-                of_batch = itertools.islice(places, len(batch))
-                for row, (source, number, position) in enumerate(of_batch):
+                places_of_batch = itertools.islice(places, len(batch))
+                for row, (source, number, position) in enumerate(places_of_batch):
                     part = parts.setdefault(_Pass(source, number), _Part([], []))
                     part.rows.append(row)
                     part.positions.append(position)
                 yield parts
 
     def _stream_of(self, source_pass: _Pass) -> PackStream:
-        """Return the source of a pass, in the order of that pass in this epoch."""
+        """Return a copy of the pass's source, in the order of that pass."""
         streams = self._streams_of_passes
         if source_pass not in streams:
             if len(streams) >= _OPEN_PASSES * len(self.streams):
@@ -255,8 +258,9 @@ _Parts = dict[_Pass, _Part]
 class _UpcomingParts:
     """The parts of the batch that is read next, and of batches after it.
 
-    It must not refer to the readers of passes, which iterate over :meth:`positions`: in
-    a circle of references, their threads would outlive the iteration.
+    The readers of passes iterate over :meth:`positions`, and so refer to this object.
+    It must not refer to them in turn: in a circle of references, their threads would
+    outlive the iteration.
     """
 
     def __init__(self, parts_of_batches: Iterator[_Parts]) -> None:
@@ -300,8 +304,9 @@ class _UpcomingParts:
 class MixOrder:
     """Maps each pack of a mix to its source, and its number among that source's packs.
 
-    The turns are interleaved, each with phases of its own, so that their rounding
-    errors partly cancel.
+    Numbers count on over all passes: divide by the packs of the source for the pass.
+    The turns (:data:`TURNS`) are interleaved, each with phases of its own, so that
+    their rounding errors partly cancel.
 
     Args:
         rates: float64 `[S]`, share of each source in the packs.
@@ -311,10 +316,14 @@ class MixOrder:
     def __init__(self, rates: Float64, turns: int) -> None:
         self._rates = rates
         self._turns = turns
+        # Phases in 0..1, evenly spread over the turns of each source. In bit-reversed
+        # order, neighboring turns are far apart; odd multiples make sources differ.
         reversed_bits = (0, 4, 2, 6, 1, 5, 3, 7)[:turns]
         odd = 2 * np.arange(len(rates)) + 1
-        # [turns, S]
-        self._phases = (np.outer(reversed_bits, odd) % turns + 0.5) / turns
+        self._phases = (
+            np.outer(reversed_bits, odd) % turns + 0.5
+        ) / turns  # [turns, S]
+        # (turn, block) -> sources and numbers; the newest blocks only
         self._blocks: dict[tuple[int, int], tuple[Int64, Int64]] = {}
 
     def locate(self, indices: Int64) -> tuple[Int64, Int64]:
@@ -361,6 +370,8 @@ class MixOrder:
             # Rounding moves a pack by at most one place for each source.
             margin = len(self._rates)
             first = block * _BLOCK
+            # Packs that surely come before the block are skipped. At its end, 3 more of
+            # each source make up for those that `_count_before` leaves out.
             starts = self._count_before(turn, first - margin)
             counts = self._count_before(turn, first + _BLOCK + margin) + 3 - starts
             sources, times = self._times(turn, starts, counts)
@@ -374,6 +385,7 @@ class MixOrder:
         """Count the packs of a turn before a pack: the inverse of :meth:`locate`."""
         time = (number + self._phases[turn, source]) / self._rates[source]
         starts = self._count_before(turn, time)
+        # The next 4 packs of each source have those that `_count_before` leaves out.
         sources, times = self._times(turn, starts, np.full_like(starts, 4))
         is_earlier = (times < time) | ((times == time) & (sources < source))
         return int(starts.sum() + is_earlier.sum())
@@ -386,15 +398,16 @@ class MixOrder:
         return sources, times
 
     def _count_before(self, turn: int, time: float) -> Int64:
-        """Count the packs of each source before a time, `[S]`.
+        """Count the packs of each source that surely come before a time, `[S]`.
 
-        Without its last one or two: rounding may change their order.
+        The last one or two are left out, as rounding may change their order.
         """
         counts: Float64 = np.floor(time * self._rates - self._phases[turn])
         return np.maximum(counts.astype(np.int64) - 1, 0)
 
 
 def _check_compatible(sources: Sequence[PackStream]) -> None:
+    """Raise unless all sources have packs, one kind, one tokenizer and one template."""
     kinds = [stream.kind for stream in sources]
     if len(set(kinds)) > 1:
         raise CompatibilityError(

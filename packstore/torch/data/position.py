@@ -1,8 +1,10 @@
 """The position in an epoch, as a small value that can be saved.
 
 Optimizer steps are yielded in the global order of packs, so a position is mostly one
-number. Inside a balanced step packs are yielded in another order: the position then
-names the step, the settings that define its batches, and how many of them were yielded.
+number, `next`. Inside a step that is balanced over the ranks, packs are yielded in
+another order: the position then also has the number of yielded batches, and the
+settings that define them (`cut`). If such a step goes on with other settings, the packs
+that were yielded are listed one by one (`yielded`).
 """
 
 from __future__ import annotations
@@ -105,7 +107,7 @@ class Position:
 
         cut = state.get("cut", {})
         if not isinstance(cut, Mapping) or bool(cut) != bool(batches):
-            rule = "cut must be the settings of a step that is partly out"
+            rule = "cut must hold the settings of a step that was partly yielded"
             raise stale_state_error(rule, repr(cut))
 
         return cls(
@@ -141,7 +143,8 @@ def _parse_mask(mask: Any, next_pack: int, num_packs: int) -> Int64:
 class RemainingPacks:
     """The packs of an epoch that were not yet yielded at a position, in global order.
 
-    A place is an index into them. Of an incomplete step, all packs remain.
+    A place is an index into them: after packs 0, 1 and 3 were yielded, place 0 is pack
+    2, and place 1 is pack 4. Of an incomplete step, all packs remain.
 
     Args:
         num_packs: number of packs of the epoch.
@@ -174,7 +177,7 @@ class RemainingPacks:
         return indices
 
     def position_at(self, place: int, step: int, shortfall: int = 0) -> Position:
-        """Return the position after all packs before `place`, and `step` steps."""
+        """Return the position after `step` steps, with all packs before `place`."""
         if place >= len(self):
             return Position(self._num_packs, step)
         if place >= len(self._gaps):
@@ -186,8 +189,11 @@ class RemainingPacks:
     def position_without(
         self, places: Int64, step: int, shortfall: int = 0
     ) -> Position:
-        """Return the position after the packs at `places`, and `step` steps."""
+        """Return the position after `step` steps and the packs at `places`, in any
+        order.
+        """
         yielded = np.union1d(self._yielded, self[places])
+        # Packs that follow the first one without a gap need no list.
         run = self._first + np.arange(len(yielded))
         run_length = int((yielded == run).sum())
         return Position(
@@ -200,7 +206,7 @@ class RemainingPacks:
 
 _MAX_WORKERS = 1024
 
-# Cells of a SharedStart.
+# Indices of the integers that a SharedStart keeps in shared memory.
 _TIMES_SET = 0
 _EPOCH = 1
 _NEXT = 2
@@ -211,8 +217,8 @@ class SharedStart:
     """Epoch and position where the next iteration begins, shared with workers.
 
     An iteration, in whatever processes, takes the start once; the iteration after it
-    begins at the start of the epoch. Numbers lie in shared memory, so that workers
-    that outlive an iteration see later calls of :meth:`set`.
+    begins at the start of the epoch. Numbers lie in shared memory, so that persistent
+    workers, which outlive an iteration, see later calls of :meth:`set`.
     """
 
     def __init__(self) -> None:
@@ -220,7 +226,7 @@ class SharedStart:
         # For each process that took the start, the number of processes of its
         # iteration; else 0. Index 0 is the main process, 1 + i is worker i.
         self._taken_by = shared_integers(1 + _MAX_WORKERS)
-        # Known to this process: the start, and how many calls of `set` it has seen.
+        # In this process: the start, and how many calls of `set` it has seen.
         self._position = Position()
         self._times_seen = 0
         self._is_set_by_worker = False
@@ -264,8 +270,8 @@ class SharedStart:
             return Position()
         if not self._is_set_elsewhere():
             return self._position
-        # The main process set the start while this worker lived on: of the position,
-        # only the numbers in shared memory are here.
+        # The main process set the start while this persistent worker was running. Of
+        # the position, it sees only the numbers in shared memory.
         if int(self._cells[_NUM_YIELDED]):
             raise CompatibilityError(
                 "loader state: workers that live on cannot take up a balanced step in "
@@ -286,7 +292,7 @@ class SharedStart:
     def _is_taken(self) -> bool:
         """Return True if this process took the start, or another iteration did.
 
-        Their numbers of processes distinguish iterations.
+        Another iteration is one with another number of processes.
         """
         process, num_processes = _process_of_iteration()
         if self._taken_by[process]:
@@ -295,6 +301,7 @@ class SharedStart:
         return bool(is_of_another.any())
 
     def _is_set_elsewhere(self) -> bool:
+        """Return True if another process has called `set` since this one looked."""
         return self.times_set != self._times_seen
 
 

@@ -1,5 +1,11 @@
 """Cuts the remaining packs of an epoch into optimizer steps, and plans them.
 
+A step is a contiguous part of the epoch's order; so is each of its batches, over all
+ranks, and `assign_ranks` distributes a batch over the ranks. A rank without a pack in a
+batch gets a filler, a pack of weight 0. Packs are referred to by their place among
+those that remain (:class:`RemainingPacks`). With a token budget, packs are counted in
+rows: a row is one pack for each rank, and a batch is as many rows as fit.
+
 Steps, their batches and the packs of each rank are a pure function of the packs' sizes,
 the settings and the number of ranks. Sizes are read in windows, so cutting starts at
 once and uses little memory for any number of packs.
@@ -9,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,10 +41,7 @@ WINDOW = 4096
 
 
 class _Window:
-    """Remaining packs with a common look-up of their sizes, on first access.
-
-    `start` and `stop` are places among the :class:`RemainingPacks`.
-    """
+    """The packs at places ``start .. stop``; their sizes are looked up together."""
 
     def __init__(
         self, stream: PackStream, remaining: RemainingPacks, start: int, stop: int
@@ -58,11 +62,11 @@ class Step:
     """One optimizer step, as places among the :class:`RemainingPacks`.
 
     Attributes:
-        edges: batch ``g``, over all ranks, has the places ``edges[g] .. edges[g + 1]``.
+        edges: batch `b`, over all ranks, has the places ``edges[b] .. edges[b + 1]``.
         start: first place of the step.
         stop: place after the step.
-        shortfall_before: :attr:`Position.shortfall` before the step, in examples.
-        shortfall_after: the same after the step.
+        shortfall_before, shortfall_after: :attr:`Position.shortfall` before and after
+            the step, in examples.
     """
 
     def __init__(
@@ -103,7 +107,13 @@ class Step:
         )
 
     def info(self, index: int, batch: int, ranks: int) -> StepInfo:
-        """Describe the step, number `index` of the epoch, for one of its batches."""
+        """Describe the step to one of its batches.
+
+        Args:
+            index: index of the step in the epoch.
+            batch: index of the batch in the step.
+            ranks: number of ranks.
+        """
         counts = None
         if self.sizes.counts is not None:
             totals = self.sizes.counts.sum(axis=0).tolist()
@@ -153,16 +163,16 @@ class StepCutter:
             accumulation = config.gradient_accumulation_steps
             self.packs_per_step = self._packs_per_batch * accumulation
 
-        # Windows end between steps, or at least between rows of one pack for each rank.
-        self._unit = 1
+        # Windows hold a multiple of so many packs: whole steps, or at least whole rows.
+        self._window_unit = 1
         if self.packs_per_step is not None:
-            self._unit = self.packs_per_step
+            self._window_unit = self.packs_per_step
         elif config.tokens_per_batch is not None:
-            self._unit = world_size
+            self._window_unit = world_size
 
         self.end = len(self.remaining)
         if config.drop_last:
-            self.end -= self.end % self._unit
+            self.end -= self.end % self._window_unit
 
     def __iter__(self) -> Iterator[Step]:
         """Yield the steps in order."""
@@ -181,8 +191,8 @@ class StepCutter:
             window_size = WINDOW if start > window.start else 2 * window_size
 
     def _window(self, start: int, size: int) -> _Window:
-        num_units = max(size // self._unit, 1)
-        stop = min(start + num_units * self._unit, self.end)
+        num_units = max(size // self._window_unit, 1)
+        stop = min(start + num_units * self._window_unit, self.end)
         return _Window(self._stream, self.remaining, start, stop)
 
     def _cut(self, window: _Window, shortfall: int) -> Iterator[Step]:
@@ -226,21 +236,22 @@ class StepCutter:
             yield Step([*range(start, stop, self._packs_per_batch), stop], window)
 
     def _cut_by_tokens(self, window: _Window) -> Iterator[Step]:
-        """Yield steps of `gradient_accumulation_steps` batches, as long as they fit."""
-        row_ends = self._batch_ends(window.sizes.tokens, window.start)
-        num_rows = len(row_ends)
+        """Yield steps of `gradient_accumulation_steps` batches each."""
+        batch_ends = self._batch_ends(window.sizes.tokens, window.start)
+        num_rows = len(batch_ends)
         is_last_window = window.stop == self.end
-        row = 0
-        while row < num_rows:
-            rows = [row]
-            while len(rows) <= self._config.gradient_accumulation_steps:
-                if rows[-1] == num_rows:
+        first_row = 0
+        while first_row < num_rows:
+            edge_rows = [first_row]
+            while len(edge_rows) <= self._config.gradient_accumulation_steps:
+                if edge_rows[-1] == num_rows:
                     break
-                rows.append(row_ends[rows[-1]])
-            if rows[-1] == num_rows and not is_last_window:
+                edge_rows.append(batch_ends[edge_rows[-1]])
+            if edge_rows[-1] == num_rows and not is_last_window:
                 return  # the last batch may go on in the next window
-            yield Step(self._rows_to_edges(rows, window.start, window.stop), window)
-            row = rows[-1]
+            edges = self._rows_to_edges(edge_rows, window.start, window.stop)
+            yield Step(edges, window)
+            first_row = edge_rows[-1]
 
     def _batch_edges(self, tokens: Int64, start: int) -> list[int]:
         """Return the edges of the batches of a step.
@@ -252,21 +263,22 @@ class StepCutter:
         stop = start + len(tokens)
         if self._config.tokens_per_batch is None:
             return [*range(start, stop, self._packs_per_batch), stop]
-        row_ends = self._batch_ends(tokens, start)
-        rows = [0]
-        while rows[-1] < len(row_ends):
-            rows.append(row_ends[rows[-1]])
-        return self._rows_to_edges(rows, start, stop)
+        batch_ends = self._batch_ends(tokens, start)
+        edge_rows = [0]
+        while edge_rows[-1] < len(batch_ends):
+            edge_rows.append(batch_ends[edge_rows[-1]])
+        return self._rows_to_edges(edge_rows, start, stop)
 
     def _rows_to_edges(self, rows: list[int], start: int, stop: int) -> list[int]:
         """Return the places where rows begin; the last row may be incomplete."""
         return [min(start + row * self._world_size, stop) for row in rows]
 
     def _batch_ends(self, tokens: Int64, start: int) -> list[int]:
-        """Return, for each row, the row where a batch that begins with it ends.
+        """Return, for each row, the end (exclusive) of a batch that begins with it.
 
-        A row is one pack for each rank. A batch holds as many rows as fit the token
-        budget of every rank.
+        A batch holds as many rows as fit the token budget of every rank. With two ranks
+        and a budget of 5, packs of ``1 1 | 3 2 | 2 2`` tokens, by rows, give
+        ``[2, 3, 3]``: in three rows, the first rank would have 6 tokens.
 
         Args:
             tokens: int64 `[n]`, tokens of packs.
@@ -275,7 +287,8 @@ class StepCutter:
         budget = self._config.tokens_per_batch
         assert budget is not None
         num_ranks = self._world_size
-        num_rows = -(-len(tokens) // num_ranks)
+        num_rows = math.ceil(len(tokens) / num_ranks)
+        # [row, rank]: tokens of the rank in all rows before
         sums = np.zeros((num_rows + 1, num_ranks), np.int64)
         sums[1:].flat[: len(tokens)] = tokens
         np.cumsum(sums, axis=0, out=sums)
@@ -323,8 +336,12 @@ def assign_ranks(
     if config.balance and world_size > 1:
         batches = [ranks[rank] for ranks in _balance(step, world_size, config)]
     else:
-        batches = [_deal(a, b, rank, world_size) for a, b in pairwise(step.edges)]
+        batches = [
+            _take_in_turn(start, stop, rank, world_size)
+            for start, stop in pairwise(step.edges)
+        ]
 
+    # A filler repeats the rank's first pack, or another pack of the step.
     filler = np.array([step.start + rank % (step.stop - step.start)])
     for places in batches:
         if len(places):
@@ -338,15 +355,16 @@ def assign_ranks(
     return shares
 
 
-def _deal(start: int, stop: int, rank: int, world_size: int) -> Int64:
-    """Return the places of a rank, if the packs of a batch are dealt in turn."""
+def _take_in_turn(start: int, stop: int, rank: int, world_size: int) -> Int64:
+    """Return the places of a rank in a batch whose packs go to the ranks in turn."""
     return np.arange(start + rank, stop, world_size)
 
 
 def _balance(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
     """Return the places of each rank in each batch: ``places[batch][rank]``.
 
-    Sums of squared lengths are as even as possible over the ranks.
+    Sums of squared lengths, which attention takes time for, are about even over the
+    ranks.
     """
     if config.tokens_per_batch is None:
         return _balance_step(step, world_size, config.width)
@@ -357,7 +375,10 @@ def _balance(step: Step, world_size: int, config: BatchConfig) -> list[list[Int6
 
 
 def _balance_step(step: Step, world_size: int, width: int) -> list[list[Int64]]:
-    """Balance a step of `width` packs per batch at once, largest packs first."""
+    """Balance all batches of a step at once; `width` packs per batch and rank.
+
+    The first batch has the largest packs of each rank.
+    """
     ranks = [step.start + items for items in spread(step.sizes.squares, world_size)]
     return [
         [places[batch * width : (batch + 1) * width] for places in ranks]
@@ -368,21 +389,24 @@ def _balance_step(step: Step, world_size: int, width: int) -> list[list[Int64]]:
 def _balance_batch(
     step: Step, start: int, stop: int, world_size: int, token_budget: int
 ) -> list[Int64]:
-    """Balance one batch; deal it in turn if a rank would exceed the budget."""
+    """Balance one batch; if a rank would then exceed the budget, take packs in turn."""
     batch = slice(start - step.start, stop - step.start)
     tokens = step.sizes.tokens[batch]
     ranks = spread(step.sizes.squares[batch], world_size)
     largest_load = max(int(tokens[items].sum()) for items in ranks)
     if largest_load > token_budget:
-        return [_deal(start, stop, rank, world_size) for rank in range(world_size)]
+        return [
+            _take_in_turn(start, stop, rank, world_size) for rank in range(world_size)
+        ]
     return [start + items for items in ranks]
 
 
 def spread(work: Int64, ranks: int) -> list[Int64]:
     """Assign items to ranks, so that the sums of work are even.
 
-    Each rank gets equally many items, or one more. Largest item first, to the smallest
-    sum: Graham, "Bounds on multiprocessing timing anomalies", 1969, with equal counts.
+    The largest items go first, each to the rank with the smallest sum that has room;
+    the numbers of items differ by one at most. Source: Graham 1969, "Bounds on
+    multiprocessing timing anomalies", there without a limit on the number of items.
 
     Args:
         work: int64 `[n]`, work of each item.
@@ -406,7 +430,13 @@ def spread(work: Int64, ranks: int) -> list[Int64]:
 
 
 def _has_room(num_items: int, min_items: int, num_longer: int) -> bool:
-    """Return True if a rank may get one more item; `num_longer` ranks still may."""
+    """Return True if a rank may get one more item.
+
+    Args:
+        num_items: items of the rank so far.
+        min_items: items that every rank gets.
+        num_longer: number of ranks that may still get one item more than that.
+    """
     if num_items == min_items:
         return num_longer > 0
     return num_items < min_items
@@ -576,7 +606,7 @@ def _log_step_sizes(
 def longest_example(dataset: Dataset) -> int:
     """Return a number of tokens that no example exceeds.
 
-    The manifest records the longest sequence only.
+    It is a bound: the manifest records the longest sequence, not the longest example.
     """
     statistics = dataset.manifest.statistics
     match dataset.manifest.kind:
