@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, decoders, models
 import packstore
 from packstore import Dataset
 from packstore.cli import main
+from packstore.pages.charts import histogram
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -112,6 +113,13 @@ def test_titles_and_tables_of_pages_are_text(hostile: Dataset, tmp_path: Path) -
     assert {"b", "img", "script"} & {tag for tag, _ in Elements(page).tags} == set()
     assert r"&lt;b&gt;\u202e" in page
     assert "&lt;/script&gt;&lt;script&gt;" in page
+
+
+@pytest.mark.parametrize(("low", "high"), [(-300.0, -100.0), (100.0, 300.0)])
+def test_an_axis_begins_and_ends_beside_its_values(low: float, high: float) -> None:
+    drawing = histogram("rewards", np.linspace(low, high, 101))
+    labels = {float(text) for text in re.findall(r"middle\">(-?[0-9]+)<", drawing)}
+    assert (min(labels), max(labels)) == (low, high)
 
 
 @pytest.mark.parametrize("made", ["hostile", "harmless"])

@@ -35,6 +35,7 @@ def test_a_store(store: Store, pairs: Path, tokenizer: Tokenizer) -> None:
         "last shard",
         "only one of two",
         "MB/s",
+        "checksums",
     ):
         assert part in text
     assert not [

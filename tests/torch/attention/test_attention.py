@@ -88,6 +88,18 @@ def packs(kit: SimpleNamespace, layout: str, *sizes: int) -> Any:
     return collate(kit.packed(EXAMPLES, sizes or [2, 3], layout), "preference")
 
 
+@pytest.mark.parametrize("case", [{}, {"softcap": 0.7}])
+def test_auto_on_a_cpu_is_the_backend_that_can(
+    kit: SimpleNamespace, case: dict[str, Any]
+) -> None:
+    """To the last bit, as another backend would round differently."""
+    layout = packs(kit, "concat").layout
+    qkv = inputs(layout.num_queries, dtype=torch.float32)
+    settings = Settings(0.3, **case)
+    expected = ATTENTION.load("reference" if case else "sdpa")(*qkv, layout, settings)
+    assert torch.equal(ATTENTION.load("auto")(*qkv, layout, settings), expected)
+
+
 @pytest.mark.parametrize("cases", CASES)
 @LAYOUTS
 @pytest.mark.parametrize("backend", WITH_GRADIENTS)
