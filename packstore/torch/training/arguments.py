@@ -1,4 +1,6 @@
-"""Settings of transformers' TrainingArguments: names, and values that packs refuse."""
+"""Settings of transformers' TrainingArguments: their names, and the values that a
+trainer on packs refuses, each with a remedy.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,20 @@ from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.secrets import client_cause, client_text
 
 Refusals = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Setting -> the values that are allowed, and the remedy for any other."""
+"""Setting -> the values that are allowed, the default first; and the remedy for any
+other value.
+"""
 
-ROWS = "predict(dataset).predictions is a table with a row for each example"
+TABLE_OF_PREDICTIONS = (
+    "predict(dataset).predictions is a table with a row for each example"
+)
 
 REFUSED: Refusals = {
-    "eval_accumulation_steps": ((None,), ROWS),
-    "eval_do_concat_batches": ((True,), ROWS),
-    "eval_use_gather_object": ((False,), ROWS),
-    "batch_eval_metrics": ((False,), ROWS),
-    "include_for_metrics": (([],), ROWS),
+    "eval_accumulation_steps": ((None,), TABLE_OF_PREDICTIONS),
+    "eval_do_concat_batches": ((True,), TABLE_OF_PREDICTIONS),
+    "eval_use_gather_object": ((False,), TABLE_OF_PREDICTIONS),
+    "batch_eval_metrics": ((False,), TABLE_OF_PREDICTIONS),
+    "include_for_metrics": (([],), TABLE_OF_PREDICTIONS),
     "include_num_input_tokens_seen": (("no",), "Records have num_tokens"),
     "average_tokens_across_devices": (
         (True,),
@@ -70,18 +76,21 @@ REFUSED_WITH_DATASETS: Refusals = {
 }
 """Settings that are restricted with a packed dataset; all others are honoured."""
 
+DEFAULT_BATCH_SIZE = 8
+"""transformers' default of `per_device_train_batch_size`."""
+
 REFUSED_ARGUMENTS = {
     "data_collator": "Packs are collated by the loader",
     "compute_loss_func": "Give the function as loss",
-    "compute_metrics": ROWS,
-    "preprocess_logits_for_metrics": ROWS,
+    "compute_metrics": TABLE_OF_PREDICTIONS,
+    "preprocess_logits_for_metrics": TABLE_OF_PREDICTIONS,
     "model_init": "Give a model; a search makes a trainer for each trial",
 }
 """Arguments of the Trainer that are refused -> remedy."""
 
 
 def further_names() -> list[str]:
-    """Return the fields of TrainingArguments that are no fields of TrainConfig."""
+    """Return the fields of TrainingArguments that TrainConfig does not have."""
     names = [field.name for field in fields(TrainingArguments) if field.init]
     return [name for name in names if name not in TrainConfig.names()]
 
@@ -120,7 +129,8 @@ def check_settings(args: Any, refusals: Refusals) -> None:
 
 def _check_accelerate(args: Any) -> None:
     """Raise for settings of Accelerate and DeepSpeed that packs do not go with."""
-    plugin = getattr(args, "deepspeed_plugin", None)  # also of Accelerate's config
+    # It is also set where DeepSpeed comes from Accelerate's config.
+    plugin = getattr(args, "deepspeed_plugin", None)
     if plugin is not None and plugin.zero_stage == 3:
         raise ConfigError(
             sentence(
@@ -174,7 +184,7 @@ def check_packed_trainer_arguments(
 
     trainer_names = signature(Trainer.__init__).parameters
     names = {*trainer_names, *signature(trainer).parameters}
-    names.discard("trainer_arguments")
+    names.discard("trainer_arguments")  # the catch-all of PackedTrainer's signature
     check_names(arguments, names, "docs/training.md", "argument")
 
     optimizers = arguments.get("optimizers", ())
@@ -221,18 +231,23 @@ def _default_of(field: Field[Any]) -> Any:
 
 
 def set_step_size(args: Any, examples_per_step: int | None) -> int:
-    """Make each step one batch of the Trainer; return its examples over all ranks.
+    """Set the Trainer to take one batch per step; return the examples of a step.
 
     Without `examples_per_step`, a step has as many examples as unpacked:
-    ``per_device_train_batch_size * gradient_accumulation_steps`` a rank.
+    ``per_device_train_batch_size * gradient_accumulation_steps`` on each rank.
 
     Args:
         args: the trainer's own copy of the settings, which is changed.
         examples_per_step: examples of a step, over all ranks.
+
+    Returns:
+        Examples of a step, over all ranks.
     """
     batch_size = args.per_device_train_batch_size
     examples_per_rank = batch_size * args.gradient_accumulation_steps
-    has_default_size = batch_size == 8 and examples_per_rank == 8
+    has_default_size = (
+        batch_size == DEFAULT_BATCH_SIZE and args.gradient_accumulation_steps == 1
+    )
     if examples_per_step is not None and not has_default_size:
         raise ConfigError(
             sentence(
@@ -262,9 +277,9 @@ def set_step_size(args: Any, examples_per_step: int | None) -> int:
 
 
 class HiddenToken(str):
-    """A token that is used as any text, and pickled as None.
+    """A token (password) that is pickled as None, and otherwise is a usual string.
 
-    ``training_args.bin`` is a pickle of the settings, and is uploaded.
+    transformers pickles the settings to ``training_args.bin``, and uploads this file.
     """
 
     __slots__ = ()
@@ -286,8 +301,8 @@ TOKENS = {"hub_token", "token", "use_auth_token"}
 def hide_tokens(args: Any) -> Any:
     """Return a copy of a trainer's settings that is saved without tokens.
 
-    Tokens in mappings, such as TRL's `model_init_kwargs`, are removed: they have
-    served their purpose by now.
+    Tokens in mappings, such as TRL's `model_init_kwargs`, are removed: the model is
+    loaded by now.
     """
     hidden = copy.copy(args)
     for name, value in vars(args).items():
@@ -300,7 +315,7 @@ def hide_tokens(args: Any) -> Any:
 
 
 @contextmanager
-def named_settings(
+def naming_settings(
     where: str = "settings", rule: str = "transformers must take them"
 ) -> Iterator[None]:
     """Re-raise errors of transformers or PEFT as ConfigError, naming the settings."""
@@ -310,4 +325,6 @@ def named_settings(
         raise
     except (ValueError, TypeError, ImportError, KeyError) as error:
         message = quote(client_text(*error.args[:1]), 300)
-        raise ConfigError(sentence(where, rule, message)) from client_cause(error)
+        raise ConfigError(
+            sentence(where=where, rule=rule, found=message)
+        ) from client_cause(error)

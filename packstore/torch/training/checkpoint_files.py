@@ -2,7 +2,8 @@
 
 A checkpoint is ``checkpoint-<step>`` in the output folder. The file :data:`POSITION` in
 it is the mark of packstore's trainers: nothing without it is removed. It is written
-first, to mark the checkpoint as unfinished, and again last.
+first, to mark the checkpoint as unfinished, and again last, with sizes and hashes of
+the other files. A checkpoint is whole if all of these files are as they were written.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ REMOVED = ".removed"
 """Suffix of a checkpoint's name while its files are removed."""
 
 SMALL_FILE = 2**20
-"""Files up to so many bytes are hashed; of larger files the size is compared."""
+"""Files of at most so many bytes are hashed; larger ones are checked by size alone."""
 
 
 def begin_checkpoint(folder: Path) -> None:
@@ -44,7 +45,7 @@ def begin_checkpoint(folder: Path) -> None:
 
 
 def finish_checkpoint(folder: Path, content: dict[str, Any]) -> None:
-    """Write `content` with the sizes and hashes of all files, which come before it."""
+    """Write `content` with sizes and hashes of all other files; it is the last file."""
     content = {**content, "files": _sizes(folder), "hashes": _hashes(folder)}
     text = json.dumps({**content, "sha256": _hash_of_values(content)})
     (folder / POSITION).write_text(text, encoding="utf-8")
@@ -53,8 +54,8 @@ def finish_checkpoint(folder: Path, content: dict[str, Any]) -> None:
 def read_content(checkpoint: Path) -> dict[str, Any]:
     """Return the content of :data:`POSITION`, checked against the checkpoint's files.
 
-    Without this check a run would resume from a part: the Trainer silently starts anew
-    with a file that it does not find, such as the optimizer's state.
+    Without this check a run could resume from part of a checkpoint: the Trainer goes on
+    silently without a file that it does not find, such as the optimizer's state.
 
     Raises:
         FormatError: the checkpoint is not whole.
@@ -72,13 +73,14 @@ def read_content(checkpoint: Path) -> dict[str, Any]:
 
 
 def _find_problem(checkpoint: Path, content: dict[str, Any]) -> str | None:
-    """Return what is damaged, or None; remove the hash of itself from `content`."""
+    """Return a description of the damage, or None; remove ``sha256`` from `content`."""
     if content.get("complete") is False:
         return "one that was still being written"
 
     if content.pop("sha256") != _hash_of_values(content):
         return f"{POSITION} with other bytes than its hash says"
 
+    # Entries that were written, and that the files of today do not have.
     damaged_sizes = dict(content["files"].items() - _sizes(checkpoint).items())
     if damaged_sizes:
         name = min(damaged_sizes)
@@ -145,8 +147,8 @@ def problem_of(checkpoint: Path) -> str | None:
 def newest_checkpoint(folder: str) -> str | None:
     """Return the newest checkpoint that a run can resume from, or None.
 
-    A warning names each newer folder that is passed over: a damaged one, a model
-    alone, or one that was renamed to the name of another step.
+    A warning names each newer folder that is passed over: it is damaged, has only a
+    model, or was renamed to another step.
     """
     for number, path in reversed(_numbered(Path(folder))):
         try:
@@ -174,8 +176,8 @@ def remove_torn_checkpoints(
 ) -> None:
     """Remove, at the start of a run, packstore's checkpoints that are not whole.
 
-    A new run, and one without a `limit`, removes only checkpoints that a kill
-    interrupted. Files of others may be gone because their owner removed them.
+    Always those that a kill interrupted. Others may lack files because their owner
+    removed some: only a run that resumes, and has a `limit`, removes them.
 
     Args:
         folder: output folder of the run.
@@ -234,14 +236,17 @@ def rotate_checkpoints(
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint in two steps, so that a kill leaves no part of it."""
+    """Rename and then remove a checkpoint, so that a kill leaves no part of it under
+    its name.
+    """
     renamed = path.with_name(path.name + REMOVED)
     try:
         if renamed.exists():
             shutil.rmtree(renamed)
         path.rename(renamed)
         shutil.rmtree(renamed)
-    except OSError as error:  # the run is worth more than the space
+    except OSError as error:
+        # No reason to end a training run.
         logger.warning("%s could not be removed: %s", path, error)
 
 
@@ -303,9 +308,10 @@ def _not_whole(checkpoint: Path, problem: str) -> FormatError:
 
 
 def _files(checkpoint: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the files that are complete before the position, by their relative paths.
+    """Yield name and path of the files that are complete when the position is written.
 
-    Text files may go: while transformers saves for SIGTERM, it marks a folder by one.
+    Text files are left out: while transformers saves because of SIGTERM, it puts one
+    into the folder as a mark, and removes it afterwards.
     """
     for path in checkpoint.rglob("*"):
         name = path.relative_to(checkpoint).as_posix()

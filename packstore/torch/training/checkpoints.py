@@ -1,6 +1,9 @@
 """Checkpoints of a Trainer on packs: they hold the position in the data, and any number
 of ranks can resume from them.
 
+A run with FSDP writes a sharded checkpoint, a part from each rank; other runs write
+unsharded ones. Either kind of run can load either kind of checkpoint.
+
 Three private methods of transformers' Trainer are overridden here, as it has no public
 ones in their place: where a checkpoint is written, and where its weights and its
 optimizer are loaded.
@@ -91,7 +94,9 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     # The run that a checkpoint belongs to.
 
     def _describe_run(self) -> dict[str, dict[str, Any]]:
-        """Describe the run: `run` never changes in it, `settings` are resumed."""
+        """Return `run`, which must be the same where a run resumes, and `settings`,
+        which a resumed run takes over.
+        """
         model = self.accelerator.unwrap_model(self.model)
         weights = list(model.parameters())
         num_trained = sum(weight.requires_grad for weight in weights)
@@ -118,9 +123,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         return {"run": run, "settings": settings}
 
     def _check_same_run(self, checkpoint: Path) -> None:
-        """Raise if the checkpoint belongs to a run with another model, loss or the
-        like.
-        """
+        """Raise if the checkpoint's run had another model, loss or optimizer."""
         read_state(checkpoint)
         old_run = read_position(checkpoint)["run"]
         new_run = self._describe_run()["run"]
@@ -141,12 +144,12 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
 
     def _is_of_other_kind(self, checkpoint: Path) -> bool:
         """Return True if either the checkpoint or this run is sharded, but not both."""
-        if self._checkpoint is None:
+        if self._checkpoint is None:  # the data is not packed
             return False
         return is_sharded(checkpoint) != bool(self.is_fsdp_enabled)
 
     def _check_shards(self, checkpoint: Path) -> None:
-        """Raise if this run would load shards that can run foreign code."""
+        """Raise if this run would load shards whose pickles could run any code."""
         loads_shards = self.is_fsdp_enabled
         if self._checkpoint is not None and is_sharded(checkpoint):
             loads_shards = True
@@ -167,7 +170,9 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
                 super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load optimizer and schedule, but keep the rates and settings of this run."""
+        """Load optimizer and schedule, but keep the learning rates and settings of this
+        run.
+        """
         if checkpoint is None:
             return
         folder = Path(checkpoint)
@@ -187,8 +192,8 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
                 schedule.load_state_dict(_load_tensors(folder / "scheduler.pt"))
             else:
                 super()._load_optimizer_and_scheduler(checkpoint)
-            # The Trainer loads these two later. They are read ahead, as its errors
-            # would not name the checkpoint.
+            # The Trainer loads scaler and random states later, with errors that do not
+            # name the checkpoint. So they are read here first.
             self._load_scaler(checkpoint)
             _check_random_states(folder)
 
@@ -202,10 +207,10 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             _resume_reduced_rates(groups, new_rates)
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule, and note in each group the rate that it starts from."""
+        """Create the schedule; record its first rate in each parameter group."""
         schedule = super().create_scheduler(*args, **kwargs)
         for group in self.optimizer.param_groups:
-            # torch's schedules note it themselves, except ReduceLROnPlateau.
+            # torch's schedules record it themselves, except ReduceLROnPlateau.
             group.setdefault("initial_lr", group["lr"])
         return schedule
 
@@ -217,6 +222,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
         output = Path(self.args.output_dir)
         step = self.state.global_step
         folder = output / f"checkpoint-{step}"
+        # A folder of this name that another program made is never removed.
         is_foreign = folder.exists() and not has_mark(folder)
         try:
             if self.args.should_save:
@@ -250,7 +256,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             )
 
     def _finish_checkpoint(self, folder: Path) -> None:
-        """Write the position, which makes the checkpoint whole; a collective call."""
+        """Write the position, which completes the checkpoint; a collective call."""
         content: dict[str, Any] = {}
         if not self.args.save_only_model:
             content["loader"] = None
@@ -272,7 +278,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     def _check_finite_weights(self) -> None:
         """Raise before weights that are not finite are saved; a collective call.
 
-        Records show a loss or gradient that is not finite, but a step may have none.
+        A loss that is not finite raises with its record, but not each step has one.
         """
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         finite = [torch.isfinite(_local_part(weight)).all() for weight in trained]
@@ -283,8 +289,9 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
-        """Write the model, in full even if checkpoints are sharded; a collective
-        call.
+        """Write the model, unsharded even if checkpoints are sharded.
+
+        A collective call.
         """
         if self.accelerator.is_fsdp2 and not _internal_call:
             weights = self.accelerator.get_state_dict(self.model)
@@ -296,11 +303,11 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
     # The end of a run.
 
     def _prepare_end(self) -> None:
-        """Prepare the Trainer's work after its last record.
+        """Check the best model before the Trainer loads it; stop its removals.
 
-        It loads the best model, and with a `save_total_limit` of 1 removes every other
-        folder that is named like a checkpoint, also foreign ones.
-        :meth:`_remove_all_but_best` does that afterwards.
+        With a `save_total_limit` of 1, the Trainer would remove every other folder that
+        is named like a checkpoint, also of other programs. After it,
+        :meth:`_remove_all_but_best` removes packstore's.
         """
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best is not None:
@@ -313,7 +320,7 @@ class CheckpointMixin(Trainer):  # type: ignore[misc]
             self._check_shards(checkpoint)
             for file in checkpoint.glob("*.safetensors"):
                 with safe_open(file, framework="pt"):
-                    pass  # its header fits the length of the file
+                    pass  # opening checks the header against the length of the file
 
     def _remove_all_but_best(self) -> None:
         """Remove the other checkpoints of a run that may keep a single one."""
@@ -340,7 +347,7 @@ def diverged_error(step: int, problem: str) -> DivergedError:
 
 @contextmanager
 def _changed(settings: Any, **values: Any) -> Iterator[None]:
-    """Change attributes of `settings` for a while."""
+    """Set attributes of `settings`, and restore them at the end."""
     old_values = {name: getattr(settings, name) for name in values}
     for name, value in values.items():
         setattr(settings, name, value)
@@ -397,7 +404,7 @@ def _settings_of(group: dict[str, Any], schedule: Any) -> dict[str, Any]:
 def _resume_rates(
     schedule: LambdaLR, groups: list[dict[str, Any]], new_rates: list[Any]
 ) -> None:
-    """Continue a schedule at its step, from the rates of the new run."""
+    """Continue a schedule at its step, with the learning rates of the new run."""
     factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
     current_rates = [
         rate * factor for rate, factor in zip(new_rates, factors, strict=True)
@@ -410,7 +417,10 @@ def _resume_rates(
 
 
 def _resume_reduced_rates(groups: list[dict[str, Any]], new_rates: list[Any]) -> None:
-    """Scale rates that the former run has reduced to the rates of the new run."""
+    """Reduce the rates of the new run by the factor that the old run has reached.
+
+    The old run's ReduceLROnPlateau has lowered its rates from its own initial ones.
+    """
     for group, new_rate in zip(groups, new_rates, strict=True):
         old_rate = group.get("initial_lr", new_rate)
         group["initial_lr"] = new_rate
@@ -418,7 +428,7 @@ def _resume_reduced_rates(groups: list[dict[str, Any]], new_rates: list[Any]) ->
             group["lr"] = new_rate * (group["lr"] / old_rate)
 
 
-# Sharded and whole checkpoints, each loaded by a run of the other kind.
+# Sharded and unsharded checkpoints, each loaded by a run of the other kind.
 
 
 def is_sharded(checkpoint: Path) -> bool:
@@ -429,21 +439,21 @@ def is_sharded(checkpoint: Path) -> bool:
 
 
 def load_weights(model: Any, checkpoint: Path) -> None:
-    """Load weights, of an adapter if there is one, from a checkpoint of the other kind.
+    """Load weights from a checkpoint of the other kind; a collective call.
 
-    A collective call.
+    With an adapter, only the adapter's weights.
     """
     if is_sharded(checkpoint):
         _load_sharded_weights(model, checkpoint)
     else:
-        _load_whole_weights(model, checkpoint)
+        _load_unsharded_weights(model, checkpoint)
 
 
 def _load_sharded_weights(model: Any, checkpoint: Path) -> None:
     weights: dict[str, Tensor] = model.state_dict()  # views, which loading fills
     if hasattr(model, "peft_config"):
         names = _adapter_names(model)
-        weights = {in_file: weights[name] for name, in_file in names.items()}
+        weights = {name_in_file: weights[name] for name, name_in_file in names.items()}
     load(
         {"model": weights},
         checkpoint_id=checkpoint / WEIGHTS,
@@ -451,28 +461,27 @@ def _load_sharded_weights(model: Any, checkpoint: Path) -> None:
     )
 
 
-def _load_whole_weights(model: Any, checkpoint: Path) -> None:
+def _load_unsharded_weights(model: Any, checkpoint: Path) -> None:
     weights: dict[str, Any] = {}
     for pattern in ("model*.safetensors", "adapter_model.safetensors"):
         for file in checkpoint.glob(pattern):
             weights.update(load_file(file))
     if hasattr(model, "peft_config"):
         names = _adapter_names(model)
-        weights = {name: weights[in_file] for name, in_file in names.items()}
+        weights = {name: weights[name_in_file] for name, name_in_file in names.items()}
     set_model_state_dict(
         model, weights, options=StateDictOptions(full_state_dict=True, strict=False)
     )
 
 
 def load_optimizer(model: Any, optimizer: Optimizer, checkpoint: Path) -> None:
-    """Load the optimizer's state from a checkpoint of the other kind.
-
-    A collective call.
+    """Load the optimizer's state from a checkpoint of the other kind; a collective
+    call.
     """
     if is_sharded(checkpoint):
         _load_sharded_optimizer(model, optimizer, checkpoint)
     else:
-        _load_whole_optimizer(optimizer, checkpoint)
+        _load_unsharded_optimizer(optimizer, checkpoint)
 
 
 def _load_sharded_optimizer(model: Any, optimizer: Optimizer, checkpoint: Path) -> None:
@@ -485,7 +494,7 @@ def _load_sharded_optimizer(model: Any, optimizer: Optimizer, checkpoint: Path) 
     set_optimizer_state_dict(model, optimizer, state)
 
 
-def _load_whole_optimizer(optimizer: Optimizer, checkpoint: Path) -> None:
+def _load_unsharded_optimizer(optimizer: Optimizer, checkpoint: Path) -> None:
     saved = _load_tensors(checkpoint / "optimizer.pt")
     saved_groups = saved["param_groups"]
     for group, saved_group in zip(optimizer.param_groups, saved_groups, strict=True):

@@ -1,9 +1,8 @@
 """Datasets of a Trainer on packs, and loaders that yield optimizer steps.
 
-The Trainer's batch is one step here: the list of its packed batches. So the number of
-examples in a step, its divisor, its balance over ranks and any loss are as in a
-training loop without a Trainer, and ``len(get_train_dataloader())`` is the number of
-steps.
+What the Trainer takes for one batch is one step here: the list of its packed batches.
+So steps, their divisors and their balance over ranks are as in a training loop without
+a Trainer, and ``len(get_train_dataloader())`` is the number of steps of an epoch.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class Steps:
         num_yielded: steps of the run that were yielded, with the steps before the
             checkpoint.
         wait_seconds: seconds spent waiting for batches.
-        epoch_progress: epochs at the end of the last step, with their fraction.
+        epoch_progress: epochs until the end of the last step, such as 1.25.
     """
 
     def __init__(self, loader: PackedDataLoader, num_yielded: int = 0) -> None:
@@ -57,16 +56,17 @@ class Steps:
         self.loader.set_epoch(epoch)
 
     def position(self, num_trained: int) -> dict[str, Any]:
-        """Return the position after `num_trained` steps.
+        """Return the position after `num_trained` steps of the run.
 
-        The last step that was yielded may not be trained yet.
+        These are all steps that were yielded, or all but the last: the Trainer fetches
+        a step before it trains on it.
         """
         if num_trained < self.num_yielded:
             return self._position_before_step
         return self.loader.state_dict()
 
     def __iter__(self) -> Iterator[list[PackedBatch]]:
-        # Counted once, as the count looks at all packs.
+        # Counted once: a count looks up the sizes of all packs.
         steps_per_epoch = max(len(self), 1)
         batches = iter(self.loader)
         position = self.loader.state_dict()
@@ -193,7 +193,13 @@ class DataMixin(Trainer):  # type: ignore[misc]
     def _make_loader(
         self, data: Any, part: str, examples_per_step: int | None
     ) -> PackedDataLoader:
-        """Make the loader of a dataset; `part`: ``train`` or ``eval``."""
+        """Make the loader of a dataset.
+
+        Args:
+            data: the dataset, or the packs of one.
+            part: ``train`` or ``eval``.
+            examples_per_step: mean examples of a step; None: one batch is a step.
+        """
         args = self.args
         is_cuda = args.device.type == "cuda"
         return PackedDataLoader(
@@ -253,7 +259,11 @@ class DataMixin(Trainer):  # type: ignore[misc]
         if not num_examples:
             url = loader.data.stream.datasets[0].url
             raise ConfigError(
-                sentence(f"dataset {url}", "it must hold packs to train on", "none")
+                sentence(
+                    where=f"dataset {url}",
+                    rule="it must hold packs to train on",
+                    found="none",
+                )
             )
 
         if args.max_steps > 0:
@@ -271,23 +281,23 @@ class DataMixin(Trainer):  # type: ignore[misc]
             num_epochs = first_epoch  # else the Trainer would run one more step
 
         # An epoch ends where its loader does. The Trainer takes one number for all
-        # epochs, so that the longest bounds them.
+        # epochs, which must not be below any of them.
         longest_epoch = max(steps_per_epoch, default=1)
         return (
             num_epochs,
-            longest_epoch,
+            longest_epoch,  # optimizer steps per epoch
             num_examples,
-            num_examples * args.num_train_epochs,
+            num_examples * args.num_train_epochs,  # examples of the run
             self.examples_per_step,
-            longest_epoch,
+            longest_epoch,  # items of the loader per epoch
             max_steps,
         )
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
-        """Start in the epoch of the position; skip no batches.
+        """Return the epoch of the position, and 0 batches to skip.
 
-        Overridden, as the Trainer would divide the steps so far by a fixed number of
-        steps in an epoch, and then read and drop the batches before the checkpoint.
+        The Trainer would divide the steps so far by a fixed number of steps per epoch,
+        and then read and drop the batches before the checkpoint.
         """
         start: tuple[int, int] = super()._init_training_state(*args)
         if self.steps is None:
@@ -302,13 +312,13 @@ def _load_position(loader: PackedDataLoader, checkpoint: Path) -> None:
     except CompatibilityError as error:
         error.add_note(f"To begin a new run beside {checkpoint}, change output_dir.")
         raise
-    has_steps_left = loader.plan(1, left=True).steps
-    if not has_steps_left:
+    remaining_steps = loader.plan(epochs=1, left=True).steps
+    if not remaining_steps:
         loader.set_epoch(loader.epoch + 1)
 
 
 def _count_epochs(args: Any) -> int:
-    """Return the epochs of a run without `max_steps`; the last one may be a part."""
+    """Return the epochs of a run without `max_steps`; part of one counts as one."""
     num_epochs: int = math.ceil(args.num_train_epochs)
     if num_epochs < 1:
         raise ConfigError(
@@ -322,7 +332,7 @@ def _count_epochs(args: Any) -> int:
 
 
 def _no_steps_error(epoch: int, num_epochs: int) -> ConfigError:
-    """Return the error of a run that would end at once, and save untrained weights."""
+    """Return the error for a run without a step, which would save untrained weights."""
     return ConfigError(
         sentence(
             where="get_train_dataloader",

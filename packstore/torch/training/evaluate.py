@@ -66,8 +66,8 @@ def evaluate(
     A collective call if torch.distributed runs: the ranks share the packs.
 
     Args:
-        model: a model from :func:`~packstore.torch.models.load.load_model`, whole on
-            every rank.
+        model: a model from :func:`~packstore.torch.models.load.load_model`, a full copy
+            on every rank.
         dataset: a packed dataset; with fewer packs than ranks, some ranks run only
             fillers.
         loss: the loss, or its name.
@@ -120,12 +120,12 @@ def evaluate(
             if REF_LOGPS in columns and reference_policy is None:
                 check_arithmetic(side_data, model)
         return evaluate_batches(
-            policies[0],
-            batches,
-            loss_fn,
-            reference_policy,
-            device,
-            dataset,
+            policy=policies[0],
+            batches=batches,
+            loss_fn=loss_fn,
+            reference=reference_policy,
+            device=device,
+            dataset=dataset,
             by=by,
             rows=rows,
         )
@@ -134,7 +134,7 @@ def evaluate(
 def _open_sides(
     side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]],
 ) -> list[Side]:
-    """Return side datasets, opened where they are given by folder or URL."""
+    """Return a list of opened side datasets; open those given by folder or URL."""
     sides = [side] if isinstance(side, Side | str | PathLike) else side
     return [
         source if isinstance(source, Side) else open_side(os.fspath(source))
@@ -143,7 +143,7 @@ def _open_sides(
 
 
 def warn_about_unused(loss_fn: StepLoss, *references: str | None) -> None:
-    """Warn if the loss has no reference, and `references` names some."""
+    """Warn if the loss has no reference, but names of references are given."""
     names = [display(name) for name in references if name]
     if names and not loss_fn.reference:
         logger.warning("the loss has no reference; not used: %s", ", ".join(names))
@@ -165,12 +165,13 @@ def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
     is_reward = is_reward_model(model)
     if loss_fn.scores == is_reward:
         return
-    kinds = ["a causal LM", "a reward model"]
+    required = "a reward model" if loss_fn.scores else "a causal LM"
+    actual = "a reward model" if is_reward else "a causal LM"
     raise CompatibilityError(
         sentence(
-            where=f"{loss_fn!r}",
-            rule=f"it is for {kinds[loss_fn.scores]}",
-            found=kinds[is_reward],
+            where=repr(loss_fn),
+            rule=f"it is for {required}",
+            found=actual,
             remedy="Use bradley_terry for reward models",
         )
     )
@@ -213,9 +214,9 @@ def evaluate_batches(
             placed = to_device(batch, device)
             logps = policy(placed)
             ref_logps = None if reference is None else reference(placed)
-            grouped.add(logps, placed, ref_logps, batch)
+            grouped.add(logps, placed, ref_logps, on_cpu=batch)
             if examples is not None:
-                examples.add(logps, placed, ref_logps, batch)
+                examples.add(logps, placed, ref_logps, on_cpu=batch)
     figures = grouped.figures(device)
     if examples is not None:
         figures["rows"] = examples.table()

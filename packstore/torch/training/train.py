@@ -31,7 +31,7 @@ from packstore.errors import ConfigError, PackstoreError, StorageError, quote, s
 from packstore.io.store.storage_errors import is_of_client
 from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
-from packstore.torch.training.arguments import check_setting_names, named_settings
+from packstore.torch.training.arguments import check_setting_names, naming_settings
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
 from packstore.torch.training.trainer import PackedTrainer
 
@@ -72,10 +72,10 @@ class TrainResult:
 
 
 class LogLines(TrainerCallback):  # type: ignore[misc]
-    """Logs a line for each record, and a warning if there is nothing to train."""
+    """Logs a line for each record of metrics; warns if the run is finished already."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn about a run that is finished already, and name the ways to go on."""
+        """Warn if the run is finished already, and name the ways to go on."""
         if state.global_step >= state.max_steps and state.is_world_process_zero:
             logger.warning(
                 "%s is finished, at step %s: to go on, raise num_train_epochs or "
@@ -92,18 +92,18 @@ class LogLines(TrainerCallback):  # type: ignore[misc]
             return
         is_evaluation = "eval_loss" in logs
         prefix = "eval_" if is_evaluation else ""
-        texts = []
+        metric_texts = []
         for name, (title, number_format) in LOGGED_METRICS.items():
             value = logs.get(f"{prefix}{name}")
             if value is not None:
-                texts.append(f"{title} {value:{number_format}}")
-        if texts:
+                metric_texts.append(f"{title} {value:{number_format}}")
+        if metric_texts:
             logger.info(
                 "%sstep %s/%s  %s",
                 "evaluation after " if is_evaluation else "",
                 f"{state.global_step:,}",
                 f"{state.max_steps:,}",
-                "  ".join(texts),
+                "  ".join(metric_texts),
             )
 
 
@@ -164,7 +164,7 @@ def _make_trainer(
     if settings["examples_per_step"] is None and not batch_names & {*config.arguments}:
         settings["examples_per_step"] = DEFAULT_EXAMPLES_PER_STEP
 
-    with named_settings():
+    with naming_settings():
         args = _make_arguments(config, old_settings.get("mixed_precision"))
         trainer = PackedTrainer(args=args, callbacks=callbacks, **settings)
     trainer.add_callback(LogLines)
@@ -175,7 +175,12 @@ def _make_trainer(
 def _make_arguments(
     config: TrainConfig, old_precision: str | None
 ) -> TrainingArguments:
-    """Make the Trainer's settings; `old_precision` of a run that resumes."""
+    """Make the Trainer's settings.
+
+    Args:
+        config: the settings of the run.
+        old_precision: ``bf16`` or ``no``, as the checkpoint's run had it; None: new.
+    """
     values: dict[str, Any] = {
         "disable_tqdm": True,
         "save_total_limit": 2,
@@ -216,7 +221,7 @@ def _runs_on_cpu() -> bool:
 
 
 def _evaluate_last_step(trainer: PackedTrainer) -> None:
-    """Evaluate the final model, unless the last record is of its evaluation."""
+    """Evaluate the final model, unless it was evaluated after the last step."""
     if trainer.eval_dataset is None:
         return
     evaluations = _records_with("eval_loss", trainer)
@@ -226,7 +231,7 @@ def _evaluate_last_step(trainer: PackedTrainer) -> None:
 
 
 def _result_of(trainer: PackedTrainer, output: Path) -> TrainResult:
-    # Only records of training have their examples, by any logging_strategy.
+    # Only records of training steps have `examples`, with any logging_strategy.
     training_records = _records_with("examples", trainer)
     return TrainResult(
         step=trainer.state.global_step,
@@ -252,9 +257,9 @@ def _last_metrics(records: list[dict[str, float]]) -> dict[str, float]:
 
 @contextmanager
 def _naming_output(output_dir: str) -> Iterator[None]:
-    """Re-raise errors of disk, hub and trackers as StorageError, with the output.
+    """Re-raise errors of disk, hub and trackers as StorageError, naming the output.
 
-    They are raised by other packages, and would pass for defects of packstore.
+    They come from other packages, and would look like bugs of packstore.
     """
     try:
         yield
@@ -274,8 +279,11 @@ def _naming_output(output_dir: str) -> Iterator[None]:
 
 
 def _find_checkpoint(config: TrainConfig) -> str | None:
-    """Return the checkpoint to resume from, or None for an output folder without a
-    model.
+    """Return the checkpoint to resume from; None for a new run.
+
+    Raises:
+        StorageError: the output folder cannot be written.
+        ConfigError: a new run would overwrite a model, or later checkpoints exist.
     """
     output = Path(config.output_dir)
     try:
@@ -301,7 +309,7 @@ def _find_checkpoint(config: TrainConfig) -> str | None:
 
 
 def _check_is_newest(checkpoint: str, newest: str | None) -> None:
-    """Raise if the run would go on before checkpoints that it wrote later."""
+    """Raise if the output folder holds later checkpoints than the one to resume."""
     if newest is None or not Path(checkpoint).is_dir():
         return
     if not Path(checkpoint).samefile(newest):

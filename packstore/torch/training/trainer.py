@@ -57,7 +57,7 @@ from packstore.torch.training.arguments import (
     check_packed_trainer_arguments,
     check_settings,
     check_trainer_arguments,
-    named_settings,
+    naming_settings,
     set_step_size,
 )
 from packstore.torch.training.checkpoint_files import read_position
@@ -80,7 +80,7 @@ TOKENIZER_FILES = (
     "chat_template*",
     "*.model",
 )
-"""Patterns of the files that make the tokenizer of a model."""
+"""Patterns of the tokenizer's files in a model's folder."""
 
 
 class PackedTrainer(PackedSteps):
@@ -208,7 +208,7 @@ class PackedTrainer(PackedSteps):
         )
         self.train_dataset = train_data
         self._finish_init()
-        self._prove_and_compile(compile)
+        self._probe_and_compile(compile)
 
     def _prepare_forward(self, model: Any, head: str) -> None:
         """Let the model take packed batches, and return log-probs for the loss."""
@@ -217,8 +217,8 @@ class PackedTrainer(PackedSteps):
             self._head_settings = {"backend": head, "per_token": True}
         take_batches(model, **self._head_settings)
 
-    def _prove_and_compile(self, compile: str) -> None:
-        """Prove that segments are isolated; compile layers, also of the reference."""
+    def _probe_and_compile(self, compile: str) -> None:
+        """Raise if segments of a row see each other; compile policy and reference."""
         accelerator = self.accelerator
         with accelerator.autocast():
             probe_model(self.model)
@@ -260,8 +260,8 @@ class PackedTrainer(PackedSteps):
     ) -> Any:
         """Load the model, or prepare a loaded one.
 
-        An adapter that is trained further gets a frozen copy, if it needs one as its
-        reference.
+        With `with_reference`, an adapter that is trained further gets a frozen copy of
+        itself as its reference.
         """
         self._source: str | None = None
         self._is_trained_adapter = False
@@ -284,7 +284,7 @@ class PackedTrainer(PackedSteps):
         return reference if self.loss_fn.reference else None
 
     def _add_adapter(self, model: Any, peft_config: Any) -> Any:
-        """Freeze the model and add an adapter, which changes nothing until trained."""
+        """Freeze the model and add an adapter; untrained, it changes no output."""
         if self._is_trained_adapter or peft_model_of(model):
             raise ConfigError(
                 sentence(
@@ -294,7 +294,7 @@ class PackedTrainer(PackedSteps):
                     remedy="Leave it out to train it further",
                 )
             )
-        with named_settings("peft_config", "PEFT must be able to add it to the model"):
+        with naming_settings("peft_config", "PEFT must be able to add it to the model"):
             if isinstance(peft_config, Mapping):
                 peft_config = self._make_lora_config(peft_config)
             remedy = "Give members of LoraConfig"
@@ -418,7 +418,7 @@ class PackedTrainer(PackedSteps):
         if self._source is None:
             return
         if not Path(self._source).is_dir():
-            # A hub that is out of reach must not cost the run its model.
+            # An unreachable hub must not keep a trained model from being saved.
             with suppress(Exception):
                 patterns = list(TOKENIZER_FILES)
                 cached = snapshot_download(self._source, allow_patterns=patterns)
@@ -441,7 +441,7 @@ class PackedTrainer(PackedSteps):
 
 
 def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
-    """Return the loss of a name, a mix or a function, or an instance as it is."""
+    """Return a loss object as it is, or make one from a name, a mix or a function."""
     if not isinstance(loss, StepLoss):
         return PreferenceLoss(loss, **parameters)
     if parameters:
@@ -457,7 +457,11 @@ def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
 
 
 def _dtype_of(model: Any, dtype: Any) -> Any:
-    """Return the dtype of models that are loaded: by default the loaded policy's."""
+    """Return the dtype to load models in; default: the dtype of a loaded policy.
+
+    Raises:
+        ConfigError: `dtype` is given, and the policy is loaded already.
+    """
     if dtype is None:
         return str(getattr(model, "dtype", "float32")).removeprefix("torch.")
     if not isinstance(model, str | os.PathLike):
@@ -473,7 +477,7 @@ def _dtype_of(model: Any, dtype: Any) -> Any:
 
 
 def check_apart(reference: Any, policy: Any) -> None:
-    """Raise if the reference shares weights that are trained."""
+    """Raise if the reference shares weights with the policy that are trained."""
     trained = {id(p) for p in policy.parameters() if p.requires_grad}
     if any(id(p) in trained for p in reference.parameters()):
         raise CompatibilityError(
@@ -487,6 +491,7 @@ def check_apart(reference: Any, policy: Any) -> None:
 
 
 def _name_of(model: Any) -> str | None:
+    """Return the folder or hub name of a model, else its class; None for None."""
     if model is None:
         return None
     if isinstance(model, str | os.PathLike):
@@ -562,6 +567,7 @@ def _card_results(trainer: Any) -> dict[str, str]:
 
 
 def _table(title: str, rows: Mapping[str, object]) -> str:
+    """Return a Markdown table of two columns, `title` and ``value``."""
     lines = [f"| {title} | value |", "|---|---|"]
     for name, value in rows.items():
         lines.append(f"| {markdown_text(name)} | {markdown_text(value)} |")

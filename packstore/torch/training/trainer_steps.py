@@ -1,4 +1,11 @@
-"""Steps of a Trainer on packs: their loss, reference and records, and evaluation."""
+"""Steps of a Trainer on packs: their loss, reference and records, and evaluation.
+
+`PackedSteps` is a mixin for transformers' Trainer. What the Trainer takes for one batch
+is an optimizer step here, the list of its packed batches (``data.py``). A record is one
+entry of the Trainer's log; `StepMetrics` sums what goes into the next one. The model is
+changed in place, so that its forward call takes a packed batch, and is released (put
+back as it was) after each run.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +66,7 @@ from packstore.torch.models.unwrap import (
     peft_model_of,
     unwrapped,
 )
-from packstore.torch.training.arguments import hide_tokens, named_settings
+from packstore.torch.training.arguments import hide_tokens, naming_settings
 from packstore.torch.training.checkpoint_files import (
     newest_checkpoint,
     read_position,
@@ -72,23 +79,23 @@ from packstore.torch.training.evaluate import check_kind, evaluate_batches
 logger = logging.getLogger("packstore")
 
 FIRST_STEPS = 10
-"""The first steps of a run are logged one by one."""
+"""Number of steps at the start of a run that are logged one by one."""
 
 ENOUGH_EXAMPLES = 1000
-"""After as many examples, a side without any is warned about."""
+"""Number of examples after which a warning is given if all are of one side."""
 
 
 def take_batches(model: nn.Module, **settings: Any) -> None:
     """Let the forward call of `model` take a packed batch, and return its log-probs.
 
-    The Trainer wraps, saves and loads the model itself. So log-probs without logits
-    are computed in the forward call that DDP and FSDP see, and names of weights stay.
+    The model itself is changed, not wrapped in a module: DDP and FSDP then see the head
+    inside the forward call, and names of weights in checkpoints stay as they are.
 
     Args:
         model: the model, which is prepared in place.
         settings: arguments of PackedPolicy.
     """
-    PackedPolicy(model, **settings)  # proves the head
+    PackedPolicy(model, **settings)  # raises if the head is not one that it can use
     if replaced_forward(model) is None:
         replace_forward(model, BatchForward(model))
     put_back_forward(model)
@@ -96,9 +103,10 @@ def take_batches(model: nn.Module, **settings: Any) -> None:
 
 
 def set_batch_call(model: nn.Module, **settings: Any) -> None:
-    """Set how a model that takes batches computes them.
+    """Set the arguments of PackedPolicy for a model that `take_batches` prepared.
 
-    Trainers with other settings may use the model in turn.
+    They are set again before each run, as trainers with other settings may use the
+    same model in turn.
     """
     replacement: Any = replaced_forward(model)
     replacement.batch_call = partial(policy_output, **settings)
@@ -113,9 +121,10 @@ def release_copy(model: Any) -> None:
 
 
 class StepMetrics(TrainerCallback):  # type: ignore[misc]
-    """Sums metrics and work since the last record, and has the first steps recorded.
+    """Sums metrics, tokens and work since the last record.
 
-    If another collator packs the batches, there are no rates: only metrics and tokens.
+    It also makes the Trainer log the first steps and the last. If another collator
+    packs the batches, a record has only metrics and tokens, and no rates.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -143,8 +152,9 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             content = read_position(self.trainer._checkpoint)
             self._resume_record(content.get("open_record"))
         self._first_step = self.trainer.state.global_step
-        # Of this rank alone, if its batches are not whole steps.
+        # Over all ranks; but of this rank alone, if another collator packs the batches.
         self._num_trained_examples = 0
+        # For the warning about one-sided data: examples seen, and counts of both sides.
         self._num_compared_examples = 0
         self._side_counts = torch.zeros(2)
         self._has_checked_sides = False
@@ -159,7 +169,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         }
 
     def _resume_record(self, record: dict[str, Any] | None) -> None:
-        """Start with the sums of :meth:`open_record`; the first rank adds them all."""
+        """Start with the sums of :meth:`open_record`, which are over all ranks.
+
+        So that they count once, the first rank takes all of them, and the others none.
+        """
         if record is None:
             return
         accelerator = self.trainer.accelerator
@@ -229,10 +242,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._work.append([tokens, squared_lengths])
 
     def close(self) -> dict[str, float]:
-        """Return means and rates over all ranks, and start anew; a collective call.
+        """Return the record, with means and rates over all ranks; start the next one.
 
-        `num_tokens` counts the tokens of the sequences, each with its prompt, as TRL
-        does.
+        A collective call. `num_tokens` counts the tokens of all sequences, each with
+        its prompt, as TRL does.
         """
         record = self.metrics.means()
         if not record:  # no step since the last record
@@ -240,8 +253,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         device = self.trainer.accelerator.device
         record["num_tokens"] = all_reduce_sums([self._num_tokens], device=device)[0]
         if math.isnan(record["loss"]):
-            # No pair was in these steps. In a run that diverged, the Trainer's own
-            # loss is NaN, too.
+            # These steps had no pair; the record then has the Trainer's own loss. If
+            # the run has diverged, that is NaN as well.
             del record["loss"]
         if self._num_compared_examples >= ENOUGH_EXAMPLES:
             self.on_train_end()
@@ -252,9 +265,13 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         return record
 
     def summary_rates(self, seconds: float) -> dict[str, float]:
-        """Return the rates of a call of `train` of so many seconds; a collective call.
+        """Return the rates of a call of `train`; a collective call.
 
-        The Trainer's own assume that every step holds as many examples as requested.
+        They replace the Trainer's, which assume that every step holds as many examples
+        as requested.
+
+        Args:
+            seconds: duration of the call.
         """
         if not seconds:
             return {}
@@ -318,20 +335,21 @@ def slowdown(work: Tensor) -> float:
 class PackedSteps(DataMixin, CheckpointMixin):
     """Mixin for a Trainer: trains and evaluates on packed batches by a packstore loss.
 
-    A packed dataset is dealt to the ranks, batched by step and resumed by packstore. If
-    another collator packs the batches, the Trainer's accumulation makes a step.
+    The packs of a packed dataset are distributed over the ranks, batched by step and
+    resumed by packstore. If another collator packs the batches, a step is made by the
+    Trainer's gradient accumulation.
     """
 
     runs_whole_steps = True
-    """True: its batches are steps of the loader. Other Trainers are checked for it."""
+    """True: each of its batches is a whole step. Other Trainers are checked for it."""
 
     args: Any
     control: Any
 
     # Arguments of PackedPolicy, for the log-probs of the model.
     _head_settings: Mapping[str, Any] = MappingProxyType({})
-    _guard: FirstStepCheck | None = None
-    # True while the Trainer makes optimizer and schedule of its settings.
+    _first_step_check: FirstStepCheck | None = None
+    # True while the Trainer makes optimizer and schedule from its settings.
     _is_preparing = False
     _evaluation_prefix = ""
     _num_evaluated_batches = 0
@@ -342,11 +360,12 @@ class PackedSteps(DataMixin, CheckpointMixin):
         self._check_setup()
         self._step_metrics = StepMetrics(self)
         self.add_callback(self._step_metrics)
-        # The divisor of the step has scaled the loss already. Older releases of
-        # transformers only know the second name.
+        # The loss is divided by the count of the step already, so that the Trainer must
+        # not divide by the number of batches. Older releases know the second name only.
         self.loss_is_scaled_for_ga = True
         self.model_accepts_loss_kwargs = True
-        # It hides a loss that is not finite, and waits for the device in every step.
+        # The filter hides a loss that is not finite, and waits for the device in every
+        # step.
         self.args.logging_nan_inf_filter = False
         accelerator = self.accelerator
         if accelerator.is_fsdp2 and accelerator.mixed_precision == "bf16":
@@ -442,9 +461,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
             )
         self._check_trained()
         self._check_reference(self._checkpoint)
-        self._guard = None
+        self._first_step_check = None
         if checkpoint is None and isinstance(self.loss_fn, PreferenceLoss):
-            self._guard = FirstStepCheck(self.loss_fn)
+            self._first_step_check = FirstStepCheck(self.loss_fn)
 
         save_total_limit = self.args.save_total_limit
         self._is_preparing = False
@@ -453,14 +472,17 @@ class PackedSteps(DataMixin, CheckpointMixin):
             with self._naming_settings_while_preparing():
                 output = super().train(checkpoint, **kwargs)
         finally:
-            # The end of a training has changed it, see `_prepare_end`.
+            # `_prepare_end` has changed it.
             self.args.save_total_limit = save_total_limit
             self._release_model()
         self._remove_all_but_best()
         return output
 
     def _find_checkpoint(self, resume_from_checkpoint: Any) -> Any:
-        """Return the checkpoint to resume from, None, or True: the Trainer looks."""
+        """Return the checkpoint to resume from, or None.
+
+        True if only the Trainer can find one: with data that is not packed.
+        """
         if resume_from_checkpoint in (None, False):
             return None
         if resume_from_checkpoint is not True:
@@ -525,27 +547,29 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     @contextmanager
     def _naming_settings_while_preparing(self) -> Iterator[None]:
-        """Re-raise errors of transformers as ConfigError while it reads its settings.
+        """Re-raise errors as ConfigError while optimizer and schedule are made.
 
-        Between the two methods below it makes optimizer and schedule. Later errors may
-        have any cause, and stay as they are.
+        The Trainer makes them between the two methods below, from settings. Later
+        errors may have any cause, and stay as they are.
         """
         try:
             yield
         except Exception:
             if not self._is_preparing:
                 raise
-            with named_settings():
+            with naming_settings():
                 raise
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> Any:
-        """Count epochs and steps, as the last act before optimizer and schedule."""
+        """Count epochs and steps, which the Trainer does just before it makes the
+        optimizer.
+        """
         values = super().set_initial_training_values(args, dataloader)
         self._is_preparing = True
         return values
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Create the schedule, the last thing that is made of the settings."""
+        """Create the schedule, the last object that is made from settings."""
         schedule = super().create_scheduler(*args, **kwargs)
         self._is_preparing = False
         return schedule
@@ -567,9 +591,10 @@ class PackedSteps(DataMixin, CheckpointMixin):
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Run the batches of a step, or one of them; return its part of the loss.
+        """Run the batches of a step, or one of them; return their part of the loss.
 
-        The part of this rank is multiplied by the ranks, as the Trainer averages them.
+        It is this rank's part times the number of ranks, as the Trainer averages over
+        the ranks.
         """
         batches = _as_list(inputs)
         self._check_whole_step(batches)
@@ -580,7 +605,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
         for number, batch in enumerate(batches, start=1):
             is_last = number == len(batches)
             if isinstance(inputs, list):
-                # A whole step. DeepSpeed's engine steps where gradients are synced.
+                # The Trainer takes the whole step for one batch. DeepSpeed's engine
+                # would run an optimizer step for each batch that syncs gradients.
                 gradient_state._set_sync_gradients(is_last)
             with self._gradient_reduction(model, is_last=is_last):
                 placed = self._to_device(batch)
@@ -641,25 +667,27 @@ class PackedSteps(DataMixin, CheckpointMixin):
             logps, inputs, ref_logps=ref_logps, divisor=num_items_in_batch
         )
         if model.training:
-            if self._guard is not None:
-                self._guard(logps, inputs, ref_logps)
+            if self._first_step_check is not None:
+                self._first_step_check(logps, inputs, ref_logps)
             self._step_metrics.metrics.add(output.metrics)
         return (output.loss, logps) if return_outputs else output.loss
 
     @torch.no_grad()
     def _reference_logps(self, model: Any, batch: PackedBatch) -> Tensor | None:
-        """Return log-probs `[S]` of the reference, in nats, where a forward is needed.
+        """Return log-probs `[S]` of the reference, in nats.
 
-        None: the loss needs none, or the batch has them from side data or from TRL.
+        None if the loss needs no reference, or if the batch holds its log-probs, from
+        side data or from TRL.
         """
         if not self.loss_fn.reference or batch.ref_logps is not None:
             return None
         return self._run_reference(model, batch)
 
     def _run_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
-        """Run the policy as its own reference, with its frozen adapter or without any.
+        """Return log-probs `[S]` of the policy without the adapter that is trained.
 
-        None: it has no adapter.
+        A frozen copy of the adapter takes its place, if there is one. None if the
+        policy has no adapter.
         """
         peft_model = peft_model_of(self.accelerator.unwrap_model(model))
         if peft_model is None:
@@ -685,8 +713,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
             eval_dataset, ignore_keys, metric_key_prefix
         )
         # With several datasets, the Trainer calls this method for each.
-        is_of_all = eval_dataset is None and metric_key_prefix == "eval"
-        if self.is_in_train and is_of_all:
+        is_outer_call = eval_dataset is None and metric_key_prefix == "eval"
+        if self.is_in_train and is_outer_call:
             self._check_best_metric(metrics)
         return metrics
 
@@ -724,18 +752,19 @@ class PackedSteps(DataMixin, CheckpointMixin):
         datasets = self._check_evaluated(dataloader, has_rows=has_rows)
         self._set_up_model()
         if hasattr(self.optimizer, "eval"):
-            # A schedule-free optimizer holds other weights; a step turns it back.
+            # A schedule-free optimizer evaluates other weights than it trains. It
+            # returns to those by itself in the next step.
             self.optimizer.eval()
         self._evaluation_prefix = metric_key_prefix
         self.callback_handler.eval_dataloader = dataloader
         with self._model_to_evaluate() as model:
             figures = evaluate_batches(
-                model,
-                self._report_batches(dataloader),
-                self.loss_fn,
-                partial(self._reference_logps, model),
-                self.args.device,
-                datasets[0] if datasets else None,
+                policy=model,
+                batches=self._report_batches(dataloader),
+                loss_fn=self.loss_fn,
+                reference=partial(self._reference_logps, model),
+                device=self.args.device,
+                dataset=datasets[0] if datasets else None,
                 rows=has_rows,
             )
 
@@ -802,7 +831,10 @@ class PackedSteps(DataMixin, CheckpointMixin):
         prediction_loss_only: bool,
         ignore_keys: Any = None,
     ) -> tuple[Tensor, Tensor | None, None]:
-        """Return loss and log-probs `[S]` of a batch or a list; not for evaluation."""
+        """Return loss and log-probs `[S]` of a batch, or of a list of batches.
+
+        For callers of their own: :meth:`evaluation_loop` does not use it.
+        """
         losses = []
         logps = []
         with torch.no_grad(), evaluating(model):
@@ -823,8 +855,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
         return output
 
     def _correct_evaluation_rate(self, metrics: dict[str, float]) -> None:
-        """Count the batches that ran: the Trainer divides the number of examples by
-        `per_device_eval_batch_size`.
+        """Set the rate from the batches that ran: the Trainer's own number of steps is
+        that of unpacked examples.
         """
         prefix = self._evaluation_prefix
         seconds = metrics.get(f"{prefix}_runtime")
@@ -870,8 +902,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
     def _close_record(self, *, has_loss: bool) -> dict[str, float]:
         """Return the metrics since the last record; a collective call.
 
-        They replace the Trainer's loss only in a record that `has_loss`, and unless a
-        subclass computes another.
+        Their loss is left out if the Trainer's record has none, or if a subclass
+        computes another.
         """
         record = self._step_metrics.close()
         if record:
@@ -891,13 +923,20 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
 
 def check_evaluated(where: str, loss_fn: StepLoss) -> None:
-    """Raise for a loss that is not of pairs, and so has no metrics of an evaluation."""
+    """Raise for a loss without metrics of an evaluation, such as a PolicyLoss."""
     if not isinstance(loss_fn, PreferenceLoss):
-        rule = "the loss must be a PreferenceLoss"
-        raise ConfigError(sentence(where, rule, repr(loss_fn), "Leave it out"))
+        raise ConfigError(
+            sentence(
+                where=where,
+                rule="the loss must be a PreferenceLoss",
+                found=repr(loss_fn),
+                remedy="Leave it out",
+            )
+        )
 
 
 def _as_list(inputs: Any) -> list[PackedBatch]:
+    """Return the batches of a step, which may be one batch outside of a list."""
     batches = inputs if isinstance(inputs, list) else [inputs]
     for batch in batches:
         remedy = "The trainer's own loaders yield them"
