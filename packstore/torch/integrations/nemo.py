@@ -19,7 +19,9 @@ LOSS_NAMES: dict[str, tuple[str, str | None]] = {
     "rpo_bwd_kl": ("rpo_bwd_kl", None),
     "rpo_fwd_kl": ("rpo_fwd_kl", None),
 }
-"""NeMo-Aligner's `preference_loss` -> our loss on sums, our loss on means or None."""
+"""NeMo-Aligner's `preference_loss` -> packstore's loss on sums over tokens, and on
+means over tokens; None: no loss of its own, so that `average_logps` is set.
+"""
 
 DEFAULTS: dict[str, Any] = {
     "preference_loss": "dpo",
@@ -30,8 +32,8 @@ DEFAULTS: dict[str, Any] = {
     "preference_loss_weight": 1.0,
     "sft_loss_weight": 0.0,
 }
-"""Setting under ``model.dpo`` -> default. None: the penalty is required, and
-`sft_average_log_probs` follows `preference_average_log_probs`.
+"""Setting under ``model.dpo`` -> default. Of the two that are None, the penalty must be
+given, and `sft_average_log_probs` follows `preference_average_log_probs`.
 """
 
 MEMORY_SETTINGS = ("log_prob_forward_micro_batch_size",)
@@ -45,8 +47,9 @@ def loss_from_nemo(
 
     Args:
         settings: the settings under ``model.dpo``: `preference_loss` (``dpo``, ``ipo``,
-            ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty` (our
-            `beta`), `gt_reward_scale` (our `eta`), `preference_average_log_probs`
+            ``rpo_sq``, ``rpo_bwd_kl``, ``rpo_fwd_kl``), `ref_policy_kl_penalty`
+            (packstore's `beta`), `gt_reward_scale` (`eta`),
+            `preference_average_log_probs`
             (means over tokens, for any loss), `sft_average_log_probs` (default:
             `preference_average_log_probs`), `preference_loss_weight`,
             `sft_loss_weight`.
@@ -70,7 +73,7 @@ def loss_from_nemo(
     name = name_on_sums
     if averages_logps and name_on_means is not None:
         name = name_on_means
-        averages_logps = False  # the loss itself takes means
+        averages_logps = False  # the formula of this loss has the means
 
     parameters = {"beta": merged["ref_policy_kl_penalty"]}
     if nemo_name.startswith("rpo"):
@@ -87,6 +90,7 @@ def loss_from_nemo(
 
 
 def _check_names(settings: Mapping[str, Any]) -> None:
+    """Raise UnknownNameError for a setting that NeMo-Aligner does not have."""
     names = [*DEFAULTS, *MEMORY_SETTINGS]
     for name in settings:
         if name not in names:
@@ -97,6 +101,7 @@ def _check_names(settings: Mapping[str, Any]) -> None:
 
 
 def _check_values(settings: Mapping[str, Any]) -> None:
+    """Raise for an unknown loss, or a value out of range."""
     nemo_name = settings["preference_loss"]
     if nemo_name not in LOSS_NAMES:
         raise UnknownNameError(

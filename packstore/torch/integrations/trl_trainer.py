@@ -74,7 +74,7 @@ REFUSED_OF_TRL: Refusals = {
 """Settings of DPOConfig that are restricted with packs; all others are honoured."""
 
 LOSS_NAMES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"}
-"""TRL's name of a loss -> its name here, where they differ."""
+"""TRL's name of a loss -> packstore's name, where they differ."""
 
 SMOOTHED_LOSSES = {"robust", "exo_pair"}
 """Losses of TRL that `label_smoothing` changes."""
@@ -135,7 +135,8 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             args = copy.copy(config)
             check_settings(args, REFUSED_WITH_DATASETS)
             self.examples_per_step = set_step_size(args, None)
-            # TRL takes datasets' classes only, and looks for columns.
+            # TRL takes only datasets of Hugging Face, and looks for their columns: it
+            # gets one empty record, and the packs replace it below.
             train_dataset = datasets.Dataset.from_list([{"prompt": ""}])
         self._packed = train_data
         self._collator = data_collator or PackCollator("preference")
@@ -146,7 +147,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         super().__init__(
             model, ref_model, args, self._collator, train_dataset, eval_data, **kwargs
         )
-        # Accelerate's first rank would cut up batches for all ranks.
+        # Else Accelerate's first rank would load and split the batches of all ranks.
         self.accelerator.dataloader_config.dispatch_batches = False
         take_off_fused_head(unwrapped(self.model))
         self._use_packed_attention(self.model)
@@ -165,10 +166,13 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         use_packed_attention(model, disable_dropout=self.args.disable_dropout)
 
     def _prepare_reference(self, *, must_have_model_dtype: bool) -> None:
-        """Prepare the reference for packs; its head for log-probs without logits.
+        """Prepare the reference for packed batches.
 
-        Its parts then run under autocast, instead of the model that Accelerate
-        prepared.
+        Unless it is sharded, a PackedPolicy of it runs under autocast, without making
+        logits, in place of the model that Accelerate prepared.
+
+        Args:
+            must_have_model_dtype: raise if its dtype is not the policy's.
         """
         reference = self.accelerator.unwrap_model(self.ref_model)
         release(reference)
@@ -184,7 +188,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
                 )
             )
         self._use_packed_attention(reference)
-        # Sharded heads are not complete on any rank.
+        # A sharded head is complete on no rank.
         if not self.is_fsdp_enabled and not self.is_deepspeed_enabled:
             self._reference_policy = PackedPolicy(reference).eval()
 
@@ -226,17 +230,17 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         return logps
 
     def _logps_from_logits(self, model: Any, batch: PackedBatch) -> Tensor:
-        """Return log-probs `[S]` of a batch, in nats."""
+        """Return log-probs `[S]` of a batch, in nats; the model makes all logits."""
         with self.accelerator.autocast():
             output = model(**batch.model_inputs())
             return segment_logps(batch, logits=output.logits)
 
 
 def take_off_fused_head(model: Any) -> None:
-    """Restore the forward call that TRL has replaced to compute its losses in it.
+    """Undo TRL's replacement of the forward call, which computes TRL's losses.
 
-    With packs it has no use, and in a deep copy of the model it would run the weights
-    of the original.
+    Packs have no use for it, and in a deep copy of the model it would run the weights
+    of the original: it is a closure over that model's call.
     """
     function: Any = getattr(vars(model).get("forward"), "__func__", None)
     code = getattr(function, "__code__", None)
@@ -260,7 +264,7 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
 
 
 def _loss_name(trl_name: str, args: DPOConfig) -> str:
-    """Return the name here of one of TRL's losses."""
+    """Return packstore's name of one of TRL's losses."""
     if trl_name == "sft":
         raise ConfigError(
             sentence(
@@ -291,7 +295,13 @@ def _loss_name(trl_name: str, args: DPOConfig) -> str:
 
 
 def _loss_parameters(trl_name: str, name: str, args: DPOConfig) -> dict[str, Any]:
-    """Return the parameters of a loss, which has two names."""
+    """Return the parameters of a loss from TRL's config.
+
+    Args:
+        trl_name: TRL's name of the loss.
+        name: packstore's name of it.
+        args: the config.
+    """
     parameters = {"beta": args.beta}
     if name == "fdpo_alpha":
         parameters["alpha"] = args.f_alpha_divergence_coef
@@ -318,7 +328,7 @@ def _check_label_smoothing(args: DPOConfig) -> None:
 
 
 def check_packed(data: Any, args: DPOConfig) -> None:
-    """Raise if TRL's config would truncate a packed dataset, or compute log-probs."""
+    """Raise if TRL's config would truncate packs, or precompute log-probs of them."""
     if args.precompute_ref_log_probs:
         raise ConfigError(
             sentence(
