@@ -1,4 +1,4 @@
-"""One number per segment; see ``README.md``."""
+"""Log-probs of segments or tokens, and heads of models; see ``README.md``."""
 
 from packstore.torch.logprobs.head import (
     Head,

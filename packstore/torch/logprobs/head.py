@@ -1,9 +1,11 @@
 """The heads of Hugging Face models: log-probs without logits, and scores of reward
 models.
 
-The step from the last hidden states to the logits differs by model family: a bias, a
-scale, a softcap. It is read from the model's public interface and verified once against
-the model's own logits; a head that does anything else is refused.
+The head is the step from the last hidden states to the logits: a matrix, and by model
+family a bias, a scale or a softcap. It is read from the model's public interface. A
+probe then runs a few tokens through the model, and compares the model's own logits with
+the head's; a head that does anything else is refused. Letters: T tokens of a batch, S
+segments, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -52,12 +54,12 @@ SOFTCAP_NAMES = ("final_logit_softcapping", "output_logit_soft_cap", "logits_sof
 """Names of a final softcap in configs of Gemma, xLSTM and RecurrentGemma."""
 
 PROBE_LOGIT = 20.0
-"""The probe's largest logit: hidden states are scaled to it, so that a softcap takes
-effect.
+"""Largest logit of the probe: hidden states are scaled to give it, as a softcap hardly
+changes small logits.
 """
 
 PROBE_BLOCK = 2**24
-"""Weights of the head in float64 at once during the probe, 128 MiB."""
+"""Number of the head's weights that the probe holds in float64 at once: 128 MiB."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +92,13 @@ class Head:
 
 @dataclass(frozen=True, eq=False)
 class HeadProof:
-    """A head that was verified, and the state of the model for which it was."""
+    """A head that the probe has verified.
+
+    Attributes:
+        head: the head.
+        premises: the result of `_premises` at that time; if it differs later, the model
+            has changed, and is probed again.
+    """
 
     head: Head
     premises: tuple[Any, ...]
@@ -99,8 +107,8 @@ class HeadProof:
 def find_head(model: nn.Module) -> Head:
     """Return the head of a causal LM, verified on the model at the first call.
 
-    It is verified anew where the head's module, its scale or softcap, or a hook of it
-    or of the model has changed since.
+    It is verified again if the head's module, its scale or softcap, or a hook of the
+    head or the model has changed since.
 
     Handles tied weights, biases (Phi), `final_logit_softcapping` (Gemma),
     `logits_scaling` (Granite), `logit_scale` (Cohere), and wrappers of DDP,
@@ -116,10 +124,10 @@ def find_head(model: nn.Module) -> Head:
     """
     check_parts(model)
     base: Any = unwrapped(model)
-    # Stored on the model: a table would keep the model alive, as the head refers to its
-    # parts, and so their memory.
+    # Stored on the model: a global table would keep its memory alive, as the head
+    # refers to the model's modules.
     proof: HeadProof | None = getattr(base, "_packstore_head_proof", None)
-    # A compiled call reads the premises once, when it is traced.
+    # A compiled call would compare the premises only once, when it is traced.
     if proof is not None and torch.compiler.is_compiling():
         return proof.head
     if proof is None or proof.premises != _premises(base):
@@ -195,8 +203,8 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
 def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
     """Compute the scores of a batch's sequences by a reward model, `[S]`.
 
-    A score is the head's output at the last token, as transformers computes it: at the
-    last one that is not the config's `pad_token_id`, also where that is the end token.
+    A score is the head's output at the last token that is not the config's
+    `pad_token_id`, as transformers computes it, even if that is also the end token.
 
     Args:
         model: a Hugging Face ``AutoModelForSequenceClassification`` with
@@ -204,7 +212,7 @@ def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
         batch: the batch, on the model's device.
 
     Returns:
-        `[S]`, float32 (float64 from float64 weights); of padding segments any finite
+        `[S]`, float32 (float64 from float64 weights). Padding segments have any finite
         number.
 
     Raises:
@@ -293,7 +301,8 @@ def _compute_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Ten
     if routers is not None:
         # Before the head: in the backward pass its hooks then run first, as FSDP
         # expects.
-        losses = router_losses(batch, getattr(outputs, "router_logits", None), routers)
+        router_logits = getattr(outputs, "router_logits", None)
+        losses = router_losses(batch, router_logits, routers)
         check_gradient(head.backbone, hidden, losses)
     logps = segment_logps(
         batch,
@@ -308,8 +317,10 @@ def _compute_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Ten
 
 
 def _candidate_heads(model: Any) -> list[Head]:
-    """Return heads after the base model, and after its decoder, which some families
-    call.
+    """Return the heads that the model may have, for the probe to choose from.
+
+    They differ in the backbone: the base model, or, where that has one, its decoder,
+    which some families call directly.
     """
     output = None
     if hasattr(model, "get_output_embeddings"):
@@ -330,7 +341,7 @@ def _candidate_heads(model: Any) -> list[Head]:
 
 def _check_output_module(model: Any, output: nn.Module) -> None:
     """Raise CompatibilityError unless the output module is a plain matrix."""
-    # PEFT's copy, for modules_to_save.
+    # With PEFT's modules_to_save, `output` wraps the original and its trained copies.
     linear_layer = getattr(output, "original_module", output)
     weight = getattr(linear_layer, "weight", None)
     is_linear = isinstance(linear_layer, nn.Linear)
@@ -352,13 +363,13 @@ def _prove(model: Any, heads: list[Head]) -> Head:
     """Return the first head with the same logits of a few tokens as the model.
 
     Hidden states are scaled up for both. Autocast is off, as it would round only one of
-    them, and so is TF32, with a rounding larger than the tolerance of float32.
+    them; so is TF32, as its rounding exceeds the tolerance of float32.
     """
     weight = heads[0].weight
     with torch.autocast(weight.device.type, enabled=False), ieee_products():
         gaps = [_largest_gap(model, head) for head in heads]
-    gaps_of_fitting = [gap for gap in gaps if gap is not None]
-    if any(math.isnan(gap) for gap in gaps_of_fitting):
+    comparable_gaps = [gap for gap in gaps if gap is not None]
+    if any(math.isnan(gap) for gap in comparable_gaps):
         remedy = "Look at its weights: a training that diverged leaves such ones"
         raise _head_error(model, "its logits must be finite", "nan", remedy)
 
@@ -367,14 +378,14 @@ def _prove(model: Any, heads: list[Head]) -> Head:
     for head, gap in zip(heads, gaps, strict=True):
         if gap is not None and gap <= limit:
             return head
-    if gaps_of_fitting:
+    if comparable_gaps:
         raise _head_error(
             model,
             rule=(
                 "its logits must be its hidden states times its head, scaled and "
                 "capped by config"
             ),
-            actual=f"logits off by {min(gaps_of_fitting):.2g}",
+            actual=f"logits off by {min(comparable_gaps):.2g}",
         )
     raise _head_error(
         model,
@@ -387,8 +398,10 @@ def _prove(model: Any, heads: list[Head]) -> Head:
 
 
 def _largest_gap(model: Any, head: Head) -> float | None:
-    """Return the largest difference of the logits; None if the backbone's output does
-    not fit the head.
+    """Return the largest difference between the logits of model and head.
+
+    None if the backbone's hidden states do not have the head's width, or if the model
+    does not call the backbone.
     """
     batch = few_tokens(head.weight.device)
     with (
@@ -417,9 +430,10 @@ def _largest_gap(model: Any, head: Head) -> float | None:
 
 @contextmanager
 def _enlarged_hidden_states(head: Head) -> Iterator[list[Tensor]]:
-    """Scale the backbone's hidden states up to :data:`PROBE_LOGIT`, and collect them.
+    """Scale up the backbone's hidden states, and collect them in the yielded list.
 
-    One factor serves all calls, as models that run whole have probes of their own.
+    The first call determines the factor, by which the largest logit is
+    :data:`PROBE_LOGIT`. All calls of the backbone get the same factor.
     """
     hidden_states: list[Tensor] = []
     factor = torch.ones(())
@@ -475,7 +489,7 @@ def _check_score_head(model: nn.Module) -> None:
 
 
 def _compute_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
-    """Compute the scores of a model that was checked, `[S]`."""
+    """Compute the scores of a model whose head was checked before, `[S]`."""
     inner = unwrapped(model)
     check_prepared(model)
     hidden = backbone_of(inner)(**hf(batch)).last_hidden_state
@@ -493,11 +507,11 @@ def _compute_scores(model: nn.Module, batch: PackedBatch) -> Tensor:
 
 
 def _last_tokens(batch: PackedBatch, pad_token_id: int | None) -> Tensor:
-    """Return the row of each sequence's last token other than `pad_token_id`, int64
-    `[S]`.
+    """Return the row of each sequence's last token that is not padding, int64 `[S]`.
 
-    If there is none it is the first token, as in transformers. For a token of a shared
-    prefix it is the row in the example's first segment.
+    Padding is `pad_token_id`. If a sequence has nothing else, its first token counts,
+    as in transformers. Tokens of a shared prefix have their row in the example's first
+    segment.
     """
     sequence, place = batch.key_places
     rows = batch.kv_index

@@ -1,19 +1,23 @@
 """Log-probs of segments or tokens, from logits, or from hidden states without making
 the logits.
 
+Letters: T tokens of a batch, S segments, n supervised tokens (targets), H hidden size,
+V vocabulary.
+
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd
 keeps about three times that. ``HeadLogProbs`` computes a tile of them at a time: some
 tokens times some columns of the vocabulary, so memory is bounded for any vocabulary.
 
 Its forward pass keeps one number per token, the log-sum-exp of its logits. The backward
-pass recomputes the tiles, as a token's gradient is known only after both sides of its
-pair are, or takes the tiles that the forward pass kept. The vocabulary is the outer
-loop: the gradient of a column is summed over all tokens in float32 and rounded once to
-the dtype of the head, so that no float32 copy of the head or of its gradient exists.
+pass recomputes the tiles: a loss of pairs gives a token its gradient only after both
+responses are computed. With `keep_logits` it takes the tiles that the forward pass
+kept. The vocabulary is the outer loop: the gradient of a column is summed over all
+tokens in float32 and rounded once to the dtype of the head, so that no float32 copy of
+the head or of its gradient exists.
 
-A frozen head (LoRA) needs no second pass: the forward pass sums the rows of the head,
-weighted by the softmax so far, as flash attention sums values, and the backward pass is
-a scaling.
+A frozen head (LoRA) needs no second pass: the forward pass also sums the rows of the
+head, weighted by the softmax so far, as flash attention sums values. That gives the
+derivative by the hidden states, which the backward pass only scales.
 """
 
 from __future__ import annotations
@@ -65,7 +69,7 @@ def segment_logps(
             `[n, V]` or `[1, n, V]`.
         hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
         weight: `[V, H]`, the output head.
-        bias: `[V]`, its bias, if it has one.
+        bias: `[V]`, the bias of the head, if it has one.
         logit_scale: factor on the head's output (Cohere; one over Granite's
             `logits_scaling`).
         softcap: ``c`` of a final ``c * tanh(logits / c)`` (Gemma's
@@ -73,8 +77,8 @@ def segment_logps(
         chunk_size: with `hidden`, number of logits held at once; default: 2^21 (8 MiB)
             on a CPU, 2^26 (256 MiB) elsewhere.
         keep_logits: with `hidden`, keep the float32 logits of the supervised tokens for
-            the backward pass: three head products, not four, and 4 bytes a logit; a
-            frozen head takes two anyhow.
+            the backward pass, 4 bytes a logit: it takes three products with the head in
+            place of four. A frozen head takes two, with or without.
         backend: with `hidden`, the elementwise passes: `eager`, by torch, or `triton`
             on CUDA devices, one kernel a pass; float64 inputs always take `eager`.
             ``auto`` is `triton` where it is installed and agrees with `eager` on the
@@ -119,21 +123,20 @@ def segment_logps(
     if per_token:
         return logps
 
-    # In float32 the sum of 1024 tokens is off by 2e-3; float64 costs nothing at this
-    # size.
+    # In float32 the sum of 1024 tokens is off by 2e-3 nats; float64 costs nothing at
+    # this size.
     sums = by_segment(batch, logps.to(wide_dtype(logps.device)))
-    return sums.to(logps.dtype, copy=True)  # FSDP warns of views
+    return sums.to(logps.dtype, copy=True)  # a copy, as FSDP warns about views
 
 
 def segment_token_counts(batch: PackedBatch | ContextShard) -> Tensor:
-    """Count the supervised tokens of each segment, int64 `[S]`, the divisors of means
-    over tokens.
-    """
+    """Count the supervised tokens of each segment, int64 `[S]`."""
     return by_segment(batch, torch.ones_like(batch.targets.segments))
 
 
 def by_segment(batch: PackedBatch | ContextShard, values: Tensor) -> Tensor:
     """Sum values of the targets, `[n]`, by segment, `[S]`."""
+    # One more for padding targets, which have segment S.
     zeros = values.new_zeros(batch.num_segments + 1)
     return zeros.index_add(0, batch.targets.segments, values)[:-1]
 
@@ -144,7 +147,8 @@ def _logps_of_logits(batch: PackedBatch | ContextShard, logits: Tensor) -> Tenso
     """
     targets = batch.targets
     n = len(targets.ids)
-    if logits.shape[:-1] in ((n,), (1, n)) and n != batch.num_tokens:
+    has_target_rows_only = logits.shape[:-1] in ((n,), (1, n)) and n != batch.num_tokens
+    if has_target_rows_only:
         rows = logits.reshape(n, -1)
     else:
         rows = _flatten(batch, logits, "logits")[targets.rows]
@@ -170,15 +174,18 @@ def _logps_of_hidden(
     if not weight_fits or not bias_fits:
         shapes = [str(tuple(x.shape)) for x in (weight, bias) if x is not None]
         rule = f"weight must be [V, {width}], as hidden is [T, {width}], and bias [V]"
-        raise ConfigError(sentence("segment_logps", rule, " and ".join(shapes)))
+        raise ConfigError(
+            sentence(where="segment_logps", rule=rule, found=" and ".join(shapes))
+        )
     logps: Tensor = HeadLogProbs.apply(rows, weight, bias, targets.ids, projection)  # type: ignore[no-untyped-call]
     return logps
 
 
 def _flatten(batch: PackedBatch | ContextShard, values: Tensor, name: str) -> Tensor:
-    """Return values `[T, width]` or `[1, T, width]` as `[T, width]`; raise for others.
+    """Return values `[T, width]` or `[1, T, width]` as `[T, width]`.
 
-    `name` is their argument.
+    Raises:
+        ConfigError: the argument `name` has another shape.
     """
     tokens = batch.num_tokens
     if values.shape[:-1] not in ((tokens,), (1, tokens)):
@@ -219,7 +226,8 @@ class HeadLogProbs(torch.autograd.Function):
 
         state = _initial_state(hidden, exact)
         inputs = hidden.to(operand)
-        # Sum of the head's rows but the target's, weighted by the softmax so far.
+        # `[n, H]`: the sum of all rows of the head but the target's, each times the
+        # softmax of the columns so far. For a frozen head only.
         weighted_rows = None
         if ctx.frozen_head:
             weighted_rows = torch.zeros_like(hidden, dtype=exact)
@@ -230,21 +238,27 @@ class HeadLogProbs(torch.autograd.Function):
             for columns, row_slices in tile_slices:
                 head = weight[columns].to(operand)
                 for rows in row_slices:
-                    logits = product(inputs[rows], head.T)
+                    tile_product = product(inputs[rows], head.T)
                     if keeps_products:
-                        products.append(logits)
-                    tile = _make_tile(logits, bias, targets[rows], columns, projection)
+                        products.append(tile_product)
+                    tile = _make_tile(
+                        tile_product, bias, targets[rows], columns, projection
+                    )
                     if weighted_rows is None:
                         passes.update_logsumexp(state[:, rows], tile)
                         continue
                     weights, factor = passes.update_logsumexp_and_weights(
                         state[:, rows], tile, operand
                     )
+                    # Sums so far are relative to the highest logit before this tile.
                     weighted_rows[rows].mul_(factor[:, None])
                     _add_product(weighted_rows[rows], weights, head)
 
-        log_total = state[0] + state[1].log()
-        logps = state[2] - log_total
+        highest = state[0]
+        sum_of_exponentials = state[1]
+        target_logits = state[2]
+        log_total = highest + sum_of_exponentials.log()
+        logps = target_logits - log_total
         ctx.projection = projection
         ctx.operand = operand
         ctx.passes = passes
@@ -253,10 +267,10 @@ class HeadLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, log_total, *products)
             return logps
 
-        weighted_rows.mul_((state[0] - log_total).exp_()[:, None])
+        weighted_rows.mul_((highest - log_total).exp_()[:, None])
         target_rows = weight[targets].to(operand).to(exact)
         d_logps = _derivative_by_hidden(
-            logps, state[2], target_rows, weighted_rows, projection
+            logps, target_logits, target_rows, weighted_rows, projection
         )
         ctx.save_for_backward(d_logps)
         return logps
@@ -266,7 +280,7 @@ class HeadLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of the inputs that need one, and None for the others.
 
-        Nothing is computed for a frozen head or trunk.
+        For a frozen head, or frozen layers before it, nothing is computed.
         """
         if ctx.frozen_head:
             (d_logps,) = ctx.saved_tensors
@@ -290,15 +304,20 @@ class HeadLogProbs(torch.autograd.Function):
             for columns, row_slices in tile_slices:
                 head = weight[columns].to(operand)
                 d_head = None
-                # With one tile of rows there is nothing to sum: see below.
+                # The gradient of these columns, a sum over tiles of rows. A single tile
+                # is written to `d_weight` below, without a sum.
                 if d_weight is not None and len(row_slices) != 1:
-                    d_head = d_weight[columns].zero_().to(exact)  # in place if exact
+                    # A view of `d_weight` if that has the exact dtype, else a copy.
+                    d_head = d_weight[columns].zero_().to(exact)
                 for rows in row_slices:
                     if products:
-                        logits = next(saved_products)
+                        tile_product = next(saved_products)
                     else:
-                        logits = product(inputs[rows], head.T)
-                    tile = _make_tile(logits, bias, targets[rows], columns, projection)
+                        tile_product = product(inputs[rows], head.T)
+                    tile = _make_tile(
+                        tile_product, bias, targets[rows], columns, projection
+                    )
+                    # The gradient of the product of hidden states and head.
                     delta = ctx.passes.grad_logits(
                         tile, log_total[rows], grad[rows], delta_dtype
                     )
@@ -325,7 +344,7 @@ def _initial_state(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     highest logit so far, sum of exponentials relative to it, logit of the target.
     """
     state = torch.zeros((3, len(hidden)), dtype=dtype, device=hidden.device)
-    # Not -inf, as a tile of such logits would be NaN.
+    # Not -inf: a first tile of -inf logits only would give -inf - -inf = NaN.
     state[0] = torch.finfo(dtype).min
     return state
 
@@ -341,7 +360,7 @@ def _derivative_by_hidden(
 
     Args:
         logps: `[n]`, log-probs of the targets.
-        target_logits: `[n]`.
+        target_logits: `[n]`, logits of the targets.
         target_rows: `[n, H]`, the head's rows of the targets; overwritten.
         weighted_rows: `[n, H]`, sum of all other rows, each times its softmax and the
             slope of the softcap.
@@ -360,9 +379,10 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
 
 
 def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Return the dtype of the operands of products.
+    """Return the dtype of the operands of products with the head.
 
-    A GPU multiplies half precision and accumulates in float32.
+    On a GPU, half precision where weights or autocast have it: it multiplies these
+    fast, and sums in float32. Else at least float32.
     """
     device = hidden.device.type
     if device == "cuda":
@@ -374,7 +394,7 @@ def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def _make_tile(
-    logits: Tensor,
+    tile_product: Tensor,
     bias: Tensor | None,
     targets: Tensor,
     columns: slice,
@@ -382,7 +402,7 @@ def _make_tile(
 ) -> Tile:
     """Return the tile of some columns of the vocabulary."""
     return Tile(
-        product=logits,
+        product=tile_product,
         bias=None if bias is None else bias[columns],
         targets=targets - columns.start,
         projection=projection,

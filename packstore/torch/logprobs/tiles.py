@@ -1,11 +1,15 @@
 """The tiles of the logits, and the elementwise passes over one: in plain torch, or by
 Triton.
 
+A tile has the logits of some tokens (rows) and some columns of the vocabulary. A pass
+takes the product of hidden states and head for one tile, and updates log-sum-exps, or
+computes gradients.
+
 Backend ``eager`` is for any device and dtype, and the reference of ``triton``. ``auto``
-takes Triton's passes where a proof on the first tokens agrees: it runs each pass of
-both over all columns. They sum in another order, which moves the log-prob of a sequence
-no more than another size of tiles does, and less than float32 resolves. So log-probs
-stored by one backend are right for the other.
+takes Triton's passes if a proof succeeds: each pass of both backends runs on the first
+tokens and all columns, and their results must agree. They sum in another order, which
+moves the log-prob of a sequence no more than another size of tiles does, and less than
+float32 resolves. So log-probs stored by one backend are right for the other.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from packstore.registry import Registry
 logger = logging.getLogger("packstore")
 
 HALF = (torch.bfloat16, torch.float16)
+"""Dtypes of 16 bits."""
 
 CPU_CHUNK = 2**21
 """Logits per tile on a CPU, 8 MiB: larger tiles leave its caches, and are no faster
@@ -35,19 +40,21 @@ GPU_CHUNK = 2**26
 """Logits per tile on other devices, 256 MiB: few large products."""
 
 ALIGNED = 16
-"""Columns and rows of a tile are multiples of it where they can be: products of 16-bit
-operands need 8, and Triton loads 16 bytes at once only if it can prove 16.
+"""Columns and rows of a tile are multiples of it where they can be: fast products of
+16-bit operands need 8, and Triton loads 16 bytes at once only if it can prove 16.
 """
 
 ALIGNED_COLUMNS = 128
-"""Columns of a tile of matrix products on a GPU."""
+"""Wide tiles have a multiple of so many columns, as a GPU computes products in blocks
+of this width.
+"""
 
 PROOF_TOKENS = 16
 """Tokens of the proof: 8 MiB of logits for a vocabulary of 128k."""
 
 PROOF_TOLERANCE = 1e-4
-"""Allowed difference by norm of each row; float32 gives 1e-6. For 16 bits the limit is
-their resolution.
+"""Allowed norm of each row's difference over the norm of the row; float32 gives 1e-6.
+Results of 16 bits may differ by their resolution.
 """
 
 _AUTO_PASSES: dict[tuple[Any, ...], Passes] = {}
@@ -80,7 +87,8 @@ class Tile(NamedTuple):
         product: `[n, w]`, of hidden states and columns of the head; may be overwritten,
             unless the projection keeps it.
         bias: `[w]`, or None.
-        targets: int64 `[n]`, counted from the first column; may lie outside.
+        targets: int64 `[n]`, counted from the first column of the tile; below 0 or
+            above `w` if a token's target is in another tile.
         projection: scale and softcap.
     """
 
@@ -91,19 +99,20 @@ class Tile(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Elementwise passes over one tile.
+    """Elementwise passes over one tile: j is a column, slope the softcap's derivative.
 
     Attributes:
-        update_logsumexp: ``(state, tile)``: updates the rows of `state` `[3, n]` in
-            place: highest logit so far, never -inf, sum of exponentials relative to it,
-            logit of the target.
-        grad_logits: ``(tile, log_total, upstream, dtype)``: the derivative by the
-            product over `scale`, ``upstream * ([j is the target] - softmax_j) *
-            slope_j``, rounded once to `dtype`; `slope` is the derivative of the cap.
+        update_logsumexp: ``(state, tile)``: updates `state` `[3, n]` in place. Its rows
+            are: the highest logit so far (never -inf), the sum of ``exp(logit -
+            highest)`` so far, the logit of the target.
+        grad_logits: ``(tile, log_total, upstream, dtype)``: returns ``upstream * ([j is
+            the target] - softmax_j) * slope_j``, `[n, w]`, rounded once to `dtype`:
+            times `scale`, the gradient of the tile's product. `log_total` `[n]` is the
+            log-sum-exp over all columns, `upstream` `[n]` the gradient of the log-prob.
         update_logsumexp_and_weights: ``(state, tile, dtype)``: as `update_logsumexp`;
-            returns ``exp(logit_j - highest) * slope_j`` of all columns but the target,
-            in `dtype`, and the factor `[n]` that makes sums relative to the former
-            highest logit relative to the new.
+            returns ``exp(logit_j - highest) * slope_j``, `[n, w]` in `dtype`, with 0
+            for the target, and ``exp(former highest - highest)``, `[n]`: the factor for
+            sums over the tiles before.
     """
 
     update_logsumexp: Callable[[Tensor, Tile], None]
@@ -132,8 +141,13 @@ def tiles(n: int, vocab: int, chunk_size: int) -> Iterator[tuple[slice, list[sli
     `chunk_size` logits.
 
     A GPU multiplies at full speed only where rows start at multiples of 16 bytes. So
-    widths are multiples of 128 columns, up to 15 last columns are a tile, and rows are
-    split evenly, by 16.
+    widths are multiples of 128 columns, the last ``vocab % 16`` columns are a tile of
+    their own, and rows are split evenly, in multiples of 16.
+
+    Args:
+        n: number of tokens.
+        vocab: number of columns.
+        chunk_size: maximum logits of a tile.
     """
     height = max(1, min(n, math.isqrt(chunk_size)))
     width = max(1, chunk_size // height)
@@ -199,8 +213,8 @@ def update_logsumexp_and_weights(
 
 
 def _update_logsumexp(state: Tensor, logits: Tensor, targets: Tensor) -> Tensor:
-    """Fold finished logits into `state`, and return ``exp(logits - highest)``, which
-    overwrites them.
+    """Update `state` with logits; return ``exp(logits - highest)``, which overwrites
+    them.
     """
     columns, is_inside = _target_columns(targets, logits.shape[-1])
     state[2] += logits.gather(-1, columns).where(is_inside, 0).squeeze(-1)
@@ -295,13 +309,13 @@ def _prove_triton(
     targets: Tensor,
     projection: Projection,
 ) -> Passes:
-    """Return Triton's passes if they agree with the eager ones, else those; log it."""
+    """Return Triton's passes if they agree with the eager ones, else these; log it."""
     reason = ""
     passes = EAGER
     try:
         passes = HEAD_BACKENDS.load("triton")
         gap = _difference(passes, inputs, weight, bias, targets, projection)
-        if not gap <= 1:
+        if not gap <= 1:  # also true for NaN
             reason = f"its passes differ by {gap * PROOF_TOLERANCE:.2g}"
     except MissingExtraError as error:
         reason = str(error)
@@ -323,10 +337,12 @@ def _difference(
     targets: Tensor,
     projection: Projection,
 ) -> float:
-    """Return the largest difference of `passes` from the eager ones, as a share of the
-    limit.
+    """Return the largest difference of `passes` from the eager ones, over the limit.
+
+    At most 1 is a success.
     """
-    # A row's target has the largest value by far, so every other row is without.
+    # A target's value is the largest of its row by far, and would hide the others in
+    # the norm. So every other row has no target.
     rows = torch.arange(len(targets), device=targets.device)
     sparse_targets = targets.masked_fill(rows % 2 == 1, -1)
     # Kept logits, so that all passes see the same products.

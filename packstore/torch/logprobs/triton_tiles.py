@@ -53,8 +53,9 @@ def tanh(x):  # type: ignore[no-untyped-def]
 def logits_and_slopes(  # type: ignore[no-untyped-def]
     product, bias, at, inside, scale, softcap, BIAS: tl.constexpr, CAP: tl.constexpr
 ):
-    """Return the logits of columns `at`, -inf outside the tile, and the derivative of
-    the cap at each.
+    """Return the logits of columns `at`, and the derivative of the softcap at each.
+
+    Columns that are not `inside` the tile have -inf.
     """
     logits = tl.load(product + at, mask=inside, other=0.0)
     if BIAS:
@@ -73,8 +74,9 @@ def logsumexp_kernel(  # type: ignore[no-untyped-def]
     product, stride, columns, bias, targets, state, state_stride, scale, softcap,
     BIAS: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token: highest logit, sum of exponentials, logit of the
-    target.
+    """Update the three values of `state` for one token, in one program.
+
+    They are: highest logit, sum of exponentials relative to it, logit of the target.
     """
     row = tl.program_id(0).to(tl.int64)
     product += row * stride
@@ -105,11 +107,11 @@ def softmax_kernel(  # type: ignore[no-untyped-def]
     softcap,
     BIAS: tl.constexpr, CAP: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for each token and block of columns, from ``softmax_j = exp(logit_j -
+    """Compute one block of columns of one token, from ``softmax_j = exp(logit_j -
     shift)``.
 
-    With REST, ``softmax_j * slope_j``, 0 for the target; otherwise
-    ``upstream * ([j is the target] - softmax_j) * slope_j``.
+    With REST, ``softmax_j * slope_j`` of all columns but the target, which has 0;
+    otherwise ``upstream * ([j is the target] - softmax_j) * slope_j``.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -171,7 +173,7 @@ def update_logsumexp_and_weights(
 def grad_logits(
     tile: Tile, log_total: Tensor, upstream: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """See :class:`Passes`; with None for `upstream`, the values of REST."""
+    """See :class:`Passes`; without `upstream`, ``softmax_j * slope_j`` as by REST."""
     product = tile.product
     in_place = dtype == product.dtype and not tile.projection.keep_logits
     out = product if in_place else torch.empty_like(product, dtype=dtype)

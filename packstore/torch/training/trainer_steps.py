@@ -855,9 +855,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         return output
 
     def _correct_evaluation_rate(self, metrics: dict[str, float]) -> None:
-        """Set the rate from the batches that ran: the Trainer's own number of steps is
-        that of unpacked examples.
-        """
+        """Set the rate from the batches that ran: the Trainer counts unpacked ones."""
         prefix = self._evaluation_prefix
         seconds = metrics.get(f"{prefix}_runtime")
         if prefix and seconds:
