@@ -38,7 +38,7 @@ Float64 = npt.NDArray[np.float64]
 
 TURNS = 8
 """Number of interleaved suborders, called turns. Pack i of a mix belongs to turn
-``i % TURNS``, which takes those packs of each source that have the same remainder. If
+``i % TURNS``, which takes the packs of each source with the same remainder. If
 the number of ranks divides it, no two ranks read the same row groups of a source.
 """
 
@@ -371,7 +371,7 @@ class MixOrder:
             margin = len(self._rates)
             first = block * _BLOCK
             # Packs that surely come before the block are skipped. At its end, 3 more of
-            # each source make up for those that `_count_before` leaves out.
+            # each source make up for the ones that `_count_before` leaves out.
             starts = self._count_before(turn, first - margin)
             counts = self._count_before(turn, first + _BLOCK + margin) + 3 - starts
             sources, times = self._times(turn, starts, counts)
@@ -385,7 +385,7 @@ class MixOrder:
         """Count the packs of a turn before a pack: the inverse of :meth:`locate`."""
         time = (number + self._phases[turn, source]) / self._rates[source]
         starts = self._count_before(turn, time)
-        # The next 4 packs of each source have those that `_count_before` leaves out.
+        # Packs that `_count_before` leaves out are among the next 4 of each source.
         sources, times = self._times(turn, starts, np.full_like(starts, 4))
         is_earlier = (times < time) | ((times == time) & (sources < source))
         return int(starts.sum() + is_earlier.sum())

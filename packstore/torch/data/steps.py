@@ -2,9 +2,9 @@
 
 A step is a contiguous part of the epoch's order; so is each of its batches, over all
 ranks, and `assign_ranks` distributes a batch over the ranks. A rank without a pack in a
-batch gets a filler, a pack of weight 0. Packs are referred to by their place among
-those that remain (:class:`RemainingPacks`). With a token budget, packs are counted in
-rows: a row is one pack for each rank, and a batch is as many rows as fit.
+batch gets a filler, a pack of weight 0. A place is the index of a pack among the
+:class:`RemainingPacks`. With a token budget, packs are counted in rows: a row is one
+pack for each rank, and a batch is as many rows as fit.
 
 Steps, their batches and the packs of each rank are a pure function of the packs' sizes,
 the settings and the number of ranks. Sizes are read in windows, so cutting starts at

@@ -75,8 +75,8 @@ class PreferenceLoss(StepLoss):
             more pairs.
         reduction: ``sum``; or ``pack_mean``, the mean over the pairs of each pack,
             averaged over packs, which is biased: the fewer pairs share a pack, the more
-            each weighs (0.5 to 5.6 times its due on real data). It exists only to
-            reproduce NeMo-Aligner.
+            each weighs (0.5 to 5.6 times its fair weight on real data). It exists
+            only to reproduce NeMo-Aligner.
         weight_field: carried or joined column of numbers of at least 0, the weight of
             each example: every sum is then weighted, and divided by the sum of the
             weights of the whole step. Loaders do not count these: call

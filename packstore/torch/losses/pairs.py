@@ -1,4 +1,4 @@
-"""Selects the rows of a batch: what a loss compares, and how much each row weighs.
+"""Selects the rows of a batch, the comparisons that a loss makes, and their weights.
 
 A batch holds S sequences (segments) of E examples; a row is one comparison among the
 responses of an example, and a loss returns one value for each of the n rows. Each kind
@@ -427,7 +427,7 @@ class Lists(Scores):
         super().__init__("all", beta=beta, baseline=baseline, averaged=averaged)
 
     def select(self, sums: SequenceSums, batch: PackedBatch) -> Rows:
-        """Return all pairs, of which those of one chosen response share one loss.
+        """Return all pairs; the pairs of one chosen response share one loss.
 
         All of these have the rejected score ``log sum_l e^r_l`` over the responses l
         that the chosen one is paired with, and each the same part of the loss.

@@ -176,8 +176,8 @@ def remove_torn_checkpoints(
 ) -> None:
     """Remove, at the start of a run, packstore's checkpoints that are not whole.
 
-    Always those that a kill interrupted. Others may lack files because their owner
-    removed some: only a run that resumes, and has a `limit`, removes them.
+    Every run removes checkpoints that a kill interrupted. Others may lack files because
+    their owner removed some: only a run that resumes, and has a `limit`, removes them.
 
     Args:
         folder: output folder of the run.

@@ -1,6 +1,6 @@
 """Datasets of a Trainer on packs, and loaders that yield optimizer steps.
 
-What the Trainer takes for one batch is one step here: the list of its packed batches.
+To the Trainer, one optimizer step is one batch: the list of the step's packed batches.
 So steps, their divisors and their balance over ranks are as in a training loop without
 a Trainer, and ``len(get_train_dataloader())`` is the number of steps of an epoch.
 """

@@ -134,7 +134,7 @@ def evaluate(
 def _open_sides(
     side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]],
 ) -> list[Side]:
-    """Return a list of opened side datasets; open those given by folder or URL."""
+    """Return a list of side datasets; open the ones given by folder or URL."""
     sides = [side] if isinstance(side, Side | str | PathLike) else side
     return [
         source if isinstance(source, Side) else open_side(os.fspath(source))

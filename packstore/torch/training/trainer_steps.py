@@ -1,8 +1,8 @@
 """Steps of a Trainer on packs: their loss, reference and records, and evaluation.
 
-`PackedSteps` is a mixin for transformers' Trainer. What the Trainer takes for one batch
-is an optimizer step here, the list of its packed batches (``data.py``). A record is one
-entry of the Trainer's log; `StepMetrics` sums what goes into the next one. The model is
+`PackedSteps` is a mixin for transformers' Trainer. To the Trainer, one optimizer step
+is one batch: the list of the step's packed batches (``data.py``). A record is one entry
+of the Trainer's log; `StepMetrics` sums the values of the next one. The model is
 changed in place, so that its forward call takes a packed batch, and is released (put
 back as it was) after each run.
 """
@@ -753,7 +753,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         self._set_up_model()
         if hasattr(self.optimizer, "eval"):
             # A schedule-free optimizer evaluates other weights than it trains. It
-            # returns to those by itself in the next step.
+            # returns to the others by itself in the next step.
             self.optimizer.eval()
         self._evaluation_prefix = metric_key_prefix
         self.callback_handler.eval_dataloader = dataloader
