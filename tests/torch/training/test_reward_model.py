@@ -232,15 +232,11 @@ def test_what_does_not_fit_is_refused(
         evaluate(
             use_packed_attention(kit.tiny_model(head="score")), made.data[0], loss="cpo"
         )
-    with pytest.raises(
-        CompatibilityError, match="whose score is a matrix of one row; found none"
-    ):
+    with pytest.raises(CompatibilityError, match=r"LlamaForCausalLM.*score"):
         segment_scores(causal, kit.row())
     two = kit.tiny_model(head="score")
     two.score = torch.nn.Linear(two.score.in_features, 2, bias=False)
-    with pytest.raises(
-        CompatibilityError, match=r"a matrix of one row; found one of shape \(2, "
-    ):
+    with pytest.raises(CompatibilityError, match=r"shape \(2, "):
         segment_scores(use_packed_attention(two), kit.row())
     with pytest.raises(ConfigError, match="per_token go with a causal LM only"):
         PackedPolicy(kit.tiny_model(head="score"), per_token=True)
