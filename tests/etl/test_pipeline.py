@@ -163,9 +163,9 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     small = do_pack(first, None, pack_size=40, max_drop_rate=0.9)
     records = small.manifest.records
     assert records.read == 60 == records.packed + records.dropped["overlong"]
-    with pytest.raises(ConfigError, match="leave tokenizer out"):
+    with pytest.raises(ConfigError, match="tokenizer"):
         do_pack(first, "tokenizer.json")
-    with pytest.raises(ConfigError, match="does not store its texts"):
+    with pytest.raises(ConfigError, match="truncate_prompt"):
         do_pack(first, None, on={"overlong": "truncate_prompt"})
 
 
@@ -186,15 +186,11 @@ def test_counts_add_up_and_too_many_drops_fail(do_pack: Pack) -> None:
         "invalid_unicode": 1,
     }
     assert records.read == 65 == records.packed + sum(records.dropped.values())
-    with pytest.raises(
-        DropRateError, match=r"at most 5% of the records .* found 5 of 65 dropped"
-    ):
+    with pytest.raises(DropRateError, match="5 of 65"):
         do_pack(PAIRS + bad, max_drop_rate=0.05)
-    with pytest.raises(
-        DropRateError, match=r"at least one record must remain; found 5 of 5"
-    ):
+    with pytest.raises(DropRateError, match="5 of 5"):
         do_pack(bad, max_drop_rate=1.0)
-    with pytest.raises(DropRateError, match="Raise pack_size"):
+    with pytest.raises(DropRateError, match="pack_size"):
         do_pack(PAIRS, pack_size=8)
 
 
@@ -234,9 +230,7 @@ def test_duplicates_are_left_out_and_counted(do_pack: Pack, tmp_path: Path) -> N
         [PAIRS[0], *PAIRS[:1] * 99, PAIRS[1]], dedup="pair", max_drop_rate=0.1
     )
     assert many.manifest.pairs == 2
-    with pytest.raises(
-        ConfigError, match="dedup and validation_fraction must be left out"
-    ):
+    with pytest.raises(ConfigError, match="validation_fraction"):
         do_pack(many, None, dedup="pair")
 
 
@@ -265,7 +259,7 @@ def test_a_part_for_validation(
     assert set(by_id(few)) == {i for i in mine if i < 20}
     drawn = packstore.pack(PAIRS, tmp_path / "drawn", tokenizer, seed=1, **split)
     assert set(by_id(drawn)) != {i for i in mine if i < 60}
-    with pytest.raises(DropRateError, match="both parts must get a record"):
+    with pytest.raises(DropRateError):
         do_pack(PAIRS[:2], validation_fraction=1e-9)
-    with pytest.raises(ConfigError, match="validation_fraction must be below 1"):
+    with pytest.raises(ConfigError, match="validation_fraction"):
         do_pack(PAIRS, validation_fraction=1.0)

@@ -159,8 +159,6 @@ def test_refuses_an_input_and_a_folder(
     before = Path(sources[1]).read_bytes()
     (tmp_path / "link").symlink_to(sources[1])
     for place in (sources[1], str(tmp_path / "link"), str(tmp_path)):
-        with pytest.raises(
-            ConfigError, match="must name a file that is no input and no folder"
-        ):
+        with pytest.raises(ConfigError, match="rejects"):
             pack("ds", rejects=place)
     assert Path(sources[1]).read_bytes() == before

@@ -257,9 +257,7 @@ def test_the_multiple_of_the_parallelism(
     exported = export("megatron", dataset, tmp_path / "out", pad_id=EOS, **how)
     assert exported.facts["pad_seq_to_mult"] == multiple
     if multiple > 1:
-        with pytest.raises(
-            ConfigError, match=f"must be a multiple of {multiple} with this"
-        ):
+        with pytest.raises(ConfigError, match=f"multiple of {multiple}"):
             export("megatron", dataset, tmp_path / "x", pad_seq_to_mult=1, **how)
 
 
@@ -314,16 +312,13 @@ def test_refusals(
     tmp_path: Path, packed: Pack, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, records = tmp_path / "out", chats(9)
-    with pytest.raises(CompatibilityError, match="of kind sft; found kind preference"):
+    with pytest.raises(CompatibilityError, match="kind"):
         export("megatron", packed(pairs(6)), out)
     dataset, longest = packed(records), max(len(r["input_ids"]) for r in records)
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"pad_seq_to_mult": 4}, "EOS.*Give pad_id"),
-        (
-            {"pad_seq_to_mult": 16, "pad_id": 1},
-            r"of pad_seq_to_mult, 16.*Give pack_size 304",
-        ),
-        ({"pack_size": longest - 2}, "must hold the longest sequence"),
+        ({"pad_seq_to_mult": 4}, "pad_id"),
+        ({"pad_seq_to_mult": 16, "pad_id": 1}, "pack_size 304"),
+        ({"pack_size": longest - 2}, "pack_size"),
         *(
             ({name: n}, name)
             for name, n in {"pad_id": -1, "context_parallel": 0}.items()
@@ -335,7 +330,7 @@ def test_refusals(
             export("megatron", dataset, out, **how)
     assert not out.exists()
     export("megatron", dataset, out, pack_size=longest - 1)
-    with pytest.raises(DatasetExistsError, match="must not exist yet"):
+    with pytest.raises(DatasetExistsError):
         export("megatron", dataset, out)
     (out / "mine.parquet").write_text("mine", encoding="utf-8")
     assert main(["export", "megatron", dataset.url, str(out), "--overwrite"]) == 0

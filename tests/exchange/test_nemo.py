@@ -68,18 +68,16 @@ def test_an_existing_file_is_replaced_only_if_asked(
 ) -> None:
     dataset, out = packed(pairs(9)), tmp_path / "x.npy"
     out.write_text("mine", encoding="utf-8")
-    with pytest.raises(
-        DatasetExistsError, match=r"x.npy: must not exist yet; found a file"
-    ):
+    with pytest.raises(DatasetExistsError, match=r"x\.npy"):
         export("nemo", dataset, out)
     assert out.read_text(encoding="utf-8") == "mine"
     export("nemo", dataset, out, overwrite=True)
     assert len(load(out)) == len(dataset)
     assert main(["export", "nemo", dataset.url, str(tmp_path)]) == 1
-    assert "found a folder. Name a file." in capsys.readouterr().err
+    assert str(tmp_path) in capsys.readouterr().err
     exported = export("nemo", dataset, "memory://exchange/x.npy", overwrite=True)
     assert exported.files == ["memory://exchange/x.npy"]
-    with pytest.raises(DatasetExistsError, match="must not exist yet"):
+    with pytest.raises(DatasetExistsError, match=r"x\.npy"):
         export("nemo", dataset, "memory://exchange/x.npy")
 
 
@@ -107,8 +105,6 @@ def test_a_file_is_synced_before_it_appears(
     dataset, folder = packed(pairs(9)), tmp_path / "out"
     folder.mkdir()
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(
-        StorageError, match="cannot write; found no space left on the device"
-    ):
+    with pytest.raises(StorageError, match="no space left"):
         export("nemo", dataset, folder / "x.npy")
     assert sorted(Files(str(folder)).names()) == []

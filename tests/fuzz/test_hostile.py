@@ -51,9 +51,9 @@ def golden(
 
 def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
     data = golden(tmp_path, "preference-concat-plain-arrow", compression="zstd")
-    with pytest.raises(IntegrityError, match="not be compressed"):
+    with pytest.raises(IntegrityError, match="compress"):
         list(data.iter_packs())
-    with pytest.raises(IntegrityError, match="not be compressed"):
+    with pytest.raises(IntegrityError, match="compress"):
         list(pt.PackedDataset(data.url))
     assert any("not be compressed" in problem for problem in data.verify().problems)
 
@@ -71,7 +71,7 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(
     how = {"use_dictionary": True, "compression": "zstd"}
     data = golden(tmp_path, "preference-concat-plain", {"lengths": bomb}, **how)
     before = pa.total_allocated_bytes()
-    with pytest.raises(IntegrityError, match="must have"):
+    with pytest.raises(IntegrityError, match="lengths"):
         data.read_columns(0, ["lengths"])
     assert pa.total_allocated_bytes() - before < 1 << 24
 
@@ -87,7 +87,7 @@ def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
         return pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
 
     data = golden(tmp_path, "preference-concat-plain-arrow", {"labels": relabel})
-    with pytest.raises(IntegrityError, match=r"row \d+: .*\[labels-are-ids\]"):
+    with pytest.raises(IntegrityError, match="labels-are-ids"):
         list(pt.PackedDataset(data.url))
     assert any("[labels-are-ids]" in problem for problem in data.verify().problems)
 
@@ -98,9 +98,9 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     data = golden(tmp_path, "preference-concat-plain-arrow", flat)
     data.prefetch(0)
     for _ in range(2):
-        with pytest.raises(IntegrityError, match="schema must be that of the manifest"):
+        with pytest.raises(IntegrityError, match="schema"):
             data.read_packs(0)
-    with pytest.raises(IntegrityError, match="schema must be that of the manifest"):
+    with pytest.raises(IntegrityError, match="schema"):
         list(pt.PackedDataset(data.url))
 
 

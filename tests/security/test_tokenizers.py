@@ -88,9 +88,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
     pipe = tmp_path / "tokenizer.json"
     os.mkfifo(pipe)
     for path in (pipe, Path("/dev/zero")):
-        with pytest.raises(TokenizerError, match="device or pipe"):
+        with pytest.raises(TokenizerError, match=path.name):
             use(path)
     with open(tmp_path / "large.json", "wb") as file:
         file.truncate(2 << 30)
-    with pytest.raises(TokenizerError, match="2147483648 bytes"):
+    with pytest.raises(TokenizerError, match="2147483648"):
         use(tmp_path / "large.json")

@@ -76,7 +76,7 @@ def test_a_full_disk(tmp_path: Path, pairs: Path, tokenizer: Tokenizer) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     error, fingerprint = done.stdout.splitlines()
     assert error.startswith("StorageError: ")
-    assert "cannot write; found no space left on the device. Free some space" in error
+    assert "no space left" in error
     small = {"pack_size": 256, "row_group_tokens": 1000, "shard_tokens": 2000}
     undisturbed = packstore.pack(str(pairs), tmp_path / "ds", names[2], seed=1, **small)
     assert undisturbed.manifest.fingerprint == fingerprint
@@ -90,7 +90,7 @@ def test_a_folder_that_may_not_be_written_to(
     packstore.pack(packstore.open(base / "ds"), base / "same", pack_size=512)
     before = sorted((p.name, p.read_bytes()) for p in base.rglob("*") if p.is_file())
     folders = (base, base / "ds", base / "ds" / "_packstore", base / "ds" / "data")
-    denied = r"cannot write; found permission denied\. Check"
+    denied = "permission denied"
     with closed(0o555, *folders):
         with pytest.raises(StorageError, match=denied):
             packstore.pack(
@@ -100,7 +100,7 @@ def test_a_folder_that_may_not_be_written_to(
             packstore.pack(packstore.open(base / "ds"), base / "new", pack_size=512)
     with (
         closed(0o000, *folders),
-        pytest.raises(StorageError, match=r"denied\. Check the rights"),
+        pytest.raises(StorageError, match=denied),
     ):
         packstore.open(base / "ds")
     assert before == sorted(

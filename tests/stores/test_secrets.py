@@ -242,7 +242,7 @@ def test_a_login_with_a_slash_is_refused() -> None:
         "s3://AKIA:abc/SECRET@b/r.jsonl",
         "http://user:abc?SECRET@host/r.jsonl",
     ):
-        with pytest.raises(packstore.errors.StorageError, match="Write %2F") as caught:
+        with pytest.raises(packstore.errors.StorageError, match="%2F") as caught:
             packstore.pack(url, "never", "never")
         assert "SECRET" not in str(caught.value)
 
@@ -252,18 +252,14 @@ def test_what_only_resembles_a_url_is_no_local_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for url in ("http:/u:W0RD@h/a", "//u:W0RD@h/a", "s3:/bucket/a", "s3//bucket/a"):
-        with pytest.raises(
-            packstore.errors.StorageError, match="Write scheme://"
-        ) as caught:
+        with pytest.raises(packstore.errors.StorageError, match="scheme://") as caught:
             packstore.pack([{}], url, "never")
         assert "W0RD" not in str(caught.value)
     for url in ("s3://bucket/run", "http:/u:W0RD@h/run"):
-        with pytest.raises(
-            packstore.errors.ConfigError, match="on this machine"
-        ) as caught:
+        with pytest.raises(packstore.errors.ConfigError, match="output_dir") as caught:
             TrainConfig(model="m", train_dataset="d", output_dir=url)
         assert "W0RD" not in str(caught.value)
-        with pytest.raises(packstore.errors.ConfigError, match="on this machine"):
+        with pytest.raises(packstore.errors.ConfigError, match="cache_dir"):
             ReadConfig(cache_dir=url)
     assert not [*tmp_path.iterdir()]
 

@@ -335,10 +335,10 @@ def test_what_is_missing_is_named(pack, byte_level):
     for prompt in ("p", [USER]):
         with pytest.raises(TokenizerError, match="tokenizer="):
             pack(None, {**PAIR, "prompt": prompt})
-    with pytest.raises(TokenizerError, match="chatml or plain"):
+    with pytest.raises(TokenizerError, match="chatml"):
         pack(byte_level(), {**PAIR, "prompt": [USER]})
     for setting in ("add_bos", "append_eos"):
-        with pytest.raises(TokenizerError, match="must name its"):
+        with pytest.raises(TokenizerError, match=setting.partition("_")[2].upper()):
             pack(byte_level(special=()), PAIR, **{setting: True})
     gc.collect()  # warns of a temporary folder that a job has left
 
@@ -368,24 +368,19 @@ def test_carried_columns(pack, byte_level):
 
 
 @pytest.mark.parametrize(
-    ("carry", "found"),
+    ("carry", "should_rename"),
     [
-        ("x:int", "type must be one of"),
-        ("labels", "a column of the format"),
-        ("a,b:nope", "type must be one of"),
-        *(
-            (name, "letters a to z, digits and _")
-            for name in (":int64", "a.b", "_day", "été", "2nd")
-        ),
+        ("x:int", False),
+        ("labels", False),
+        ("a,b:nope", False),
+        *((name, True) for name in (":int64", "a.b", "_day", "été", "2nd")),
     ],
 )
-def test_columns_that_cannot_be_carried(pack, carry, found):
+def test_columns_that_cannot_be_carried(pack, carry, should_rename):
     record = {"prompt": [1], "chosen": [2], "rejected": [3], carry: "x"}
-    with pytest.raises(ConfigError, match=f"setting carry.*{found}") as caught:
+    with pytest.raises(ConfigError, match="carry") as caught:
         pack(None, record, carry=(carry,))
-    assert ("Rename the field in the input" in str(caught.value)) == found.startswith(
-        "letters"
-    )
+    assert ("Rename" in str(caught.value)) == should_rename
 
 
 def test_published_dialogues_split_as_the_explicit_prompts(pack, tokenizer, records):

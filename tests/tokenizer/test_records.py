@@ -750,11 +750,7 @@ def test_the_page_lists_every_reason():
 
 
 def test_answers_that_there_are_not():
-    with pytest.raises(
-        UnknownNameError, match=r"unknown reason 'empty_sides'.*'empty_side'"
-    ):
+    with pytest.raises(UnknownNameError, match="'empty_side'"):
         TokenizeConfig(on={"empty_sides": "drop"})
-    with pytest.raises(
-        ConfigError, match="on, unsupervised, must be one of: drop, error; found"
-    ):
+    with pytest.raises(ConfigError, match="unsupervised"):
         TokenizeConfig(on={"unsupervised": "keep"})

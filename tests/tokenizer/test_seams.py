@@ -71,9 +71,7 @@ def test_arguments_of_calls_under_other_names_are_read(name, pack, tokenizer):
 
 def test_wrapped_messages_are_named(pack, tokenizer):
     wrapped = {"messages": [ANSWER], "tools": []}
-    with pytest.raises(
-        RecordError, match=r"without a role.*Give the list of messages itself"
-    ):
+    with pytest.raises(RecordError, match="role"):
         pack(
             tokenizer("few_merges"),
             {"prompt": [ASK], "chosen": wrapped, "rejected": wrapped},

@@ -97,24 +97,12 @@ def test_bos_and_eos_by_the_post_processor(facts):
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        (
-            object(),
-            r"found an object of type object\. Save it, e\.g\. tokenizer\.save_pretrained\(FOLD",
-        ),
-        (
-            transformers.CanineTokenizer(),
-            r"a fast tokenizer; .* type CanineTokenizer\. Save it",
-        ),
-        (
-            "s3://key:secret@bucket/t",
-            r"^tokenizer s3://bucket/t: .* Copy it to a local folder",
-        ),
-        (
-            "Qwen/Qwen3-0.6B",
-            r"name on the .* hub; found neither: .*hf download Qwen/Qwen3-0\.6B",
-        ),
-        ("gpt2", r"^tokenizer gpt2: it must be a file or folder .* found neither"),
-        ("nowhere/tokenizer/x.json", "readable file or folder"),
+        (object(), "save_pretrained"),
+        (transformers.CanineTokenizer(), "CanineTokenizer"),
+        ("s3://key:secret@bucket/t", "s3://bucket/t"),
+        ("Qwen/Qwen3-0.6B", r"hf download Qwen/Qwen3-0\.6B"),
+        ("gpt2", "gpt2"),
+        ("nowhere/tokenizer/x.json", "nowhere/tokenizer"),
     ],
 )
 def test_a_tokenizer_that_is_elsewhere_names_the_way(
@@ -137,7 +125,7 @@ def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> 
     assert facts("some/model", *names) == ("b", "{{ 1 }}", "some/model")
     recorded = {**load_tokenizer("some/model").provenance(), "path": "some/model"}
     provenance = {"tokenizer": recorded}
-    with pytest.raises(TokenizerError, match="must be on this machine"):
+    with pytest.raises(TokenizerError, match="some/model"):
         recorded_tokenizer(provenance, None, "ds", "Name it")
     named = recorded_tokenizer(provenance, "some/model", "ds", "Name it")
     assert named.sha256 == recorded["sha256"]
@@ -145,7 +133,7 @@ def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> 
     folder(Path("some/model"), word_level(), tokenizer_config={"eos_token": "a"})
     assert facts("some/model", "eos_token") == ("a",)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(TokenizerError, match="Run: pip install huggingface-hub"):
+    with pytest.raises(TokenizerError, match="pip install huggingface-hub"):
         facts("some/other")
 
 
@@ -290,13 +278,11 @@ def test_what_only_a_manifest_names_is_neither_fetched_nor_parsed(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", asked)
     (tmp_path / "tokenizer.json").write_text("not parsed", encoding="utf-8")
-    for path, text in {
-        "someone/beacon": r"^tokenizer someone/beacon: .* must be on this machine; .* Give it",
-        str(
-            tmp_path
-        ): r"must be the tokenizer that ds was packed with; found another sha256",
-        str(tmp_path / "tokenizer.json"): r"found another sha256\. Give it",
+    for path, mentioned in {
+        "someone/beacon": "someone/beacon",
+        str(tmp_path): "sha256",
+        str(tmp_path / "tokenizer.json"): "sha256",
     }.items():
         recorded = {"tokenizer": {"path": path, "sha256": "0" * 64}}
-        with pytest.raises((TokenizerError, CompatibilityError), match=text):
+        with pytest.raises((TokenizerError, CompatibilityError), match=mentioned):
             recorded_tokenizer(recorded, None, "ds", "Give it")

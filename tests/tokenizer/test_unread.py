@@ -17,13 +17,10 @@ from typing import Any
 import pytest
 
 from packstore.cli import main
-from packstore.config import PackConfig
-from packstore.config.record_fields import SPELLINGS
-from packstore.config.remedies import from_shell, spell
+from packstore.config import SPELLINGS, PackConfig, from_shell, spell
 from packstore.errors import RecordError
-from packstore.tokenizer import RecordTokenizer
-from packstore.tokenizer.records.adapters import adapter_of
-from packstore.tokenizer.records.judgements import (
+from packstore.tokenizer import RecordTokenizer, Refused
+from packstore.tokenizer.records import (
     BAD_WORDS,
     GOOD_WORDS,
     HISTORIES,
@@ -33,13 +30,14 @@ from packstore.tokenizer.records.judgements import (
     MEDIA,
     SYSTEM_PROMPTS,
     WEIGHTS,
+    Chat,
+    adapter_of,
+    advise_siblings,
+    find_siblings,
+    first_values,
     fold,
     names_of,
 )
-from packstore.tokenizer.records.reading import Chat
-from packstore.tokenizer.records.siblings import advise_siblings, find_siblings
-from packstore.tokenizer.records.unread import first_values
-from packstore.tokenizer.refusals import Refused
 
 Q = {"role": "user", "content": "Q"}
 A = {"role": "assistant", "content": "x"}

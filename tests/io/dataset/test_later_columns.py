@@ -92,7 +92,5 @@ def test_writers_keep_them_or_refuse(
         lambda: packstore.append(now, new),
         lambda: packstore.pack(new, str(tmp_path / "anew"), pack_size=128),
     ):
-        with pytest.raises(
-            UnsupportedFormatError, match=r"'(tree|_weight)'.* Upgrade packstore"
-        ):
+        with pytest.raises(UnsupportedFormatError, match=r"'(tree|_weight)'"):
             change()

@@ -100,7 +100,7 @@ def test_lengths_that_models_are_checked_by_are_compared(
     """By the longest sequence, training refuses a model with fewer positions."""
     lower = edit(lambda m: m["statistics"].update(longest_sequence=9))
     (lower if name == "the longest sequence" else DAMAGES[name])(stored)
-    with pytest.raises(IntegrityError, match="longest segment"):
+    with pytest.raises(IntegrityError, match="longest"):
         list(open_dataset(stored.url).iter_packs())
 
 

@@ -133,11 +133,11 @@ def test_anywhere(ds, place) -> None:
 
 def test_it_is_no_dataset_and_a_dataset_is_none(ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
-    with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
+    with pytest.raises(DatasetNotFoundError, match="dataset"):
         packstore.open(url)
-    with pytest.raises(DatasetNotFoundError, match="must be a side dataset"):
+    with pytest.raises(DatasetNotFoundError, match="side"):
         open_side(ds.url)
-    with pytest.raises(DatasetNotFoundError, match="must have version 7"):
+    with pytest.raises(DatasetNotFoundError, match="version 7"):
         open_side(url, version=7)
 
 
@@ -161,9 +161,7 @@ def test_a_failed_job_leaves_shards_to_clean(
     others = ds.iter_packs() if too_many else [ds.read_packs(1)]
     for packs in (ds.read_packs(0), *others):
         writer.write(packs.example_ids, {"float64": packs.example_ids / 3})
-    with pytest.raises(
-        ConfigError, match=r"each of 90 examples of its dataset once; got \d+"
-    ):
+    with pytest.raises(ConfigError, match="90 examples"):
         writer.__exit__(None, None, None)
     left = Files(place).names()
     assert bool(left) == (shard_rows == 5)
@@ -174,9 +172,7 @@ def test_a_failed_job_leaves_shards_to_clean(
 
 def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
     writer = SideWriter(place, ds, {"int64": "int64"})
-    with pytest.raises(
-        DatasetBusyError, match=r"found 'side data', process \d+ of this machine"
-    ):
+    with pytest.raises(DatasetBusyError, match="side data"):
         clean(place, delete=True, older_than=0, no_writers=True)
     with caplog.at_level(logging.WARNING, "packstore"):
         late = SideWriter(place, ds, {"float64": "float64"})
@@ -185,9 +181,7 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
         writer.write(packs.example_ids, {"int64": packs.example_ids})
         late.write(packs.example_ids, {"float64": packs.example_ids.astype(float)})
     writer.commit()
-    with pytest.raises(
-        DatasetExistsError, match="only one writer may commit at a time"
-    ):
+    with pytest.raises(DatasetExistsError):
         late.commit()
     late.abort()
     clean(place, delete=True, older_than=0, no_writers=True)
@@ -198,63 +192,39 @@ def test_the_writer_that_commits_first_wins(ds, place, caplog) -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "provenance", "message"),
+    ("columns", "provenance", "name"),
     [
-        ({"x": "float16"}, {}, "a type among: string, int64"),
-        ({"_x": "float32"}, {}, "must begin with a letter"),
-        (
-            {"x": "float32"},
-            {"model": object()},
-            "must be a text, a number, a boolean or null",
-        ),
+        ({"x": "float16"}, {}, "float16"),
+        ({"_x": "float32"}, {}, "_x"),
+        ({"x": "float32"}, {"model": object()}, "model"),
     ],
 )
-def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, message) -> None:
-    with pytest.raises(FormatError, match=message):
+def test_columns_that_may_not_be(ds, tmp_path, columns, provenance, name) -> None:
+    with pytest.raises(FormatError, match=name):
         SideWriter(str(tmp_path / "side"), ds, columns, provenance=provenance)
     assert not (tmp_path / "side").exists()
 
 
 @pytest.mark.parametrize(
-    ("columns", "values", "error", "message"),
+    ("columns", "values", "error"),
     [
-        ({"x": "float32"}, {"y": [1.0, 2.0]}, ConfigError, "columns x got y"),
-        (
-            {"x": "float32"},
-            {"x": [1.0]},
-            ConfigError,
-            r"x must have shape \(2,\); found \(1,\)",
-        ),
-        ({"x": "float32"}, {"x": [[1.0], [2.0]]}, ConfigError, r"found \(2, 1\)"),
-        (
-            {"x": "int64"},
-            {"x": ["a", "b"]},
-            ConfigError,
-            "x must hold values of type int64",
-        ),
-        (
-            {"x": "string"},
-            {"x": ["a", None]},
-            ConfigError,
-            "a value for each example; found None",
-        ),
-        (
-            {"ref_logps": "list<float32>"},
-            {"ref_logps": [1.0, 2]},
-            ConfigError,
-            r"shape \(4,\)",
-        ),
+        ({"x": "float32"}, {"y": [1.0, 2.0]}, ConfigError),
+        ({"x": "float32"}, {"x": [1.0]}, ConfigError),
+        ({"x": "float32"}, {"x": [[1.0], [2.0]]}, ConfigError),
+        ({"x": "int64"}, {"x": ["a", "b"]}, ConfigError),
+        ({"x": "string"}, {"x": ["a", None]}, ConfigError),
+        ({"ref_logps": "list<float32>"}, {"ref_logps": [1.0, 2]}, ConfigError),
         (
             {"ref_logps": "list<float32>"},
             {"ref_logps": [-1, -2, np.nan, -4]},
             FormatError,
-            "its values must be finite",
         ),
     ],
 )
-def test_values_that_do_not_fit(ds, tmp_path, columns, values, error, message) -> None:
+def test_values_that_do_not_fit(ds, tmp_path, columns, values, error) -> None:
     writer = SideWriter(str(tmp_path / "side"), ds, columns)
-    with pytest.raises(error, match=message):
+    (name,) = columns
+    with pytest.raises(error, match=name):
         writer.write(
             np.array([0, 1]), {name: np.array(v) for name, v in values.items()}
         )
@@ -263,59 +233,44 @@ def test_values_that_do_not_fit(ds, tmp_path, columns, values, error, message) -
 def test_examples_of_several_responses_need_their_counts(kit, tmp_path) -> None:
     ds = kit.made(tmp_path / "ds", 9, "scored")
     writer = SideWriter(str(tmp_path / "side"), ds, {"x": "int64"})
-    with pytest.raises(ConfigError, match="need num_responses"):
+    with pytest.raises(ConfigError, match="num_responses"):
         writer.write(np.array([0]), {"x": np.array([1])})
     counts = np.concatenate([p.num_responses for p in ds.iter_packs()])
     with SideWriter(str(tmp_path / "b"), ds, {"ref_logps": "list<float32>"}) as writer:
         values = np.zeros(int(counts.sum()), np.float32)
         writer.write(np.arange(9), {"ref_logps": values}, np.roll(counts, 1))
-    with pytest.raises(
-        CompatibilityError, match=r"example \d: it must have ref_logps of \d seq"
-    ):
+    with pytest.raises(CompatibilityError, match="ref_logps"):
         joined(ds, str(tmp_path / "b"))
 
 
 @pytest.mark.parametrize(
-    ("ids", "error", "message"),
+    ("ids", "error", "first"),
     [
-        (
-            {3: 5, 70: 5},
-            IntegrityError,
-            "distinct; found 2 that repeat, the first of them 5",
-        ),
-        ({4: -1}, CompatibilityError, r"none for 1 of \d+, the first of them 4"),
-        (
-            {89: -1},
-            CompatibilityError,
-            r"none for 1 of \d+, the first of them 89",
-        ),  # the last one
+        ({3: 5, 70: 5}, IntegrityError, 5),
+        ({4: -1}, CompatibilityError, 4),
+        ({89: -1}, CompatibilityError, 89),  # the last one
     ],
 )
-def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, message) -> None:
+def test_ids_that_repeat_or_are_missing(ds, tmp_path, ids, error, first) -> None:
     with SideWriter(str(tmp_path / "side"), ds, {"x": "int64"}) as writer:
         every = np.array([ids.get(i, i) for i in range(90)])
         writer.write(every, {"x": every})
-    with pytest.raises(error, match=message):
+    with pytest.raises(error, match=rf"\b{first}\b"):
         joined(ds, str(tmp_path / "side"))
 
 
 def test_what_is_refused_before_anything_is_read(kit, ds, tmp_path) -> None:
     url = derived(str(tmp_path / "side"), ds)
     other = kit.made(tmp_path / "other", kit.records(90, seed=1))
-    with pytest.raises(
-        CompatibilityError, match="its lineage must be that of the dataset"
-    ):
+    with pytest.raises(CompatibilityError, match="lineage"):
         joined(other, url)
-    message = "its kind must be that of the dataset, 'sft'; found 'preference'"
-    with pytest.raises(CompatibilityError, match=message):
+    with pytest.raises(CompatibilityError, match="kind"):
         joined(kit.made(tmp_path / "sft", 90, "sft"), url)
     shorter = packstore.pack(
         ds, str(tmp_path / "less"), pack_size=30, max_drop_rate=0.9
     )
     some = derived(str(tmp_path / "some"), shorter)
-    with pytest.raises(
-        CompatibilityError, match=r"must have values for each of 90 examples"
-    ):
+    with pytest.raises(CompatibilityError, match="90 examples"):
         joined(ds, some)
 
 

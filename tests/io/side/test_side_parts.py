@@ -101,11 +101,9 @@ def test_after_concat(tmp_path: Path) -> None:
     outer = packstore.concat([a, inner, inner, b], str(tmp_path / "all"))
     assert_joined(outer, [a_side, b_side, c_side])
     bc_side = side_of(inner)
-    with pytest.raises(
-        CompatibilityError, match=r"all 6 sources.*none from source 0 on"
-    ):
+    with pytest.raises(CompatibilityError, match="source 0"):
         PackedDataset(outer, side=[bc_side])
-    with pytest.raises(CompatibilityError, match="none from source 5 on"):
+    with pytest.raises(CompatibilityError, match="source 5"):
         PackedDataset(outer, side=[a_side, bc_side])
     repeated = packstore.concat(
         [inner, inner, inner, inner], str(tmp_path / "repeated")
@@ -144,23 +142,17 @@ def test_what_is_covered_twice_or_not_at_all(tmp_path: Path) -> None:
     assert_joined(whole, [a_side, b_side, names], ["score", "name"])
     other = side_of(pack(tmp_path / "other", pairs(30, 5)), "score")
     for sides, error, found in (
-        (
-            [a_side],
-            CompatibilityError,
-            "'score' must cover all 2 sources.*none from source 1 on",
-        ),
-        ([b_side], CompatibilityError, "none from source 0 on"),
-        ([a_side, b_side, logps], CompatibilityError, "'ref_logps' must cover"),
-        ([a_side, b_side, other], CompatibilityError, "or of a part of it"),
-        ([a_side, b_side, b_side], ConfigError, "two columns .* named 'score'"),
-        ([whole_side, b_side], ConfigError, "two columns .* named 'score'"),
-        ([a_side, whole_side], ConfigError, "two columns .* named 'score'"),
+        ([a_side], CompatibilityError, "'score'.*source 1"),
+        ([b_side], CompatibilityError, "source 0"),
+        ([a_side, b_side, logps], CompatibilityError, "'ref_logps'"),
+        ([a_side, b_side, other], CompatibilityError, "lineage"),
+        ([a_side, b_side, b_side], ConfigError, "'score'"),
+        ([whole_side, b_side], ConfigError, "'score'"),
+        ([a_side, whole_side], ConfigError, "'score'"),
     ):
         with pytest.raises(error, match=found):
             PackedDataset(whole, side=sides)
-    with pytest.raises(
-        CompatibilityError, match="its lineage must be that of the dataset"
-    ):
+    with pytest.raises(CompatibilityError, match="lineage"):
         PackedDataset(a, side=[whole_side])
 
 
@@ -170,14 +162,12 @@ def test_an_example_of_no_part_is_refused(tmp_path: Path) -> None:
     sides = [side_of(a), side_of(b)]
     whole = packstore.concat([a, b], str(tmp_path / "ab"))
     edit_manifest(whole.url, lambda m: m["shards"][-1].update(example_id_base=7 << 40))
-    with pytest.raises(CompatibilityError, match="no part with example 7696581394"):
+    with pytest.raises(CompatibilityError, match="7696581394"):
         list(PackedDataset(whole.url, side=sides))
     edit_manifest(
         open_side_url := sides[1],
         lambda m: m.update(kind="sft"),
         manifest_path(1, "side"),
     )
-    with pytest.raises(
-        CompatibilityError, match=f"{open_side_url}.*its kind must be that"
-    ):
+    with pytest.raises(CompatibilityError, match=f"{open_side_url}.*kind"):
         PackedDataset(whole.url, side=sides)

@@ -65,7 +65,7 @@ def test_shards_of_a_failed_first_job_are_removed(place: str) -> None:
     clean(place, **NOW)
     assert not files(place)
     Files(place).write("data/table.parquet", b"of another program")
-    with pytest.raises(DatasetNotFoundError, match="must be a dataset"):
+    with pytest.raises(DatasetNotFoundError, match="dataset"):
         clean(place, **NOW)
 
 
@@ -243,7 +243,7 @@ def test_it_lists_as_often_for_many_versions(
 def test_small_ages_need_a_word(place: str) -> None:
     pack(place)
     for age in (0, 3599.0, -1):
-        with pytest.raises(ConfigError, match=r"at least 3600 s.*no_writers=True"):
+        with pytest.raises(ConfigError, match="no_writers"):
             clean(place, older_than=age)
     clean(place, older_than=3600)
     reached, go = threading.Event(), threading.Event()
@@ -256,9 +256,7 @@ def test_small_ages_need_a_word(place: str) -> None:
     writer = threading.Thread(target=lambda: pack(place, records(), overwrite=True))
     writer.start()
     assert reached.wait(120)
-    with pytest.raises(
-        DatasetBusyError, match=r"found 'pack', process \d+ of this machine"
-    ):
+    with pytest.raises(DatasetBusyError, match="'pack'"):
         clean(place, **NOW)
     assert "process" in (clean(place, delete=True).writer or "")
     go.set()
@@ -329,7 +327,7 @@ def test_versions_that_were_replaced_lately_stay(
     )  # until just now version 2 was the current one
     clean(place, delete=True, keep_versions=1)
     assert packstore.open(place, version=2).verify().ok
-    with pytest.raises(DatasetNotFoundError, match="must have version 1"):
+    with pytest.raises(DatasetNotFoundError, match="version 1"):
         packstore.open(place, version=1)
     later(monkeypatch, 16 * DAY)
     clean(place, delete=True, keep_versions=1)

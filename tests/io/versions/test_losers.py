@@ -38,22 +38,16 @@ def test_a_commit_without_its_shards_is_told(place: str, how: str) -> None:
 
     with (
         at_each("create_bytes", lose_a_shard),
-        pytest.raises(
-            MissingFilesError, match=r"version 2, which was just .* found 1 of its"
-        ),
+        pytest.raises(MissingFilesError, match="version 2"),
     ):
         ACTS[how](place, other)
     broken = packstore.open(place)
     assert broken.version == 2
     with pytest.raises(StorageError, match=r"data/.*, row group 0"):
         list(broken.iter_packs())
-    with pytest.raises(
-        MissingFilesError, match="must have all files that version 2 names"
-    ):
+    with pytest.raises(MissingFilesError, match="version 2"):
         packstore.append(place, pairs(20, 2000))
-    with pytest.raises(
-        MissingFilesError, match="must have all files that version 2 names"
-    ):
+    with pytest.raises(MissingFilesError, match="version 2"):
         packstore.concat([place, other], f"{place}-out")
     assert packstore.open(place, version=1).verify().ok
 

@@ -169,15 +169,13 @@ def test_fillers_and_reference(kit: SimpleNamespace) -> None:
     )
     assert batch.weights.tolist() == [1, 1, 1, 1, 0, 0]
     assert batch.ref_logps.tolist() == list(range(12))
-    with pytest.raises(ConfigError, match="12 sequences; found 3"):
+    with pytest.raises(ConfigError, match="ref_logps"):
         collate(packs, "preference", ref_logps=np.zeros(3, np.float32))
-    with pytest.raises(
-        UnknownNameError, match="'dpo'; choose from: preference, sft, scored"
-    ):
+    with pytest.raises(UnknownNameError, match="'dpo'"):
         collate(packs, "dpo")
-    with pytest.raises(UnknownNameError, match="unknown kind 'pairs'"):
+    with pytest.raises(UnknownNameError, match="'pairs'"):
         PackCollator("pairs")
-    with pytest.raises(ConfigError, match="at least one pack"):
+    with pytest.raises(ConfigError, match="pack"):
         collate([], "preference")
 
 
@@ -298,26 +296,18 @@ def test_a_batch_shows_what_it_holds(kit: SimpleNamespace) -> None:
         assert name in dir(batch)
         assert batch[name] is getattr(batch, name)
     for name in ("input_id", "to", "_signed_ids", "model_inputs"):
-        with pytest.raises(
-            KeyError, match=f"no field '{name}'; it has: .*input_ids.*, weights"
-        ):
+        with pytest.raises(KeyError, match=f"'{name}'"):
             batch[name]
 
 
 def test_refusals(kit: SimpleNamespace) -> None:
     batch = collate(kit.packed(EXAMPLES, [6], "shared_prefix"), "preference")
     for style in ("flash", "megatron"):
-        with pytest.raises(
-            BackendError, match=r"every segment must be whole.*shared prefix"
-        ):
+        with pytest.raises(BackendError, match=style):
             batch.model_inputs(style)  # type: ignore[arg-type]
-    with pytest.raises(
-        BackendError, match=r"packed_seq_params: every segment must be whole"
-    ):
+    with pytest.raises(BackendError, match="packed_seq_params"):
         packed_seq_params(batch)
-    with pytest.raises(
-        UnknownNameError, match="'fsdp'; choose one of: hf, flash, megatron, padded"
-    ):
+    with pytest.raises(UnknownNameError, match="'fsdp'"):
         batch.model_inputs("fsdp")  # type: ignore[arg-type]
 
 

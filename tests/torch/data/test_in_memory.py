@@ -45,7 +45,7 @@ def real_ids(batches: Any) -> list[int]:
 def test_examples_are_taken_as_they_are() -> None:
     batches = pt.pack_in_memory(EXAMPLES, 90, kind="preference")
     assert sorted(real_ids(batches)) == sorted(EXAMPLES.example_ids.tolist())
-    with pytest.raises(ConfigError, match="kind of examples must be given"):
+    with pytest.raises(ConfigError, match="kind"):
         pt.pack_in_memory(EXAMPLES, 90)
 
 
@@ -151,39 +151,24 @@ def test_rollouts_of_equal_responses_are_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "mentioned"),
     [
-        (
-            ([1], [[2], [3]]),
-            "must be .prompt, responses, rewards., or dicts; found a tuple of 2",
-        ),
+        (([1], [[2], [3]]), "rewards"),
         (([1], [[2], [3]], [1.0]), "item 2.* scores"),
-        (
-            ([1, 2], [[2], []], [1.0, 0.0]),
-            r"item 2.*\[empty_side\]; found response 2 of 2 empty",
-        ),
-        (
-            ([], [[2], [3]], [1.0, 0.0]),
-            r"item 2.*\[unsupervised\]; found response 1 has no superv",
-        ),
-        (
-            ([1], [[2], [-3]], [1.0, 0.0]),
-            "item 2.*response 2 must be token ids, whole numbers",
-        ),
-        (
-            ([1], [[2], [1 << 31]], [1.0, 0.0]),
-            "item 2.*response 2 must be token ids, whole num",
-        ),
+        (([1, 2], [[2], []], [1.0, 0.0]), "item 2.*empty_side"),
+        (([], [[2], [3]], [1.0, 0.0]), "item 2.*unsupervised"),
+        (([1], [[2], [-3]], [1.0, 0.0]), "item 2.*response 2"),
+        (([1], [[2], [1 << 31]], [1.0, 0.0]), "item 2.*response 2"),
         (([1], [[2], [0.5]], [1.0, 0.0]), "item 2"),
-        (([1], [[2], [3]], [1.0, np.nan]), "item 2.*must be a finite number"),
+        (([1], [[2], [3]], [1.0, np.nan]), "item 2"),
         (([1], [[2], "ab"], [1.0, 0.0]), "item 2"),
         (([1], [], []), "item 2"),
     ],
 )
-def test_rollouts_that_are_refused(wrong: Any, message: str) -> None:
+def test_rollouts_that_are_refused(wrong: Any, mentioned: str) -> None:
     good = ([1], [[2], [3]], [1.0, 0.0])
     assert len(pt.pack_in_memory([good, good], 90)) == 1
-    with pytest.raises(RecordError, match=message):
+    with pytest.raises(RecordError, match=mentioned):
         pt.pack_in_memory([good, wrong], 90)
 
 
@@ -191,16 +176,13 @@ PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    ("wrong", "mentioned"),
     [
-        ({**PAIR, "rejected": None}, r"records, item 2.*\[missing_field\]"),
-        ({**PAIR, "chosen": []}, r"\[empty_side\]; found response 1 of 2"),
-        ({**PAIR, "prompt": "hi"}, "prompt must be token ids, .*found 'hi'"),
-        ({**PAIR, "prompt": [-1]}, "prompt must be token ids, whole"),
-        (
-            {"prompt": "a", "chosen": "b", "rejected": "c"},
-            "records: they must be token ids",
-        ),
+        ({**PAIR, "rejected": None}, "item 2.*missing_field"),
+        ({**PAIR, "chosen": []}, "empty_side"),
+        ({**PAIR, "prompt": "hi"}, "prompt"),
+        ({**PAIR, "prompt": [-1]}, "prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "token ids"),
         (
             {
                 **PAIR,
@@ -208,23 +190,21 @@ PAIR = {"prompt": [1], "chosen": [2], "rejected": [3]}
                 "chosen": "b",
                 "rejected": "c",
             },
-            "records: they must be token ids; found text",
+            "token ids",
         ),
         (
             {**PAIR, "chosen": [2] * 90},
-            "record 1: it must fit pack_size 90; found 93 tokens",
+            "pack_size",
         ),
     ],
 )
-def test_records_that_are_refused(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecordError, match=message):
+def test_records_that_are_refused(wrong: dict[str, Any], mentioned: str) -> None:
+    with pytest.raises(RecordError, match=mentioned):
         pt.pack_in_memory([PAIR, wrong], 90)
     some = [{**PAIR, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}, PAIR]
-    with pytest.raises(
-        RecordError, match="record 1: it must have ref_chosen_logps and ref_reje"
-    ):
+    with pytest.raises(RecordError, match="ref_chosen_logps"):
         pt.pack_in_memory(some, 90)
-    with pytest.raises(ConfigError, match="one at least"):
+    with pytest.raises(ConfigError, match="records"):
         pt.pack_in_memory([], 90)
 
 

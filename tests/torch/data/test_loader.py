@@ -175,9 +175,7 @@ def test_workers_whose_sockets_would_have_no_room_are_refused(
     long = tmp_path / ("long" * 25)
     long.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(long))
-    with pytest.raises(
-        ConfigError, match=r"TMPDIR of at most 70 .*shorter folder, or .*workers=0"
-    ):
+    with pytest.raises(ConfigError, match="TMPDIR"):
         PackedDataLoader(make(stored), num_workers=1)
     assert len(list(PackedDataLoader(make(stored)))) == N
 
@@ -276,30 +274,27 @@ def test_epochs(stored: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "field"),
     [
-        ({"version": 2}, "version must be 1; found 2"),
-        ({"dataset": "0" * 64}, "dataset must be '.*; found '000"),
-        ({"seed": 2}, "seed must be 1; found 2"),
-        ({"lanes": 64}, "lanes must be 4; found 64"),
-        ({"shuffle": False}, "shuffle must be True; found False"),
-        ({"next": N + 1}, "next must lie in 0..23; found 24"),
-        ({"step": -1}, "step and batches must be whole numbers from 0; found -1 and 0"),
-        (
-            {"batches": 1, "cut": {"packs": 1}},
-            "cut must be the settings of a loader; found unknown",
-        ),
-        ({"given": "x"}, "given must be bits in hexadecimal; found 'x'"),
-        ({"given": "80"}, "given must name packs between next and 23; found '80'"),
-        ({"seed": ...}, "seed must be 1; found none"),
+        ({"version": 2}, "version"),
+        ({"dataset": "0" * 64}, "dataset"),
+        ({"seed": 2}, "seed"),
+        ({"lanes": 64}, "lanes"),
+        ({"shuffle": False}, "shuffle"),
+        ({"next": N + 1}, "next"),
+        ({"step": -1}, "step"),
+        ({"batches": 1, "cut": {"packs": 1}}, "cut"),
+        ({"given": "x"}, "given"),
+        ({"given": "80"}, "given"),
+        ({"seed": ...}, "seed"),
     ],
 )
 def test_a_state_that_does_not_belong_is_refused(
-    stored: Dataset, change: dict[str, Any], message: str
+    stored: Dataset, change: dict[str, Any], field: str
 ) -> None:
     loader = PackedDataLoader(make(stored))
     state = {k: v for k, v in {**loader.state_dict(), **change}.items() if v is not ...}
-    with pytest.raises(CompatibilityError, match=f"loader state: {message}"):
+    with pytest.raises(CompatibilityError, match=f"loader state: {field}"):
         loader.load_state_dict(state)
 
 
@@ -312,18 +307,14 @@ def test_the_global_random_state_is_left_alone(stored: Dataset) -> None:
 def test_rank_of_the_launcher(stored: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     early = PackedDataset(stored)
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(
-        ConfigError, match="must give RANK beside WORLD_SIZE; found WORLD_SIZE=2"
-    ):
+    with pytest.raises(ConfigError, match="WORLD_SIZE"):
         PackedDataset(stored)
     monkeypatch.setenv("RANK", "1")
     for each in (
         early,
         PackedDataLoader(early),
     ):  # else every rank would train on all packs
-        with pytest.raises(
-            ConfigError, match=r"made after .* found rank 1 of 2, after 0 of 1"
-        ):
+        with pytest.raises(ConfigError, match="rank 1 of 2"):
             iter(each)
     assert len(list(make(stored))) == N
     data = PackedDataset(stored.url, seed=1, lanes=LANES)
@@ -391,9 +382,7 @@ def test_the_advised_pack_size_fits(
     )
     assert advised
     assert not warning(int(advised[1]), 64)
-    assert "takes a pack. Use fewer ranks, or set examples_per_step=" in warning(
-        2048, 1
-    )
+    assert "examples_per_step=" in warning(2048, 1)
 
 
 def test_an_estimate_has_the_steps_of_a_loader(tmp_path: Path) -> None:
@@ -416,42 +405,28 @@ def test_an_estimate_has_the_steps_of_a_loader(tmp_path: Path) -> None:
 def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     with pytest.raises(DatasetNotFoundError):
         PackedDataset(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="rank and world_size go together"):
+    with pytest.raises(ConfigError, match="world_size"):
         PackedDataset(stored, rank=0)
-    with pytest.raises(ConfigError, match=r"rank must lie in 0..1; found 2"):
+    with pytest.raises(ConfigError, match="rank"):
         make(stored, 2, 2)
-    with pytest.raises(ConfigError, match="PackedDataLoader: it loads batches itself"):
+    with pytest.raises(ConfigError, match="PackedDataLoader"):
         next(iter(DataLoader(PackedDataLoader(make(stored)), None)))  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match="argument state: it must be Mapping; found list"
-    ):
+    with pytest.raises(ConfigError, match="state"):
         PackedDataLoader(make(stored)).load_state_dict([])  # type: ignore[arg-type]
-    for settings, message in (
-        ({"packs_per_batch": 0}, "packs_per_batch must be at least 1"),
-        (
-            {"num_workers": -1},
-            "at least 0 and prefetch_factor at least 1; found -1 ",
-        ),
-        ({"drop_last": "keep"}, "drop_last must be bool; found .keep."),
-        (
-            {"prefetch_factor": 2},
-            "prefetch_factor and persistent_workers need num_workers",
-        ),
-        ({"packs": 2}, "unknown setting 'packs'; BatchConfig lists all"),
-        (
-            {"packs_per_batch": 1, "tokens_per_batch": 99},
-            "packs_per_batch or tokens_per_batch",
-        ),
+    for settings, mentioned in (
+        ({"packs_per_batch": 0}, "packs_per_batch"),
+        ({"num_workers": -1}, "num_workers"),
+        ({"drop_last": "keep"}, "drop_last"),
+        ({"prefetch_factor": 2}, "prefetch_factor"),
+        ({"packs": 2}, "'packs'"),
+        ({"packs_per_batch": 1, "tokens_per_batch": 99}, "tokens_per_batch"),
         (
             {"examples_per_step": 9, "gradient_accumulation_steps": 2},
-            "or gradient_accumulation_steps, not both",
+            "gradient_accumulation_steps",
         ),
-        (
-            {"tokens_per_batch": 20},
-            "every pack must fit tokens_per_batch=20; found .* tokens in pack",
-        ),
+        ({"tokens_per_batch": 20}, "tokens_per_batch=20"),
     ):
-        with pytest.raises(ConfigError, match=message):
+        with pytest.raises(ConfigError, match=mentioned):
             PackedDataLoader(make(stored), **settings)  # type: ignore[arg-type]
 
 
@@ -473,11 +448,9 @@ def test_stratified_order(varied: Dataset) -> None:
     assert sorted(first_ids(spread)) == sorted(first_ids(plain))
     assert first_ids(spread) != first_ids(plain)
     for a, b in ((plain, spread), (spread, plain)):
-        with pytest.raises(CompatibilityError, match="shuffle must be"):
+        with pytest.raises(CompatibilityError, match="shuffle"):
             b.load_state_dict(a.state_dict())
-    with pytest.raises(
-        ConfigError, match="one of: True, False, stratified; found 'no'"
-    ):
+    with pytest.raises(ConfigError, match="shuffle"):
         PackedDataset(varied, shuffle="no")  # type: ignore[arg-type]
 
 

@@ -181,7 +181,7 @@ def test_a_state_of_another_mix_is_refused(stored: list[Dataset]) -> None:
         ({a: 2, b: 1}, {"stopping_strategy": "first_exhausted", "seed": 3}),
     ]
     for weights, how in others:
-        with pytest.raises(CompatibilityError, match="mix must be"):
+        with pytest.raises(CompatibilityError, match="mix"):
             PackedDataset.mix(weights, **how).load_state_dict(state)
 
 
@@ -210,28 +210,24 @@ def test_a_source_with_options_of_its_own(
 def test_refusals(stored: list[Dataset], kit: SimpleNamespace, tmp_path: Path) -> None:
     a, b = stored
     for weight in (0, -1, math.inf, math.nan):
-        with pytest.raises(ConfigError, match="weights above 0; found"):
+        with pytest.raises(ConfigError, match="weights"):
             PackedDataset.mix({a: 1, b: weight})
-    with pytest.raises(ConfigError, match="weights: it must be Mapping; found list"):
+    with pytest.raises(ConfigError, match="weights"):
         PackedDataset.mix(stored)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="weights above 0"):
+    with pytest.raises(ConfigError, match="weights"):
         PackedDataset.mix({})
     with pytest.raises(
         ConfigError,
-        match="one of: first_exhausted, all_exhausted; found 'last'",
+        match="stopping_strategy",
     ):
         PackedDataset.mix({a: 1}, stopping_strategy="last")  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError, match="those of its sources; found 0 of 1, and 1 of 2"
-    ):
+    with pytest.raises(ConfigError, match="1 of 2"):
         PackedDataset.mix({PackedDataset(a, rank=1, world_size=2): 1})
-    with pytest.raises(ConfigError, match="side data joins a dataset"):
+    with pytest.raises(ConfigError, match="side"):
         PackedDataset(PackedDataset.mix({a: 1}).stream, side=["side"])
-    with pytest.raises(ConfigError, match="source 0 of the mix must be a dataset"):
+    with pytest.raises(ConfigError, match="source 0"):
         PackedDataset.mix({PackedDataset.mix({a: 1}): 1})
     packs = kit.packed(random_examples(4, kind="sft"), [2, 2], "concat")
     sft = kit.write(str(tmp_path / "sft"), packs, "sft")
-    with pytest.raises(
-        CompatibilityError, match="sources of the mix must be of one kind; found"
-    ):
+    with pytest.raises(CompatibilityError, match="kind"):
         PackedDataset.mix({a: 1, sft: 1})

@@ -274,12 +274,9 @@ def test_a_pack_longer_than_the_budget_is_refused_at_once(memory: Any) -> None:
     data.set_epoch(0)
     longest = int(memory.pack_sizes.tokens.max())
     where = int(np.flatnonzero(memory.pack_sizes.tokens[memory.order] == longest)[0])
-    message = (
-        f"must fit tokens_per_batch={longest - 1}; found {longest} tokens in "
-        f"pack {where} of"
-    )
-    with pytest.raises(ConfigError, match=message):
+    mentioned = f"tokens_per_batch={longest - 1}.*pack {where} "
+    with pytest.raises(ConfigError, match=mentioned):
         PackedDataLoader(data, tokens_per_batch=longest - 1)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioned):
         data.plan(tokens_per_batch=longest - 1)
     PackedDataLoader(data, tokens_per_batch=longest)

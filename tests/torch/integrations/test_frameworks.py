@@ -165,9 +165,7 @@ def test_accelerate_on_one_rank_cannot_cut_up_packs(
     loader = DataLoader(
         PackedDataset(stored), size, collate_fn=lambda packs: vars(packs[0])
     )
-    with pytest.raises(
-        ConfigError, match=r"once; .* the Accelerator with dispatch_batches=False"
-    ):
+    with pytest.raises(ConfigError, match="dispatch_batches"):
         next(iter(accumulating.prepare(loader)))
 
 
@@ -181,7 +179,7 @@ def test_accelerate_out_of_phase(stored: Dataset, accumulating: Any) -> None:
     ):
         for batch in PackedDataLoader(PackedDataset(stored), **how):
             logps = torch.zeros(batch.num_segments, requires_grad=True)
-            with pytest.raises(ConfigError, match="Accelerate: optimizer steps"):
+            with pytest.raises(ConfigError, match="Accelerate"):
                 loss_fn(logps, batch)
             with torch.no_grad():
                 loss_fn(logps.detach(), batch)  # an evaluation
@@ -215,9 +213,7 @@ def test_accelerate_skips_by_position(stored: Dataset) -> None:
         "accelerate", reason="accelerate is in the extra train"
     )
     loader = PackedDataLoader(PackedDataset(stored))
-    with pytest.raises(
-        ConfigError, match=r"so it has no dataset; .* load_state_dict\(state\)"
-    ):
+    with pytest.raises(ConfigError, match="load_state_dict"):
         accelerate.skip_first_batches(loader, 3)
     assert not any(
         hasattr(loader, name) for name in ("dataset", "batch_size", "nothing")
@@ -231,7 +227,7 @@ def test_ray_would_deal_again(stored: Dataset, name: str) -> None:
     workers.
     """
     loader = PackedDataLoader(PackedDataset(stored, rank=0, world_size=2))
-    with pytest.raises(ConfigError, match=f"no {name}; .*add_dist_sampler=False"):
+    with pytest.raises(ConfigError, match="add_dist_sampler"):
         getattr(loader, name)
 
 
@@ -273,11 +269,7 @@ def test_lightning_divides_only_what_it_is_given_by_hand(
     loader = PackedDataLoader(
         PackedDataset(stored), gradient_accumulation_steps=batches, drop_last=True
     )
-    with (
-        nullcontext()
-        if taken
-        else pytest.raises(ConfigError, match="Lightning: optimizer steps")
-    ):
+    with nullcontext() if taken else pytest.raises(ConfigError, match="Lightning"):
         trainer.fit(Module(), loader)
 
 
@@ -318,9 +310,5 @@ def test_a_trainer_of_ones_own_divides_too(
     )  # fmt: skip
     trainer = Own(torch.nn.Linear(1, 1), args, train_dataset=[])
     taken = steps == batches == 1
-    with (
-        nullcontext()
-        if taken
-        else pytest.raises(ConfigError, match="Trainer: optimizer steps")
-    ):
+    with nullcontext() if taken else pytest.raises(ConfigError, match="Trainer"):
         trainer.train()

@@ -129,34 +129,22 @@ def test_metrics(kit: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "mentioned"),
     [
-        (
-            {"beta": 0.1},
-            "no loss setting 'beta'; it takes: preference_loss, ref_policy_kl_penalty",
-        ),
-        (
-            {"preference_loss": "simpo"},
-            "no preference_loss 'simpo'; choose one of: dpo, ipo,",
-        ),
-        ({}, "ref_policy_kl_penalty must be above 0; found None"),
-        (
-            {"ref_policy_kl_penalty": 0.0},
-            "ref_policy_kl_penalty must be above 0; found 0.0",
-        ),
-        ({"ref_policy_kl_penalty": -1}, "beta must be above 0"),
+        ({"beta": 0.1}, "'beta'"),
+        ({"preference_loss": "simpo"}, "'simpo'"),
+        ({}, "ref_policy_kl_penalty"),
+        ({"ref_policy_kl_penalty": 0.0}, "ref_policy_kl_penalty"),
+        ({"ref_policy_kl_penalty": -1}, "beta"),
         (
             {"ref_policy_kl_penalty": 1, "preference_average_log_probs": "yes"},
-            "preference_average_log_probs must be true or false; found 'yes'",
+            "preference_average_log_probs",
         ),
-        (
-            {"ref_policy_kl_penalty": 1, "preference_loss_weight": 0},
-            "must not all be 0",
-        ),
+        ({"ref_policy_kl_penalty": 1, "preference_loss_weight": 0}, "weight"),
     ],
 )
-def test_refusals(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_refusals(settings: dict[str, Any], mentioned: str) -> None:
+    with pytest.raises(ConfigError, match=mentioned) as caught:
         loss_from_nemo(settings)
     assert isinstance(caught.value, UnknownNameError) == (
         "NeMo-Aligner has no" in str(caught.value)
@@ -177,9 +165,7 @@ def test_the_page_of_losses_has_every_loss() -> None:
     table = {
         row[0].strip("`"): row[1:] for row in rows if len(row) == 4 and "`" in row[0]
     }
-    with pytest.raises(
-        UnknownNameError, match=rf"choose one of: {', '.join(table)}\.$"
-    ):
+    with pytest.raises(UnknownNameError, match=", ".join(table)):
         PreferenceLoss("?")
     for name, cells in table.items():
         (member,) = PreferenceLoss(name).terms
@@ -195,12 +181,8 @@ def test_the_page_of_losses_has_every_loss() -> None:
     )
     assert len(omitted) == 5
     for name in omitted:
-        with pytest.raises(
-            UnknownNameError, match=f"loss '{name}' is left out on purpose: it "
-        ):
+        with pytest.raises(UnknownNameError, match=f"'{name}'"):
             PreferenceLoss(name)
     for name, here in (("sigmoid", "dpo"), ("nll", "sft"), ("rebel", "rpo_sq")):
-        with pytest.raises(
-            UnknownNameError, match=f"unknown loss '{name}'; here it is '{here}'"
-        ):
+        with pytest.raises(UnknownNameError, match=f"'{name}'.*'{here}'"):
             PreferenceLoss(name)

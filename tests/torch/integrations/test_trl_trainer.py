@@ -336,9 +336,7 @@ def test_a_packed_dataset(
     assert losses[-1] < 0.6
     assert any("eval_rewards/margins" in line for line in trainer.state.log_history)
     too_long = config_of(trl, tmp_path / "run", max_length=8)
-    with pytest.raises(
-        CompatibilityError, match=r"at most max_length 8 .* Set max_length=None"
-    ):
+    with pytest.raises(CompatibilityError, match="max_length"):
         packed_trainer(
             folder, args=too_long, train_dataset=packed, processing_class=tokenizer
         )
@@ -367,22 +365,22 @@ def test_weights_of_a_loss_that_is_named_twice_are_added(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "mentioned"),
     [
-        ({"use_weighting": True}, "use_weighting: it must be False"),
-        ({"ld_alpha": 0.5}, "ld_alpha: it must be None"),
-        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of: it must be None"),
-        ({"truncation_mode": "keep_end"}, "truncation_mode: it must be 'keep_start'"),
-        ({"label_smoothing": 0.1}, "label_smoothing changes none of"),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor: it must be 0"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha: it must be None"),
+        ({"use_weighting": True}, "use_weighting"),
+        ({"ld_alpha": 0.5}, "ld_alpha"),
+        ({"pad_to_multiple_of": 8}, "pad_to_multiple_of"),
+        ({"truncation_mode": "keep_end"}, "truncation_mode"),
+        ({"label_smoothing": 0.1}, "label_smoothing"),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor"),
+        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
         (
             {"average_tokens_across_devices": False},
-            "average_tokens_across_devices: it must be True",
+            "average_tokens_across_devices",
         ),
-        ({"loss_type": ["sft"]}, "loss_type: it must .*'sft'"),
-        ({"loss_type": ["aot"]}, "couples the pairs of a batch"),
-        ({"loss_type": ["sigmod"]}, "unknown loss 'sigmod'. Did you mean 'sigmoid'"),
+        ({"loss_type": ["sft"]}, "loss_type"),
+        ({"loss_type": ["aot"]}, "'aot"),
+        ({"loss_type": ["sigmod"]}, "'sigmoid'"),
         (
             {"loss_type": ["hinge"], "f_divergence_type": "js_divergence"},
             "f_divergence_type",
@@ -390,9 +388,9 @@ def test_weights_of_a_loss_that_is_named_twice_are_added(
     ],
 )
 def test_settings_that_packs_do_not_go_with(
-    trl: Any, folder: str, tmp_path: Path, settings: dict[str, Any], message: str
+    trl: Any, folder: str, tmp_path: Path, settings: dict[str, Any], mentioned: str
 ) -> None:
-    with pytest.raises((ConfigError, LookupError), match=message):
+    with pytest.raises((ConfigError, LookupError), match=mentioned):
         packed_trainer(folder, args=config_of(trl, tmp_path, **settings))
 
 
@@ -419,27 +417,21 @@ def test_doors_that_do_not_lead_to_packs(
 
     args = config_of(trl, tmp_path)
     collator = trl.trainer.dpo_trainer.DataCollatorForPreference(pad_token_id=0)
-    with pytest.raises(ConfigError, match="data_collator: it must be PackCollator"):
+    with pytest.raises(ConfigError, match="data_collator"):
         packed_trainer(folder, args=args, train_dataset=rows, data_collator=collator)
-    with pytest.raises(
-        ConfigError, match="argument compute_metrics: it must be left out"
-    ):
+    with pytest.raises(ConfigError, match="compute_metrics"):
         packed_trainer(folder, args=args, train_dataset=rows, compute_metrics=print)
     model = AutoModelForCausalLM.from_pretrained(folder)
     other = config_of(trl, tmp_path, model_init_kwargs={"dtype": "bfloat16"})
-    with pytest.raises(
-        ConfigError, match=r"dtype must be the model's own, .*; found torch.bfloat16"
-    ):
+    with pytest.raises(ConfigError, match="dtype"):
         packed_trainer(
             model, args=other, train_dataset=rows, processing_class=tokenizer
         )
     arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(
-        CompatibilityError, match=r"reference: .*found weights of the policy"
-    ):
+    with pytest.raises(CompatibilityError, match="reference"):
         PackedTrainer(model, arguments, packed, reference=model)
     dealt = PackedDataset(packed, rank=0, world_size=2)
-    with pytest.raises(ConfigError, match="the 1 ranks of the run; found world_size=2"):
+    with pytest.raises(ConfigError, match="world_size"):
         PackedTrainer(folder, arguments, dealt).train()
 
 

@@ -130,7 +130,7 @@ def test_what_changes_after_the_proof_is_used_or_refused(
     try:
         found = packed_logps(model, batch)
     except CompatibilityError as error:
-        assert "its logits must be its hidden states times its head" in str(error)  # noqa: PT017
+        assert "segment_logps" in str(error)  # noqa: PT017
     else:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
         assert name in ("a softcap", "another cap")
@@ -158,25 +158,20 @@ def test_an_unknown_head_is_found_out(
             1e-4 * model.lm_head.weight
         )  # so small that a cap does not show by itself
     model.lm_head = head
-    with pytest.raises(CompatibilityError, match=r"times its head.*logits off by"):
+    with pytest.raises(CompatibilityError, match="logits"):
         find_head(model)
 
 
 @pytest.mark.parametrize(
-    ("break_it", "message"),
+    ("break_it", "mentioned"),
     [
-        (lambda m: m.model, "a causal LM with get_output_embeddings"),
-        (lambda m: nn.Linear(2, 2), "a causal LM with get_output_embeddings"),
-        (
-            lambda m: setattr(m, "lm_head", nn.Identity()) or m,
-            "a matrix of its own.*Identity",
-        ),
+        (lambda m: m.model, "get_output_embeddings"),
+        (lambda m: nn.Linear(2, 2), "get_output_embeddings"),
+        (lambda m: setattr(m, "lm_head", nn.Identity()) or m, "Identity"),
     ],
 )
-def test_refusals(kit: SimpleNamespace, break_it: Any, message: str) -> None:
-    with pytest.raises(
-        CompatibilityError, match=message + r".*Use logits: segment_logps\(batch"
-    ):
+def test_refusals(kit: SimpleNamespace, break_it: Any, mentioned: str) -> None:
+    with pytest.raises(CompatibilityError, match=f"{mentioned}.*segment_logps"):
         find_head(break_it(kit.tiny_model()))
 
 
@@ -221,9 +216,7 @@ def test_adapters_that_it_would_miss_are_refused(
 ) -> None:
     model = use_packed_attention(kit.tiny_model())
     find_head(model)  # proved before the adapter takes the place of the head
-    with pytest.raises(
-        CompatibilityError, match="LoRA, quantization and shards are not"
-    ):
+    with pytest.raises(CompatibilityError, match="LoRA"):
         packed_logps(lora(model, target_modules=["lm_head"]), batch)
 
 
@@ -235,7 +228,7 @@ def test_wrappers(kit: SimpleNamespace, batch: PackedBatch, one_rank: None) -> N
     assert find_head(wrapped) is find_head(model)
     with torch.no_grad():
         assert torch.equal(packed_logps(wrapped, batch), expected)
-    with pytest.raises(CompatibilityError, match=r"DDP\(PackedPolicy\(model\)\)"):
+    with pytest.raises(CompatibilityError, match="PackedPolicy"):
         packed_logps(wrapped, batch)
     policy = nn.parallel.DistributedDataParallel(PackedPolicy(model))
     assert torch.equal(policy(batch), expected)
@@ -258,9 +251,7 @@ def test_a_compiler_is_not_stripped(kit: SimpleNamespace, batch: PackedBatch) ->
     outside = torch.compile(use_packed_attention(kit.tiny_model()), backend="eager")
     for compiled in (outside, in_place):
         for call in (lambda m: packed_logps(m, batch), PackedPolicy):
-            with pytest.raises(
-                CompatibilityError, match=r"torch\.compile\(PackedPolicy\(model\)\)"
-            ):
+            with pytest.raises(CompatibilityError, match=r"torch\.compile"):
                 call(compiled)
 
 
@@ -301,7 +292,7 @@ def test_a_forward_call_that_accelerate_changed(
     try:
         prepared = accelerator.prepare_model(model, evaluation_mode=True)
         for call in (find_head, lambda m: packed_logps(m, batch), PackedPolicy):
-            with pytest.raises(CompatibilityError, match="runs in mixed precision"):
+            with pytest.raises(CompatibilityError, match="mixed precision"):
                 call(prepared)
         plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
         exact = packed_logps(plain, batch)

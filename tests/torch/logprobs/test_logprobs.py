@@ -299,15 +299,11 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize(
-    ("sizes", "settings", "message"),
+    ("sizes", "settings", "mentioned"),
     [
-        ({}, {}, "either logits, or hidden and weight"),
-        ({"hidden": 16}, {}, "either logits, or hidden and weight"),
-        (
-            {"logits": 50, "hidden": 16, "weight": 16},
-            {},
-            "either logits, or hidden and weight",
-        ),
+        ({}, {}, "logits"),
+        ({"hidden": 16}, {}, "logits"),
+        ({"logits": 50, "hidden": 16, "weight": 16}, {}, "logits"),
         ({"logits": 50}, {"softcap": 3.0}, "softcap"),
         (
             {"hidden": 15, "weight": 16},
@@ -322,8 +318,8 @@ def test_a_pack_without_supervised_tokens_sums_to_zero(kit: SimpleNamespace) -> 
     ],
 )
 def test_refusals(
-    batch: PackedBatch, sizes: dict[str, int], settings: dict[str, Any], message: str
+    batch: PackedBatch, sizes: dict[str, int], settings: dict[str, Any], mentioned: str
 ) -> None:
     tensors = {name: normal(batch.num_tokens, size) for name, size in sizes.items()}
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioned):
         segment_logps(batch, **tensors, **settings)

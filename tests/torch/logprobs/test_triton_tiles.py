@@ -276,9 +276,7 @@ def test_float64_takes_the_eager_passes(
 @needs_triton
 def test_other_devices_are_refused(kit: SimpleNamespace, batch: PackedBatch) -> None:
     hidden, weight = torch.zeros(batch.num_tokens, 8), torch.zeros(kit.VOCAB, 8)
-    with pytest.raises(
-        BackendError, match=r"on a CUDA device; found cpu\. Use backend='eager'"
-    ):
+    with pytest.raises(BackendError, match="backend='eager'"):
         segment_logps(batch, hidden=hidden, weight=weight, backend="triton")
 
 
@@ -295,15 +293,13 @@ def test_refused_names_and_absent_packages(
         lambda b: packed_logps(model, batch, backend=b),
         lambda b: PackedPolicy(model, backend=b),
     ):
-        with pytest.raises(
-            UnknownNameError, match=r"head backend 'tritn'.* Did you mean 'triton'"
-        ):
+        with pytest.raises(UnknownNameError, match=r"'tritn'.*'triton'"):
             call("tritn")
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(
         sys.modules, "packstore.torch.logprobs.triton_tiles", raising=False
     )
-    missing = r"'triton', which is not .*: pip install triton"
+    missing = "pip install triton"
     with pytest.raises(MissingExtraError, match=missing):
         PackedPolicy(model, backend="triton")
     with pytest.raises(MissingExtraError, match=missing):

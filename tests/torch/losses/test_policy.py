@@ -302,48 +302,24 @@ def of_sequence(tokens: Tokens) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("make", "mentioned"),
     [
-        (
-            lambda: PreferenceLoss(lambda p: p.d.mean()),
-            "one value for each row .* Return the loss",
-        ),
-        (
-            lambda: PreferenceLoss(lambda p: -p.u, reference=False),
-            "must not read log-probs of a ref",
-        ),
-        (
-            lambda: PreferenceLoss(lambda p: -p.d, reference=False),
-            "must not read log-probs of a ref",
-        ),
-        (
-            lambda: PreferenceLoss("dpo", reference=False),
-            "for a function of your own.*'dpo'",
-        ),
-        (
-            lambda: PreferenceLoss("ipo", reference="no"),
-            "reference must be one of: True, False",
-        ),
-        (lambda: PreferenceLoss("DPO"), "unknown loss 'DPO'.* Did you mean 'dpo'"),
-        (lambda: PreferenceLoss(["dpo"]), "a loss must be a name, .* found .'dpo'"),
-        (lambda: PolicyLoss([my_dpo]), "PolicyLoss: it must be Callable; found list"),
-        (
-            lambda: PreferenceLoss(middle),
-            "'middle': a value must not depend on what else is in",
-        ),
-        (
-            lambda: PreferenceLoss(my_dpo, gamma=1),
-            "'my_dpo' has no parameter 'gamma'; it takes: b",
-        ),
-        (lambda: PreferenceLoss(3), "a loss must be a name, a function, or a mix"),  # type: ignore[arg-type]
+        (lambda: PreferenceLoss(lambda p: p.d.mean()), "<lambda>"),
+        (lambda: PreferenceLoss(lambda p: -p.u, reference=False), "<lambda>"),
+        (lambda: PreferenceLoss(lambda p: -p.d, reference=False), "<lambda>"),
+        (lambda: PreferenceLoss("dpo", reference=False), "'dpo'"),
+        (lambda: PreferenceLoss("ipo", reference="no"), "reference"),
+        (lambda: PreferenceLoss("DPO"), "'dpo'"),
+        (lambda: PreferenceLoss(["dpo"]), "loss"),
+        (lambda: PolicyLoss([my_dpo]), "PolicyLoss"),
+        (lambda: PreferenceLoss(middle), "'middle'"),
+        (lambda: PreferenceLoss(my_dpo, gamma=1), "'gamma'"),
+        (lambda: PreferenceLoss(3), "loss"),  # type: ignore[arg-type]
         (
             lambda: PreferenceLoss({lambda p: p.d: 1, lambda p: p.u: 1}),
             "__name__",
         ),
-        (
-            lambda: PolicyLoss(lambda t: t.logps - t.logps.mean()),
-            "must not depend on what else",
-        ),
+        (lambda: PolicyLoss(lambda t: t.logps - t.logps.mean()), "<lambda>"),
         (lambda: PolicyLoss(clip_low=2), "clip_low"),
         (
             lambda: PolicyLoss(clip=0.2),
@@ -361,35 +337,26 @@ def of_sequence(tokens: Tokens) -> Tensor:
         ),  # type: ignore[arg-type]
     ],
 )
-def test_refused_losses(make: Any, message: str) -> None:
+def test_refused_losses(make: Any, mentioned: str) -> None:
     assert (
         PolicyLoss(of_sequence).name == "of_sequence"
     )  # tokens of one sequence may meet
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=mentioned):
         make()
 
 
 def test_swapped_arguments_are_named(kit: Any) -> None:
     (batch,) = pack_in_memory(EXAMPLES["preference"], 10_000, kind="preference")
     model = kit.tiny_model()
-    for call, found in (
-        (
-            lambda: packed_logps(batch, model),
-            "model: it must be Module; found PackedBatch",
-        ),
-        (lambda: PackedPolicy("model"), "model: it must be Module; found 'model'"),
-        (lambda: use_packed_attention(None), "it must be a Hugging Face model"),
-        (lambda: evaluate(model, "data"), "dataset: it must be Dataset; found 'data'"),
-        (
-            lambda: PackedDataset(["data"]),
-            "PackedDataset: it must be PackStream; found list",
-        ),
-        (
-            lambda: PackedDataLoader("data"),
-            "PackedDataLoader: it must be PackedDataset; found 'da",
-        ),
+    for call, mentioned in (
+        (lambda: packed_logps(batch, model), "model"),
+        (lambda: PackedPolicy("model"), "model"),
+        (lambda: use_packed_attention(None), "model"),
+        (lambda: evaluate(model, "data"), "dataset"),
+        (lambda: PackedDataset(["data"]), "PackedDataset"),
+        (lambda: PackedDataLoader("data"), "PackedDataLoader"),
     ):
-        with pytest.raises((ConfigError, BackendError), match=found):
+        with pytest.raises((ConfigError, BackendError), match=mentioned):
             call()
 
 
@@ -397,7 +364,7 @@ def test_a_divisor_is_a_number_above_zero() -> None:
     (batch,) = pack_in_memory(EXAMPLES["preference"], 10_000, kind="preference")
     zeros = torch.zeros(batch.num_segments)
     for divisor in (0, -1, float("nan"), "1", torch.ones(2)):
-        with pytest.raises(ConfigError, match="argument divisor"):
+        with pytest.raises(ConfigError, match="divisor"):
             PreferenceLoss("dpo")(zeros, batch, zeros, divisor=divisor)
 
 

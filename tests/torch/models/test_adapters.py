@@ -102,7 +102,7 @@ def test_types_that_are_not_known_to_do_so_are_refused(
 ) -> None:
     model = kit.tiny_model()
     model.peft_config = {"default": SimpleNamespace(peft_type=peft.PeftType(kind))}
-    with pytest.raises(CompatibilityError, match=f"by that token alone; found {kind}"):
+    with pytest.raises(CompatibilityError, match=kind):
         prepare(model)
 
 
@@ -124,7 +124,5 @@ def test_an_adapter_that_reads_the_row_is_refused(
         lambda m: packed_logps(m, batch),
         lambda m: m(**batch.model_inputs()).logits,
     ):
-        with pytest.raises(
-            CompatibilityError, match=f"by that token alone; found {kind}"
-        ):
+        with pytest.raises(CompatibilityError, match=kind):
             call(wrapped)

@@ -77,7 +77,7 @@ def test_the_same_tokenizer_in_every_form(
         Tokenizer.from_file(str(file)),
     ):
         check_tokenizer(ds, form)
-    with pytest.raises(CompatibilityError, match="dataset and tokenizer: "):
+    with pytest.raises(CompatibilityError, match="tokenizer"):
         check_tokenizer(
             ds, real / ("t5_unigram" if name != "t5_unigram" else "small_bpe")
         )
@@ -111,20 +111,21 @@ def more(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "is_refused"),
     [
-        (swap, "each id must be the same token; found another vocabulary"),
-        (fewer, "it must have at least"),
-        (merge_less, "a text must become the same ids"),
-        (
-            lambda value: value.update(normalizer={"type": "Lowercase"}),
-            "become the same ids",
-        ),
-        (more, ""),
+        (swap, True),
+        (fewer, True),
+        (merge_less, True),
+        (lambda value: value.update(normalizer={"type": "Lowercase"}), True),
+        (more, False),
     ],
 )
 def test_a_tokenizer_that_was_changed(
-    make: Make, real: Path, tmp_path: Path, change: Callable[[Any], None], message: str
+    make: Make,
+    real: Path,
+    tmp_path: Path,
+    change: Callable[[Any], None],
+    is_refused: bool,
 ) -> None:
     value = json.loads(
         (real / "small_bpe" / "tokenizer.json").read_text(encoding="utf-8")
@@ -136,8 +137,8 @@ def test_a_tokenizer_that_was_changed(
     ds = make()
     for form in (file.parent, file, Tokenizer.from_file(str(file))):
         with (
-            pytest.raises(CompatibilityError, match=message)
-            if message
+            pytest.raises(CompatibilityError, match="tokenizer")
+            if is_refused
             else nullcontext()
         ):
             check_tokenizer(ds, form)
@@ -148,9 +149,7 @@ def test_special_ids(make: Make, real: Path, role: str) -> None:
     loaded, ds = AutoTokenizer.from_pretrained(real / "small_bpe"), make()
     setattr(loaded, f"{role}_token", loaded.convert_ids_to_tokens(0))
     check_tokenizer(told(ds, **{f"{role}_id": 0}), loaded)
-    with pytest.raises(
-        CompatibilityError, match=f"its {role.upper()} must be id 3; found 0"
-    ):
+    with pytest.raises(CompatibilityError, match=role.upper()):
         check_tokenizer(told(ds, **{f"{role}_id": 3}), loaded)
 
 
@@ -178,9 +177,7 @@ def test_chat_templates(make: Make, real: Path, tmp_path: Path, where: str) -> N
         check_tokenizer(ds, folder)
         check_tokenizer(ds, AutoTokenizer.from_pretrained(folder))
     for form in (other, other / "tokenizer.json", AutoTokenizer.from_pretrained(other)):
-        with pytest.raises(
-            CompatibilityError, match=r"chat template must.*chat_template=False"
-        ):
+        with pytest.raises(CompatibilityError, match="chat_template"):
             check_tokenizer(ds, form)
         check_tokenizer(ds, form, chat_template=False)
 
@@ -209,11 +206,9 @@ def test_datasets_of_a_mix(
     )
     mix = {none: 1, make(): 1, make(tmp_path / "saved"): 1, make(own): 1}
     PackedDataset.mix(mix)
-    with pytest.raises(
-        CompatibilityError, match=r"datasets 1 and 4: .*one tokenizer; found "
-    ):
+    with pytest.raises(CompatibilityError, match="datasets 1 and 4"):
         PackedDataset.mix({**mix, make("t5_unigram"): 1})
-    with pytest.raises(CompatibilityError, match="rendered with one chat template"):
+    with pytest.raises(CompatibilityError, match="chat template"):
         PackedDataset.mix({**mix, make(other): 1})
 
 
@@ -222,12 +217,10 @@ def test_vocabulary_of_a_model(make: Make) -> None:
     for size in (50, 64):
         check_model(manifest, LlamaConfig(vocab_size=size))
     for model in (LlamaConfig(vocab_size=49), SimpleNamespace(vocab_size=49)):
-        with pytest.raises(
-            CompatibilityError, match="of 49; found a tokenizer of 50 ids"
-        ):
+        with pytest.raises(CompatibilityError, match="49"):
             check_model(manifest, model)
     check_model(told(make(), vocab_size=None), LlamaConfig(vocab_size=1))
-    with pytest.raises(ConfigError, match="or its config; found Linear"):
+    with pytest.raises(ConfigError, match="Linear"):
         check_model(manifest, nn.Linear(1, 1))
 
 
@@ -259,7 +252,7 @@ def test_the_tokenizer_beside_a_model(
     ):
         check_model(ds, model(name, tokenizer))
     assert not caplog.text
-    with pytest.raises(CompatibilityError, match="each id must be the same token"):
+    with pytest.raises(CompatibilityError, match="tokenizer"):
         check_model(ds, model("other", real / "t5_unigram"))
     (tmp_path / "own" / "tokenizer.json").write_text("{}", encoding="utf-8")
     check_model(ds, LlamaForCausalLM.from_pretrained(tmp_path / "own"))
@@ -286,7 +279,7 @@ def test_the_tokenizer_of_a_model_of_the_hub(
 
     ds = make()
     check_model(ds, config("me/own", real / "small_bpe"))
-    with pytest.raises(CompatibilityError, match="each id must be the same token"):
+    with pytest.raises(CompatibilityError, match="tokenizer"):
         check_model(ds, config("me/other", real / "t5_unigram"))
 
 
@@ -346,9 +339,6 @@ def test_sequences_beyond_the_positions_of_a_model(
         check_model(dataset, model)
         assert not caplog.text
         return
-    found = rf"at most the model's {longest - 1} positions; found a sequence of {longest} tokens"
     for each, config in ((dataset, model), (dataset.manifest, model.config)):
-        with pytest.raises(
-            CompatibilityError, match=f"{found}.*max_length={longest - 1}"
-        ):
+        with pytest.raises(CompatibilityError, match=f"max_length={longest - 1}"):
             check_model(each, config)

@@ -342,5 +342,5 @@ def test_layers_that_pass_no_layout_on(
 def test_a_model_without_named_layers_is_refused(kit: SimpleNamespace) -> None:
     model = kit.tiny_family("llama")
     model._no_split_modules = None
-    with pytest.raises(BackendError, match="must name the model's decoder layers"):
+    with pytest.raises(BackendError, match="decoder layers"):
         compile_layers(model)

@@ -230,11 +230,7 @@ def check(
 def check_head(name: str, model: Any, batch: PackedBatch) -> None:
     """Compares log-probs with and without logits, also of a vocabulary that grew."""
     if name in OTHER_HEADS:
-        message = (
-            "its logits must be its hidden states times its head.*Use logits: "
-            "segment_logps"
-        )
-        with pytest.raises(CompatibilityError, match=message):
+        with pytest.raises(CompatibilityError, match="segment_logps"):
             packed_logps(model, batch)
         return
     if (bias := getattr(model.get_output_embeddings(), "bias", None)) is not None:
@@ -381,7 +377,6 @@ def test_vision_language_models_take_text(
     torch.testing.assert_close(
         packed_logps(model, batch), logps, rtol=1e-11, atol=1e-11
     )
-    message = r"packed row: inputs must be text; found pixel_values\. Call the model with \*\*batch"
     for each in (model, use_packed_attention(model, "per_sequence")):
-        with pytest.raises(BackendError, match=message):
+        with pytest.raises(BackendError, match="pixel_values"):
             each(**batch.model_inputs(), pixel_values=torch.zeros(1, 3, 8, 8))

@@ -43,36 +43,23 @@ def test_a_model_that_is_not_prepared(
     word.
     """
     model, batch = kit.tiny_model(name, torch.float32), kit.row()
-    message = r"must have packed attention; found .*use_packed_attention\(model\)"
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match="use_packed_attention"):
         call(model, batch)
     call(use_packed_attention(model), batch)
     model.set_attn_implementation("eager")  # to generate, and forgotten
-    with pytest.raises(BackendError, match=message):
+    with pytest.raises(BackendError, match="use_packed_attention"):
         call(model, batch)
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "mentioned"),
     [
-        ({"packed_layout": None}, "the call must name the segments; found no layout"),
-        (
-            {"attention_mask": "ones"},
-            "the layout alone says .*; found attention_mask of shape",
-        ),
-        (
-            {"attention_mask": "4d"},
-            "the layout alone says .*; found attention_mask of shape",
-        ),
-        (
-            {"input_ids": "short"},
-            "the layout is of one row of .* tokens; found 1 rows of",
-        ),
-        (
-            {"input_ids": "rows"},
-            "the layout is of one row of .* tokens; found 2 rows of",
-        ),
-        ({"past_key_values": "past", "use_cache": True}, "without a past; found"),
+        ({"packed_layout": None}, "layout"),
+        ({"attention_mask": "ones"}, "attention_mask"),
+        ({"attention_mask": "4d"}, "attention_mask"),
+        ({"input_ids": "short"}, "layout"),
+        ({"input_ids": "rows"}, "layout"),
+        ({"past_key_values": "past", "use_cache": True}, "past"),
     ],
 )
 @pytest.mark.filterwarnings(
@@ -80,7 +67,7 @@ def test_a_model_that_is_not_prepared(
 )  # since transformers 5.24
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_refused_calls(
-    kit: SimpleNamespace, name: str, change: dict[str, Any], message: str
+    kit: SimpleNamespace, name: str, change: dict[str, Any], mentioned: str
 ) -> None:
     model = use_packed_attention(kit.tiny_model(name, torch.float32))
     batch = kit.row()
@@ -99,7 +86,7 @@ def test_refused_calls(
         k: values.get(v, v) if isinstance(v, str) else v for k, v in change.items()
     }
     change["position_ids"] = positions[:, -change.get("input_ids", ids).shape[1] :]
-    with pytest.raises(BackendError, match=f"packed attention: .*{message}"):
+    with pytest.raises(BackendError, match=f"packed attention: .*{mentioned}"):
         model(**{**inputs, **change})
 
 
@@ -160,37 +147,22 @@ def test_dropout_is_refused_in_training_only(kit: SimpleNamespace) -> None:
     use_packed_attention(model, disable_dropout=False)
     inputs = kit.row().model_inputs()
     model.eval()(**inputs)
-    with pytest.raises(
-        BackendError, match=r"without dropout; found dropout 0.1. .*leaves it on"
-    ):
+    with pytest.raises(BackendError, match="dropout"):
         model.train()(**inputs)
 
 
 def test_refused_models(kit: SimpleNamespace) -> None:
-    with pytest.raises(
-        UnknownNameError, match=r"unknown attention backend 'spda'.*mean 'sdpa'"
-    ):
+    with pytest.raises(UnknownNameError, match=r"'spda'.*'sdpa'"):
         use_packed_attention(kit.tiny_model(), "spda")
     seq2seq = T5ForConditionalGeneration(T5Config(vocab_size=50, d_model=32, d_ff=32))
-    for model, message in (
-        (nn.Linear(2, 2), "must be a Hugging Face model.*docs/own-model.md"),
-        (
-            seq2seq,
-            "must be a decoder alone; found an encoder and a decoder. Train it "
-            "unpacked",
-        ),
-    ):
-        with pytest.raises(BackendError, match=message):
+    for model, mentioned in ((nn.Linear(2, 2), "own-model"), (seq2seq, "decoder")):
+        with pytest.raises(BackendError, match=mentioned):
             use_packed_attention(model)
-    with pytest.raises(
-        BackendError, match=r"must be a Hugging Face model.*docs/own-model\.md"
-    ):
+    with pytest.raises(BackendError, match="own-model"):
         check_isolation(nn.Linear(2, 2))
     assert Path(__file__).parents[3].joinpath("docs", "own-model.md").exists()
     looks_ahead = use_packed_attention(kit.tiny_family("bert", torch.float32))
-    with pytest.raises(
-        BackendError, match="must be causal; found a model that looks ahead"
-    ):
+    with pytest.raises(BackendError, match="causal"):
         looks_ahead(**kit.row().model_inputs())
     by_sequence = use_packed_attention(
         kit.tiny_family("roberta", torch.float32, is_decoder=False)
@@ -200,20 +172,20 @@ def test_refused_models(kit: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "mentioned"),
     [
         ("bloom", "registry"),
         ("biogpt", "attention_mask"),
-        ("doge", "must hand the mask to attention as it is; found a model that reads"),
+        ("doge", "mask"),
     ],
 )
 def test_models_that_run_whole_say_so(
-    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str, found: str
+    kit: SimpleNamespace, caplog: pytest.LogCaptureFixture, name: str, mentioned: str
 ) -> None:
     """At once, or at the first call."""
     model = use_packed_attention(kit.tiny_family(name, torch.float32))
     check_isolation(model)
-    assert re.search(f"runs whole once per sequence, so packing.*{found}", caplog.text)
+    assert re.search(f"once per sequence.*{mentioned}", caplog.text)
 
 
 def test_the_backend_per_sequence_takes_any_model(
@@ -261,9 +233,7 @@ def test_two_windows_for_one_layer_are_refused(kit: SimpleNamespace) -> None:
     model(**batch.model_inputs())
     model.model.layers[1].self_attn.config = copy.deepcopy(model.config)
     model.model.layers[1].self_attn.config.sliding_window = 9
-    with pytest.raises(
-        BackendError, match=r"must be that of its mask; found a window of 9, and 4"
-    ):
+    with pytest.raises(BackendError, match="window"):
         model(**batch.model_inputs())
 
 

@@ -53,7 +53,7 @@ def test_every_caller_finds_the_model(kit: SimpleNamespace, order: str) -> None:
     assert model.config._attn_implementation.startswith("packstore_")
     assert find_head(wrapped).output is model.lm_head
     if compiled in ORDERS[order]:
-        with pytest.raises(CompatibilityError, match="found a compiled model"):
+        with pytest.raises(CompatibilityError, match="compiled"):
             PackedPolicy(wrapped)
 
 
@@ -80,7 +80,5 @@ def test_fsdp(kit: SimpleNamespace) -> None:
 def test_mixed_precision_around_an_adapted_model(kit: SimpleNamespace) -> None:
     model = lora(kit.tiny_model())
     model._original_forward = model.forward  # as Accelerate leaves it
-    with pytest.raises(
-        CompatibilityError, match=r"log-probs of PeftModel: .*mixed precision"
-    ):
+    with pytest.raises(CompatibilityError, match="PeftModel"):
         find_head(model)

@@ -234,9 +234,7 @@ def test_what_does_not_fit_is_refused(
     assert not caplog.records
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(
-            CompatibilityError, match="autocast_dtype must be that of the training"
-        ),
+        pytest.raises(CompatibilityError, match="autocast_dtype"),
     ):
         check_reference(side, model, pairs)
     with pytest.raises(CompatibilityError, match="head_dtype"):
@@ -260,9 +258,7 @@ def test_values_that_are_not_finite_are_refused(
     model = model_of(kit)
     with torch.no_grad():
         model.get_input_embeddings().weight[49] = np.nan
-    with pytest.raises(
-        FormatError, match="example 49: the model must give finite log-probs"
-    ):
+    with pytest.raises(FormatError, match="example 49"):
         write_ref_logps(model, pairs, str(tmp_path / "ref"))
 
 
