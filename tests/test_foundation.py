@@ -19,9 +19,9 @@ from packstore.config import (
     RunConfig,
     SelectConfig,
     TokenizeConfig,
-    TrainConfig,
     WriteConfig,
 )
+from packstore.config.training import TrainConfig
 from packstore.errors import ConfigError, UnknownNameError, sentence
 from packstore.format import Examples, seeds
 from packstore.registry import NAMES_HERE

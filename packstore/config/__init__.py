@@ -13,16 +13,12 @@ from packstore.config.packing import (
 )
 from packstore.config.reading import CHECK_RETRIES, BatchConfig, ReadConfig, RetryConfig
 from packstore.config.reasons import REASONS
-from packstore.config.record_fields import SPELLINGS
-from packstore.config.remedies import from_shell, spell
 from packstore.config.settings import Settings, fingerprint, setting
-from packstore.config.training import TrainConfig
 
 __all__ = [
     "CHECK_RETRIES",
     "PARTITION_BYTES",
     "REASONS",
-    "SPELLINGS",
     "BatchConfig",
     "PackConfig",
     "PlanConfig",
@@ -33,11 +29,8 @@ __all__ = [
     "Settings",
     "SizeConfig",
     "TokenizeConfig",
-    "TrainConfig",
     "WorkConfig",
     "WriteConfig",
     "fingerprint",
-    "from_shell",
     "setting",
-    "spell",
 ]

@@ -22,7 +22,8 @@ from train_runs import save_gpt2
 import packstore
 from packstore import clean
 from packstore.cli import main
-from packstore.config import ReadConfig, TrainConfig
+from packstore.config import ReadConfig
+from packstore.config.training import TrainConfig
 from packstore.errors import display
 from packstore.secrets import client_text
 from packstore.torch import SideWriter, open_side

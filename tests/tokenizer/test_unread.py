@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 
 from packstore.cli import main
-from packstore.config import SPELLINGS, PackConfig, from_shell, spell
+from packstore.config import PackConfig
+from packstore.config.record_fields import SPELLINGS
+from packstore.config.remedies import from_shell, spell
 from packstore.errors import RecordError
 from packstore.tokenizer import RecordTokenizer, Refused
 from packstore.tokenizer.records import (
