@@ -118,7 +118,7 @@ def test_from_end_to_end(
     assert (
         main(["evaluate", made.pairs, *policy, "--ref-logps", side, *unwritable]) == 1
     )
-    assert "--examples" in capsys.readouterr().err
+    assert "longlong" in capsys.readouterr().err
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
 

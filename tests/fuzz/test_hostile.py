@@ -71,7 +71,7 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(
     how = {"use_dictionary": True, "compression": "zstd"}
     data = golden(tmp_path, "preference-concat-plain", {"lengths": bomb}, **how)
     before = pa.total_allocated_bytes()
-    with pytest.raises(IntegrityError, match="lengths"):
+    with pytest.raises(IntegrityError, match="5000000"):
         data.read_columns(0, ["lengths"])
     assert pa.total_allocated_bytes() - before < 1 << 24
 
