@@ -28,17 +28,19 @@ logger = logging.getLogger(__name__)
 
 
 def check_model(data: Dataset | Manifest, model: Any) -> None:
-    """Raise for a model with another tokenizer, vocabulary or fewer positions than the
-    dataset.
+    """Raise if `model` cannot train on the token ids of a dataset.
 
-    The folder of a model mostly holds its tokenizer, or the cache of the hub does: each
-    id must be the same token there as in the dataset, and a text the same ids.
+    Compares these, in this order:
 
-    A larger vocabulary is fine: heads are often padded. A BOS or EOS of the model's
-    config that differs from the dataset's is only logged: a config often names several
-    EOS, or still the base model's. Padding is not compared, as packs hold none. A
-    sequence beyond `max_position_embeddings` is logged with RoPE, which has no limit,
-    and refused with a table of learned positions.
+    - Vocabulary: the model may have more ids than the dataset's tokenizer, as heads are
+      often padded, but not fewer.
+    - Tokenizer: if the model's folder, or the hub's cache, holds a ``tokenizer.json``,
+      it must give each id the same token, and each text the same ids.
+    - BOS and EOS of the model's config: a difference is only logged, as a config often
+      lists several EOS, or still the base model's. Padding is not compared: packs hold
+      none.
+    - Positions: a sequence longer than `max_position_embeddings` is logged with RoPE,
+      which has no limit, and refused with a table of learned positions.
 
     Args:
         data: the dataset, or its manifest.
@@ -91,12 +93,14 @@ def _check_positions(manifest: Manifest, config: Any) -> None:
     if not isinstance(max_positions, int) or longest <= max_positions:
         return
     kinds = rope_kinds(config)
+    # "nope": the model has no positional embeddings at all.
     if not kinds and getattr(config, "position_embedding_type", None) != "nope":
         raise CompatibilityError(
             "dataset and model: sequences must have at most the model's "
             f"{max_positions} positions; found a sequence of {longest} tokens. "
             f"Pack again with max_length={max_positions}."
         )
+    # Dynamic RoPE rescales itself to the length of a call.
     is_extensible = any("dynamic" in kind for kind in kinds)
     if not is_extensible:
         logger.warning(
@@ -115,13 +119,13 @@ def _manifest_of(data: Dataset | Manifest) -> Manifest:
 
 
 def check_ids(batch: PackedBatch, model: Any) -> None:
-    """Raise for ids beyond the model's embeddings: a dataset without a tokenizer may
-    have them.
+    """Raise for ids beyond the model's embeddings.
 
-    A GPU would end the process without naming them; batches of a loader are on the CPU.
+    A dataset of ids that records no tokenizer may hold them. On a GPU, the lookup would
+    end the process without naming the id.
     """
     if batch.input_ids.device.type != "cpu":
-        return
+        return  # reading the ids would wait for the device; a loader's are on the CPU
     vocab_size = text_config(unwrapped(model)).vocab_size
     largest = int(batch.input_ids.max())
     if largest >= vocab_size:
@@ -165,6 +169,7 @@ def check_tokenizer(
         return
     path = Path(tokenizer) if isinstance(tokenizer, str | PathLike) else None
     if path is not None and record.get("sha256") in _file_hashes(path):
+        # The very file that the dataset was packed with: no need to load it.
         templates = _stored_templates(path if path.is_dir() else path.parent)
     else:
         # A processor has its tokenizer inside.
@@ -177,7 +182,7 @@ def check_tokenizer(
 
 
 def check_same_tokenizer(manifests: Sequence[Manifest]) -> None:
-    """Raise for datasets, as of one mix, that record different tokenizers."""
+    """Raise for datasets that record different tokenizers, such as those of a mix."""
     records = {
         number: _tokenizer_record(manifest)
         for number, manifest in enumerate(manifests)
@@ -211,7 +216,7 @@ def _describe(record: Mapping[str, Any]) -> str:
 
 
 def _tokenizer_record(manifest: Manifest) -> Mapping[str, Any]:
-    """Return what the manifest records about the tokenizer; empty without one."""
+    """Return the manifest's entry on the tokenizer: names, hashes, ids; or empty."""
     return manifest.provenance.get("tokenizer") or {}
 
 
@@ -282,7 +287,12 @@ def _load(path: Path) -> Any:
 
 
 def _compare_ids(record: Mapping[str, Any], tokenizer: Any) -> None:
-    """Raise if a loaded tokenizer has another vocabulary, or other ids for a text."""
+    """Raise if a loaded tokenizer has another vocabulary, or other ids for a text.
+
+    Args:
+        record: the dataset's entry on its tokenizer, see :func:`_tokenizer_record`.
+        tokenizer: of transformers or of ``tokenizers``.
+    """
     if not hasattr(tokenizer, "get_vocab") or not hasattr(tokenizer, "encode"):
         raise ConfigError(
             "check_tokenizer takes a path, a Hugging Face tokenizer or a "
@@ -301,10 +311,13 @@ def _compare_ids(record: Mapping[str, Any], tokenizer: Any) -> None:
         )
         return
 
+    # Tokens that were added after the dataset's do not count.
     tokens = [token_of.get(token_id) for token_id in range(packed_size)]
     if vocabulary_sha256(tokens) != record["vocab_sha256"]:
         raise _mismatch("each id must be the same token", found="another vocabulary")
+    # Equal vocabularies may still split texts differently, so a few texts are encoded.
     encodings = [tokenizer.encode(text, add_special_tokens=False) for text in PROBES]
+    # transformers returns lists of ids, tokenizers returns objects with `ids`.
     ids = [getattr(encoding, "ids", encoding) for encoding in encodings]
     if probe_sha256(ids) != record["probe_sha256"]:
         raise _mismatch(
@@ -329,7 +342,8 @@ def _templates(value: object) -> list[str]:
     if isinstance(value, Mapping):
         return [str(template) for template in value.values()]
     if isinstance(value, list):
-        return [str(v.get("template")) for v in value if isinstance(v, Mapping)]
+        named_templates = [entry for entry in value if isinstance(entry, Mapping)]
+        return [str(entry.get("template")) for entry in named_templates]
     return [] if value is None else [str(value)]
 
 
@@ -347,7 +361,11 @@ def _stored_templates(folder: Path) -> list[str]:
 
 
 def _compare_template(manifest: Manifest, templates: list[str]) -> None:
-    """Raise for another chat template; log it if packing overrode the tokenizer's."""
+    """Raise if the dataset was packed with none of these chat templates.
+
+    Only log it if the dataset was packed with the setting `chat_template`: then the
+    user chose a template other than the tokenizer's.
+    """
     packed_template = _tokenizer_record(manifest).get("chat_template")
     if packed_template is None or not templates:
         return

@@ -1,4 +1,9 @@
-"""Compiled decoder layers, which a try must show to compute as uncompiled ones."""
+"""Decoder layers compiled one by one with ``torch.compile``.
+
+The setting `compile` is ``layers``, ``none`` or ``auto``. With ``auto``, a trial
+decides: a copy of a layer runs compiled and uncompiled on the same few packed tokens,
+and layers are compiled only if outputs and gradients agree on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +34,14 @@ logger = logging.getLogger(__name__)
 MAX_GRAPHS = 64
 """Maximum graphs of one function, beyond which torch.compile leaves it uncompiled.
 
-transformers has one function for all layers, and a run needs a graph per kind of layer,
-layout, and sort of call: up to 12.
+All layers of a class share one function, and torch counts graphs by function. A run
+needs one per kind of layer (full or sliding attention, …), per layout, and per mode
+(training or without gradients): up to 12.
 """
 
 ROUNDING = 2e-2
-"""Accepted norm of the differences of outputs and gradients of a compiled layer,
-relative to the norm of the values.
+"""Accepted difference of a compiled layer: ``|compiled - uncompiled| / |uncompiled|``,
+with the Euclidean norm over all outputs and gradients.
 """
 
 _warned_reasons: set[str] = set()
@@ -51,8 +57,8 @@ def compile_layers(model: Model, **options: Any) -> Model:
 
     The compiler fuses the elementwise kernels between matrix products. Layers share
     their graphs, of dynamic sizes: one for training and one without gradients, for each
-    kind of layer and layout, also under gradient checkpointing. Attention by
-    `torch_varlen`, or by `auto` where it chooses that, is part of the graph; other
+    kind of layer and layout, also under gradient checkpointing. Attention of the
+    backend `torch_varlen` (also if `auto` chose it) is part of the graph; other
     backends run outside it. Weights and their names stay. Call it after
     :func:`check_isolation`, whose small batches would be compiled too, and before DDP
     or FSDP wrap the model.
@@ -97,16 +103,22 @@ def compile_if_requested(
     device: torch.device,
     autocast: Autocast = nullcontext,
 ) -> bool:
-    """Compile the layers of a model as the setting `compile` says. A collective call.
+    """Compile the layers of a model if `setting` asks for it. A collective call.
 
-    ``layers`` compiles them. ``auto`` does on a CUDA device with Triton, if a try shows
-    that they then compute the same: a copy of the first layer of each kind runs forward
-    and backward on a few packed tokens of both layouts, on `device` and in the
+    With ``auto`` the device must be CUDA with Triton, and a trial must show that
+    compiled layers compute the same: a copy of the first layer of each kind runs
+    forward and backward on a few packed tokens of both layouts, on `device` and in the
     precision of `autocast`, compiled and uncompiled. If a layer fails to compile later,
     at other sizes, it runs uncompiled after torch's warning.
 
+    Args:
+        setting: ``auto``, ``layers`` or ``none``.
+        model: as for :func:`compile_layers`.
+        device: device of the training, where the trial runs, too.
+        autocast: returns the autocast context of the training.
+
     Returns:
-        Whether the layers are compiled.
+        True if the layers are compiled.
     """
     choice("compile", setting, ("auto", "layers", "none"))
     if setting == "none":
@@ -134,7 +146,7 @@ def _suppress_compiler_errors() -> None:
 def _all_ranks_compute_the_same(
     model: Model, device: torch.device, autocast: Autocast
 ) -> bool:
-    """Try compiled layers on each rank; log the reason if one fails."""
+    """Return True if the trial succeeds on every rank; else log the reason."""
     reason = _reason_against_compiling(model, device, autocast)
     num_failed = all_reduce_sums([float(bool(reason))], device=device)[0]
     if not num_failed:
@@ -148,9 +160,13 @@ def _all_ranks_compute_the_same(
 def _reason_against_compiling(
     model: Any, device: torch.device, autocast: Autocast
 ) -> str:
-    """Return the reason why a compiled layer does not serve; empty if it does."""
+    """Return why the layers cannot be compiled; empty if they can."""
     try:
-        largest = max(_difference(*call, device, autocast) for call in _calls(model))
+        differences = [
+            _difference(layer, args, kwargs, device, autocast)
+            for layer, args, kwargs in _calls(model)
+        ]
+        largest = max(differences)
     except Exception as error:  # a compiler fails in any way
         text = quote(f"{type(error).__name__}: {error}", 300)
         return f"a compiled one ends with {text}"
@@ -199,9 +215,7 @@ def _difference(
     device: torch.device,
     autocast: Autocast,
 ) -> float:
-    """Return the difference of output and gradients of a compiled layer, relative to
-    their norm.
-    """
+    """Return the difference of a compiled layer, as :data:`ROUNDING` defines it."""
     copied = copy.deepcopy(layer).to(device).train().requires_grad_(True)
     with torch._dynamo.config.patch(suppress_errors=False), torch.enable_grad():
         expected = _output_and_gradients(copied, args, kwargs, device, autocast)
@@ -225,6 +239,11 @@ def _output_and_gradients(
     device: torch.device,
     autocast: Autocast,
 ) -> list[Tensor]:
+    """Run a layer forward and backward; return its output and all gradients there are.
+
+    The gradients are of the hidden states and of the weights.
+    """
+
     def copy_argument(value: Any) -> Any:
         return _copy_to(value, device)
 
@@ -232,9 +251,10 @@ def _output_and_gradients(
     with autocast():
         output = layer(*layer_args, **layer_kwargs)
     if isinstance(output, tuple):
-        output = output[0]
-    upstream = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
-    loss = (output * upstream.view_as(output)).sum()
+        output = output[0]  # the hidden states; then come attention weights
+    # A plain sum has the same gradient at each element, which could hide swapped ones.
+    weights = torch.linspace(-1, 1, output.numel(), device=device, dtype=output.dtype)
+    loss = (output * weights.view_as(output)).sum()
 
     inputs = [
         value
@@ -266,6 +286,7 @@ def warn_about_uncompiled() -> None:
     reasons = {*counters["graph_break"], *counters["unimplemented"]}
     for reason in reasons - _warned_reasons:
         _warned_reasons.add(reason)
+        # Hints and a stack trace follow.
         first_lines = " ".join(reason.split("\n")[:2])
         logger.warning(
             "compiled layers run in part uncompiled, which is slower: %s",

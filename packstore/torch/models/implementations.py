@@ -1,4 +1,10 @@
-"""The attention in the configs of a model, as layers may have a config of their own."""
+"""The attention implementation that the configs of a model name.
+
+transformers looks up the function of a layer's attention by the name in the layer's
+config, ``config._attn_implementation`` (``sdpa``, ``eager``, …). Most layers share the
+model's config. Some have a config of their own, or a part of the model's (its
+`sub_configs`, such as the text part), so all of them must be read and set.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +19,7 @@ Implementations = Sequence[tuple[Any, str | None]]
 
 
 def read_implementations(model: Any) -> Implementations:
-    """Return the attention of each config that modules of the model hold, or configs
-    inside these.
-    """
+    """Return each config that a module of the model holds, with its implementation."""
     configs: dict[int, Any] = {}
     for module in model.modules():
         for config in _with_parts(vars(module).get("config")):
@@ -43,12 +47,13 @@ def keeping_implementations(model: Any) -> Iterator[None]:
 def set_attention(model: Any, name: str) -> None:
     """Set the attention of a model, also of layers that have a config of their own.
 
-    transformers sets it in the configs of models alone. A layer with another config
-    would run its former attention, on the mask of the new one.
+    ``set_attn_implementation`` of transformers changes only configs of modules that are
+    models. A layer with another config would still run its former attention, on the
+    mask of the new one.
     """
     model.set_attn_implementation(name)
     if text_config(model)._attn_implementation != name:
-        return  # its attention is not in transformers' registry
+        return  # transformers left it, as the model does not use the registry
 
     configs_of_models: set[int] = set()
     for module in model.modules():
@@ -61,7 +66,7 @@ def set_attention(model: Any, name: str) -> None:
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
-    """Yield a config, then those inside it; nothing for another object."""
+    """Yield a config, then the configs inside it; nothing for any other object."""
     if not hasattr(config, "_attn_implementation"):
         return
     yield config

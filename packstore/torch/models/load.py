@@ -43,8 +43,8 @@ def load_model(
         attention: backend of :func:`use_packed_attention`.
         trainable: False freezes all weights; True with an adapter trains the adapter
             only.
-        scores: load a reward model. To be trained, a causal LM serves as well: torch's
-            generator draws its head.
+        scores: load a reward model: a decoder with a head of one score. If `trainable`,
+            `path` may be a causal LM: its new head is drawn from torch's generator.
 
     Raises:
         ConfigError: transformers does not load the model, or its files lack weights.
@@ -57,11 +57,12 @@ def load_model(
             _adapter_base(name),
             dtype=dtype,
             attention=attention,
-            # An adapter holds the head of scores, so its base may have none.
+            # The adapter of a reward model holds the head, so its base may be a causal
+            # LM, which loads as a reward model only if it is trainable.
             trainable=scores,
             scores=scores,
         )
-        return add_adapter(base.requires_grad_(False), name, trainable)
+        return add_adapter(base.requires_grad_(False), name, trainable=trainable)
     try:
         from transformers import (
             AutoModelForCausalLM,
@@ -87,7 +88,7 @@ def load_model(
     if scores and trainable and lacks_head_only:
         logger.info("model %s: it has no head of scores, so a new one is drawn", name)
         _set_padding(model, name)
-        # The head of the causal LM has no place in the new model.
+        # Expected here: the new head is missing, the causal LM's has no place.
         loading = {**loading, "missing_keys": (), "unexpected_keys": ()}
     _check_weights(name, loading)
     use_packed_attention(model, attention)
@@ -124,10 +125,17 @@ def _check_weights(name: str, loading: Mapping[str, Any]) -> None:
 def _from_pretrained(
     auto: Any, kind: str, name: str, **settings: Any
 ) -> tuple[Any, dict[str, Any]]:
-    """Load a model by its class `auto` in transformers.
+    """Load a model by an auto class of transformers.
+
+    Args:
+        auto: the class, such as ``AutoModelForCausalLM``.
+        kind: words for such a model in an error.
+        name: folder or hub name.
+        settings: further keywords of ``from_pretrained``.
 
     Returns:
-        The model; and the names of weights that are absent, misshapen or left over.
+        The model; and transformers' loading info, which lists weights by name under
+        ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
     """
     offline = {"local_files_only": _is_out_of_reach(name)}
     try:
@@ -161,9 +169,10 @@ def _load_error(name: str, kind: str, found: str) -> ConfigError:
 
 
 def require_reachable_hub(name: str) -> None:
-    """Raise for a model on a hub that is out of reach, if the cache does not hold it.
+    """Raise if a model must come from the hub, and the hub is out of reach.
 
-    For trainers that load the model themselves.
+    For trainers that load the model themselves: they would wait long, see
+    :func:`_is_out_of_reach`.
     """
     from huggingface_hub import try_to_load_from_cache
 
@@ -174,10 +183,10 @@ def require_reachable_hub(name: str) -> None:
 
 
 def _is_out_of_reach(name: str) -> bool:
-    """Return True for a name on a hub that does not answer; only its cache is read.
+    """Return True if `name` is no folder, and the hub does not answer.
 
-    transformers would ask for each file six times, for 45 s. A hub that is slow is
-    asked as usual.
+    The model is then loaded from the hub's cache alone: transformers would otherwise
+    ask for each file six times, for 45 s. A hub that is merely slow is in reach.
     """
     from huggingface_hub import HfApi
 
@@ -186,16 +195,16 @@ def _is_out_of_reach(name: str) -> bool:
     try:
         HfApi().model_info(name)
     except Exception as error:
-        # Of the hub, or of its HTTP client, which differs by release.
+        # By name, as the class is of the hub's HTTP client, which differs by release.
         return type(error).__name__ in ("ConnectError", "ConnectTimeout")
     return False
 
 
 def _set_padding(model: Any, name: str) -> None:
-    """Set the padding token of a new reward model: its tokenizer's, else the end token,
-    as TRL.
+    """Set the padding token of a new reward model, as TRL does.
 
-    transformers scores a sequence at its last token that is not this one.
+    It is the first that exists of the padding and end tokens of tokenizer and config.
+    transformers needs one: it scores a sequence at its last token that is not padding.
     """
     from transformers import AutoTokenizer
 
@@ -231,7 +240,7 @@ def _adapter_base(path: str) -> str:
     return base
 
 
-def add_adapter(model: Any, path: str, trainable: bool) -> Any:
+def add_adapter(model: Any, path: str, *, trainable: bool) -> Any:
     """Load the adapter in a folder onto its model.
 
     Raises:
@@ -243,6 +252,7 @@ def add_adapter(model: Any, path: str, trainable: bool) -> Any:
         raise missing_extra("LoRA", "train", error) from error
     try:
         with warnings.catch_warnings():
+            # PEFT only warns of absent weights, and leaves them as they were drawn.
             warnings.filterwarnings("error", "Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)
     except (OSError, ValueError, RuntimeError, UserWarning) as error:

@@ -1,9 +1,13 @@
-"""The replacement of a mask in packed attention: a layout, and the window of a layer.
+"""How packed attention learns which tokens see which: from a layout, not from a mask.
 
-transformers makes one mask per kind of layer and passes it to those layers. Its eager
-attention follows the mask; its flash attention follows the keyword ``sliding_window``.
-Some models set only one of the two, so a window that is only in the mask is read from
-its placeholder.
+The layout (`AttentionLayout`) holds the segments of a packed row. It travels as the
+keyword ``packed_layout``, and in a context variable for modules that drop the keyword.
+
+The window of a layer (sliding attention) does travel with the mask: transformers makes
+one mask per kind of layer and passes it to those layers. Packed attention has it make a
+placeholder instead, :class:`RequestedMask`, which remembers the window. Some models
+state a window only in the mask (as eager attention reads it), others only in the
+keyword ``sliding_window`` (as flash attention reads it), so both are looked at.
 """
 
 from __future__ import annotations
@@ -39,11 +43,12 @@ def using_layout(layout: AttentionLayout | None) -> Iterator[None]:
 
 
 def layout_of(keyword: AttentionLayout | None) -> AttentionLayout | None:
-    """Return the layout of the row: :data:`LAYOUT`, or the keyword in a graph and where
-    no layout is set.
+    """Return the layout of the row: :data:`LAYOUT` if it is set, else the keyword.
 
-    FSDP2 may pass a copy to each layer, and a copy has neither the sizes nor the mask
-    that another layer has waited for.
+    Under torch.compile the keyword comes first.
+
+    FSDP2 may pass each layer a copy of the keyword. A layout caches its sizes and
+    masks, which wait for the device; a copy would wait for them again in each layer.
     """
     if keyword is not None and torch.compiler.is_compiling():
         return keyword  # a ContextVar breaks a graph
@@ -66,10 +71,15 @@ class _TouchedMaskError(UnservedError, AttributeError):
 
 
 class RequestedMask:
-    """Replaces transformers' mask; use as a tensor raises.
+    """Stands in for the mask that transformers would make; use as a tensor raises.
 
-    Packed attention takes the layout instead, so nothing that a model does to a mask
-    would have an effect.
+    Packed attention ignores masks, so a model that changes its mask would have no
+    effect.
+
+    Attributes:
+        window: tokens that a query sees, its own included; None: all before it.
+        chunk: a query sees only keys of its own chunk of this many tokens; None: no
+            chunks.
     """
 
     __slots__ = ("chunk", "window")
@@ -92,9 +102,9 @@ class RequestedMask:
 def skip_row_search() -> None:
     """Stop transformers from reading `position_ids` in calls with packed attention.
 
-    It looks for packed rows in the positions of a call without a mask, and the host
-    waits for the device. There is no setting: a mask that is passed instead is read by
-    gpt2, biogpt and others.
+    In a call without a mask it looks for packed rows in the positions, for which the
+    host waits for the device. No setting turns this off, and a mask that is passed to
+    avoid it would be read by gpt2, biogpt and others.
     """
     from transformers import masking_utils
 
@@ -117,7 +127,13 @@ def skip_row_search() -> None:
 
 
 def window_of(mask: RequestedMask | None, keyword: int | None) -> int | None:
-    """Return the window of a layer, by its mask and the keyword ``sliding_window``."""
+    """Return the window of a layer in tokens; None without.
+
+    Args:
+        mask: the placeholder that the layer got for its mask.
+        keyword: the model's keyword ``sliding_window``; it may differ from the mask's
+            window only if one of them is None.
+    """
     if mask is None or mask.window == keyword:
         return keyword
     if keyword is None:

@@ -1,10 +1,13 @@
-"""Hugging Face causal LMs on packed rows: one attention function, registered with
-transformers.
+"""Prepares Hugging Face causal LMs for packed rows.
 
-The function (``registered.py``) gets the layout of the row as a keyword of the model's
-forward call, which most models pass through to every layer (``row.py`` reaches the
-layers of others). Layers that mix tokens otherwise run once per sequence, and so do
-whole models with attention outside of the registry (``row.py``).
+A packed row holds the segments of many sequences, and a token must see only its own
+sequence. So the model's attention is replaced by a function that is registered with
+transformers (``registered.py``). It gets the layout of the row, that is the lengths of
+its segments, as a keyword of the forward call.
+
+Layers that mix tokens by other means than attention, such as Mamba or convolutions, run
+once per sequence (``row.py``). So does the whole model if transformers' registry does
+not choose its attention.
 """
 
 from __future__ import annotations
@@ -48,6 +51,7 @@ LAYER_TYPES = {
 """Layer types of model configs that packed attention supports."""
 
 OWN_MODEL = "Any other module trains on packs as docs/own-model.md shows"
+"""Remedy for models that are not of transformers."""
 
 
 def use_packed_attention(
@@ -65,9 +69,9 @@ def use_packed_attention(
             ``torch.compile``.
         backend: a name of :data:`~packstore.torch.attention.ATTENTION`; ``auto``
             chooses by device, dtype and the model's needs and logs the choice
-            (``attention/auto.py``); ``per_sequence`` runs the model once per sequence
-            with its original attention. Models that packed attention cannot serve run
-            so under any name, which is logged.
+            (``attention/auto.py``); ``per_sequence`` runs the whole model once per
+            sequence with its original attention. A model that packed attention cannot
+            serve runs per sequence whatever the backend; the reason is logged.
         disable_dropout: set the model's dropout to 0 and log it, as TRL does; adapters
             keep theirs. False keeps dropout outside attention; in attention it raises.
 
@@ -77,7 +81,7 @@ def use_packed_attention(
     Raises:
         UnknownNameError: `backend` is unknown.
         BackendError: the model is no Hugging Face model, or not a decoder alone.
-        CompatibilityError: a PEFT adapter reads the row, see :func:`check_adapters`.
+        CompatibilityError: a PEFT adapter mixes tokens, see :func:`check_adapters`.
         MissingExtraError: transformers, or the package of the backend, is not
             installed.
     """
@@ -102,41 +106,43 @@ def use_packed_attention(
     )
 
     state = install_packed_forward(inner)
-    text = config.get_text_config()
+    text_config = config.get_text_config()  # multimodal models have several configs
     if backend == PER_SEQUENCE:
         reason = "you asked for it"
     else:
         _reset_dynamic_rope_at_calls(inner)
-        reason = _reason_against_packing(inner, text)
+        reason = _reason_against_packing(inner, text_config)
     if not reason:
         name = register(backend)
         state.backend = backend
         set_attention(inner, name)
-        if text._attn_implementation != name:
+        if text_config._attn_implementation != name:
             reason = "its attention does not come from transformers' attention registry"
     if reason:
         state.run_whole(reason)
     else:
-        run_mixers_per_sequence(inner, text)
+        run_mixers_per_sequence(inner, text_config)
     if disable_dropout:
         _disable_dropout(inner)
     return model
 
 
-def _reason_against_packing(model: Any, text: Any) -> str:
-    """Return the reason why packed attention cannot serve a model; empty: it can."""
+def _reason_against_packing(model: Any, text_config: Any) -> str:
+    """Return the reason why packed attention cannot serve a model; empty if it can."""
     layer_types = {
-        *(getattr(text, "layer_types", None) or ()),
-        *(getattr(text, "layers_block_type", None) or ()),
+        *(getattr(text_config, "layer_types", None) or ()),
+        *(getattr(text_config, "layers_block_type", None) or ()),
     }
     unsupported = layer_types - LAYER_TYPES
     if unsupported:
         return f"it has layers of type {', '.join(sorted(unsupported))}"
     for path, module in model.named_modules():
+        # As RoBERTa's, where the first position is padding_idx + 1.
         if "position" in path and getattr(module, "padding_idx", None) is not None:
             return "its table of positions begins behind padding"
-    # HunYuan's config calls its fixed tables dynamic; its module does not.
-    kinds = [module.rope_type for module in _rotary_modules(model)] or rope_kinds(text)
+    # The modules before the config: HunYuan's config calls its fixed tables dynamic.
+    kinds = [module.rope_type for module in _rotary_modules(model)]
+    kinds = kinds or rope_kinds(text_config)
     if any(depends_on_length(kind) for kind in kinds):
         return "its RoPE tables depend on the longest position of a call"
     return ""
@@ -154,7 +160,11 @@ def _reset_dynamic_rope_at_calls(model: Any) -> None:
 
 
 def _reset_dynamic_rope(module: Any, _: Any) -> None:
-    """Reset a rotary module, as `dynamic` RoPE keeps the tables of its longest call."""
+    """Restore the frequencies of a rotary module with `dynamic` RoPE.
+
+    It rescales them to the longest call so far, and later, shorter calls would keep
+    these.
+    """
     for name in [*vars(module), *module._buffers]:
         if name.endswith("original_inv_freq"):
             prefix = name.removesuffix("original_inv_freq")
@@ -166,7 +176,7 @@ def _reset_dynamic_rope(module: Any, _: Any) -> None:
 
 def _disable_dropout(model: nn.Module) -> None:
     """Set the dropout rates of all modules but adapters to 0, in place; log them."""
-    rates: dict[str, float] = {}
+    rates: dict[str, float] = {}  # name -> the rate before
     for path, module in model.named_modules():
         if any(part.startswith("lora_") for part in path.split(".")):
             continue  # the user chose it when making the adapter

@@ -1,11 +1,13 @@
 """A probe of a model: in a pack, each sequence must have the logits that the model
 gives it alone.
 
-That one comparison shows a leak between segments, wrong positions, a state that is
-carried over, a window, chunk, cap or sink that is dropped, and a wrong kernel. It
-cannot see effects below rounding or beyond the lengths that time and memory allow (both
-are reported), nor, where rounding may choose experts, effects on less than half of
-the tokens of a sequence.
+That one comparison shows many faults: a leak between segments, wrong positions, a state
+that is carried over, a window, chunk, softcap or sink that is dropped, a wrong kernel.
+
+It cannot see an effect smaller than rounding, nor one beyond the longest sequence that
+time and memory allow; both limits are reported. In models with experts, rounding may
+send a token to another expert. There the median over tokens is compared, so an effect
+on less than half of the tokens of a sequence goes unseen.
 """
 
 from __future__ import annotations
@@ -47,35 +49,38 @@ LENGTHS = (13, 16, 40, 6, 9)
 """Tokens of the sequences: a pair, a long sequence, and another pair."""
 
 LONG = 2
-"""Index of the long sequence: it is made longer than every length of the config."""
+"""Index of the long sequence, which becomes longer than every window or chunk of the
+model's config (if time and memory allow).
+"""
 
 SHARED_TOKENS = (0, 6, 0, 0, 4)
-"""Tokens of the prompt that the second of a pair takes from the first, in layout
-shared_prefix.
+"""In layout shared_prefix: prompt tokens that a sequence takes from the one before it,
+the first of its pair.
 """
 
 TOKENS_BEYOND = 16
-"""Tokens of the long sequence beyond the largest length of the config."""
+"""Tokens of the long sequence beyond a window or chunk."""
 
 ROUNDING_32_BITS = 1e-4
 ROUNDING_16_BITS = 1e-1
-"""Tolerance between two ways to compute the same logits, relative to the largest.
-
-Products have 16 bits by weight dtype, autocast or TF32.
+"""Accepted differences of logits that are computed in two ways, relative to the largest
+logit: with matrix products in float32, and in bfloat16, float16 or TF32.
 """
 
-WORK_ON_CPU = 3e12
-WORK_ELSEWHERE = 1e15
+MAX_OPERATIONS_ON_CPU = 3e12
+MAX_OPERATIONS_ELSEWHERE = 1e15
 """Floating-point operations allowed for the forward passes."""
 
-SCORES = 2**26
-"""Elements of the scores of eager attention that are held at once."""
+MAX_SCORES = 2**26
+"""Elements of a layer's attention scores, heads x length x length, that eager attention
+may hold; for more, sdpa computes the expected logits.
+"""
 
-CAPPED_SCORES = 2**28
-"""The same for a model with a softcap, which only eager attention supports."""
+MAX_CAPPED_SCORES = 2**28
+"""The same for a model that softcaps scores, which only eager attention supports."""
 
-LOGITS = 2**30
-"""Elements of logits that are held at once."""
+MAX_LOGITS = 2**30
+"""Elements of logits, length x vocabulary, that may be held."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 """Settings of a config that count experts."""
@@ -86,7 +91,11 @@ class _UnclearError(BackendError):
 
 
 def probe_model(model: nn.Module) -> None:
-    """Log the result of :func:`check_isolation`; nearly random weights give none."""
+    """Run :func:`check_isolation` and log its result.
+
+    With nearly random weights there may be no result, as tokens hardly affect each
+    other.
+    """
     try:
         difference = check_isolation(model)
     except _UnclearError as error:
@@ -98,11 +107,10 @@ def probe_model(model: nn.Module) -> None:
 def check_isolation(
     model: nn.Module, backend: str | None = None, *, vocab_size: int | None = None
 ) -> float:
-    """Run a small random pack in both layouts, and compare it with the model's own
-    forward call.
+    """Compare the logits of a small random pack with calls of the model per sequence.
 
-    Each sequence must have the logits that the model gives it alone, without positions
-    and with its own attention (`eager`, or `sdpa` for long sequences). One sequence
+    The pack runs in both layouts. A call per sequence passes no positions, and uses
+    transformers' attention (`eager`, or `sdpa` for long sequences). One sequence
     reaches beyond every window of the config, as far as time and memory allow; the log
     names the limit. Differences must stay within rounding, and below a quarter of
     a token's effect on the next one.
@@ -153,9 +161,10 @@ class _Expected:
 
     Attributes:
         logits: `[length, V]` of each sequence.
-        attention: the attention that computed them.
-        rounding: the largest difference that rounding gives.
-        effect: the change of a token's logits when the token before it changes.
+        attention: name of the attention that computed them.
+        rounding: the largest difference that rounding may cause.
+        effect: the change of a token's logits when the token before it changes; the
+            least that a leak would cause.
     """
 
     logits: list[Tensor]
@@ -166,6 +175,7 @@ class _Expected:
     def limit(self, sequence: int) -> float:
         """Return the largest difference that is accepted for a sequence."""
         if sequence == LONG:
+            # `effect` was measured in a short sequence, and rounding grows with length.
             return self.rounding
         return min(self.rounding, self.effect / 4)
 
@@ -174,9 +184,9 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     """Return the largest difference of logits; raise if one is too large."""
     config = inner.config.get_text_config()
     vocab_size = vocab_size or int(config.vocab_size)
-    marks = _marks(config)
+    thresholds = _length_thresholds(config)
     lengths = list(LENGTHS)
-    lengths[LONG] = _longest(model, config, vocab_size, marks)
+    lengths[LONG] = _longest(model, config, vocab_size, thresholds)
     sequences = _random_sequences(lengths, vocab_size)
 
     device = next(model.parameters()).device
@@ -196,9 +206,11 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
             by_token = (segment - own_logits).abs().amax(1)
             difference = float(by_token.max())
             if has_experts and (i == LONG or has_16_bits):
-                # Rounding may send a few tokens to other experts.
-                parts = [part for part in by_token.tensor_split(marks) if len(part)]
-                difference = max(float(part.median()) for part in parts)
+                # Rounding may send a few tokens to other experts. Each part has its own
+                # median: a fault may only show beyond a window.
+                parts = by_token.tensor_split(thresholds)
+                difference = max(float(part.median()) for part in parts if len(part))
+            # Negated, so that nan is refused.
             if not (difference <= expected.limit(i) and expected.effect > 0):
                 raise _failure(where, inner, expected, difference)
             worst = max(worst, difference)
@@ -214,7 +226,8 @@ def _random_sequences(
         sequences.append(ids.astype(np.int64))
     for i, num_shared in enumerate(SHARED_TOKENS):
         if num_shared:
-            # The last token of the prompt is stored twice.
+            # The prompt has one token more: layout shared_prefix stores its last token
+            # with each response, as it predicts the response's first.
             end = num_shared + 1
             sequences[i][:end] = sequences[i - 1][:end]
     return sequences
@@ -242,7 +255,8 @@ def _expected(
 ) -> _Expected:
     device = next(model.parameters()).device
     rows = [torch.from_numpy(ids).to(device) for ids in sequences]
-    # The effect of a token on the next one, in the second sequence.
+    # In a copy of the second sequence every other token is changed; the tokens between
+    # these show the effect on the next token.
     changed = rows[1].clone()
     changed[::2] = (changed[::2] + 1) % vocab_size
     logits, attention = _own_logits(model, inner, [*rows, changed])
@@ -302,48 +316,64 @@ def _failure(
     )
 
 
-def _marks(config: Any) -> list[int]:
-    """Return the lengths of the config beyond which the model computes differently."""
+def _length_thresholds(config: Any) -> list[int]:
+    """Return the lengths beyond which the model computes differently, sorted.
+
+    These are windows and chunks of attention, and original lengths of RoPE tables that
+    depend on the length of a call.
+    """
     max_positions = getattr(config, "max_position_embeddings", None)
-    marks = set()
+    thresholds = set()
     for name, value in config.to_dict().items():
         is_length = "window" in name or "chunk" in name
         if type(value) is not int or not is_length or "layers" in name:
-            continue
+            continue  # such as max_window_layers, a number of layers
         if not isinstance(max_positions, int) or value < max_positions:
-            marks.add(value)
+            thresholds.add(value)
     for part in rope_parts(config):
         if depends_on_length(part.get("rope_type", part.get("type"))):
             original = part.get("original_max_position_embeddings")
-            marks.add(int(original or max_positions or 0))
-    return sorted(mark for mark in marks if mark > 0)
+            thresholds.add(int(original or max_positions or 0))
+    return sorted(threshold for threshold in thresholds if threshold > 0)
 
 
-def _longest(model: nn.Module, config: Any, vocab_size: int, marks: list[int]) -> int:
-    """Return the tokens of the long sequence: beyond all marks that time, memory and
-    positions allow.
+def _longest(
+    model: nn.Module, config: Any, vocab_size: int, thresholds: list[int]
+) -> int:
+    """Return the length of the long sequence.
+
+    It goes beyond all thresholds that time, memory and the model's positions allow; the
+    log names the others.
     """
     limit = _length_limit(model, config, vocab_size)
-    lengths = [mark + TOKENS_BEYOND for mark in marks]
-    beyond_limit = [mark for mark in marks if mark + TOKENS_BEYOND > limit]
-    if beyond_limit:
+    longest = LENGTHS[LONG]
+    unreachable = []
+    for threshold in thresholds:
+        length = threshold + TOKENS_BEYOND
+        if length <= limit:
+            longest = max(longest, length)
+        else:
+            unreachable.append(str(threshold))
+    if unreachable:
         logger.info(
             "the probe stops at %d tokens: nothing beyond %s was compared",
             limit,
-            ", ".join(str(mark) for mark in beyond_limit),
+            ", ".join(unreachable),
         )
-    reachable = [length for length in lengths if length <= limit]
-    longest = max([LENGTHS[LONG], *reachable])
     return max(1, min(limit, longest))
 
 
 def _length_limit(model: nn.Module, config: Any, vocab_size: int) -> int:
     num_weights = sum(parameter.numel() for parameter in model.parameters())
     is_on_cpu = next(model.parameters()).device.type == "cpu"
-    work = WORK_ON_CPU if is_on_cpu else WORK_ELSEWHERE
-    limit = min(int(work / (6 * num_weights)), LOGITS // vocab_size, 2**15)
+    max_operations = MAX_OPERATIONS_ON_CPU if is_on_cpu else MAX_OPERATIONS_ELSEWHERE
+    # A token takes 2 operations per weight and pass; the passes: alone, two layouts.
+    operations_per_token = 6 * num_weights
+    limit = min(
+        int(max_operations / operations_per_token), MAX_LOGITS // vocab_size, 2**15
+    )
     if _has_capped_scores(config):
-        limit = min(limit, int((CAPPED_SCORES / _num_heads(config)) ** 0.5))
+        limit = min(limit, int((MAX_CAPPED_SCORES / _num_heads(config)) ** 0.5))
     max_positions = getattr(config, "max_position_embeddings", None)
     is_extensible = any(depends_on_length(kind) for kind in rope_kinds(config))
     if isinstance(max_positions, int) and not is_extensible:
@@ -358,12 +388,14 @@ def _num_heads(config: Any) -> int:
 def _own_logits(
     model: nn.Module, inner: Any, rows: Sequence[Tensor]
 ) -> tuple[list[Tensor], str]:
-    """Return logits `[length, V]` of each sequence by a call of its own; and the name
-    of the attention.
+    """Call the model once per sequence with transformers' attention.
+
+    Returns:
+        Logits `[length, V]` of each sequence; and the name of the attention.
     """
     config = inner.config.get_text_config()
     longest = max(len(ids) for ids in rows)
-    fits_eager = _num_heads(config) * longest**2 <= SCORES
+    fits_eager = _num_heads(config) * longest**2 <= MAX_SCORES
     name = "eager" if fits_eager or _has_capped_scores(config) else "sdpa"
     with keeping_implementations(inner):
         try:
@@ -387,6 +419,7 @@ def _has_capped_scores(config: Any) -> bool:
     """Return True if the model softcaps attention scores, which only eager attention
     supports.
     """
+    # Gemma's final_logit_softcapping is of the head, not of attention.
     return any(
         value and "softcap" in name and "final" not in name
         for name, value in config.to_dict().items()
@@ -426,7 +459,14 @@ def _batch(
     shared_tokens: Sequence[int],
     num_responses: Sequence[int],
 ) -> PackedBatch:
-    """Return one pack of sequences, without their leading `shared_tokens`."""
+    """Return a batch of one pack.
+
+    Args:
+        sequences: token ids of each logical sequence.
+        shared_tokens: of each sequence, leading tokens that are not stored again, as
+            they are stored with the first sequence of its example.
+        num_responses: sequences of each example.
+    """
     segments = [
         ids[num_shared:]
         for ids, num_shared in zip(sequences, shared_tokens, strict=True)
@@ -434,7 +474,7 @@ def _batch(
     tokens = np.concatenate(segments)
     boundaries = to_offsets(np.array([len(segment) for segment in segments]))
     pack = Packs(
-        signed_ids=~tokens.astype(np.int32),
+        signed_ids=~tokens.astype(np.int32),  # complements: no token is supervised
         reward=np.zeros(len(sequences), np.float32),
         lengths=np.array([len(ids) for ids in sequences], np.int32),
         seq_boundaries=boundaries.astype(np.int32),

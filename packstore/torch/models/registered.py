@@ -1,8 +1,11 @@
 """The attention function of packed rows, registered with transformers for each backend.
 
-It gets the layout of the row as a keyword of the model's forward call. Anything that
-would let segments see each other raises: a missing layout, a mask, a cache, several
-rows, dropout, non-causal attention.
+transformers calls it in each layer, with queries, keys and values of the one packed
+row, and with the layout of the row, see ``mask.py``. A call raises if segments could
+see each other, or if the backend would compute something else than the model wants: no
+layout, a mask, a cache, several rows, dropout, or non-causal attention.
+
+Suffixes of tensors name their axes: N heads, T queries, K keys, H size of a head.
 """
 
 from __future__ import annotations
@@ -30,8 +33,12 @@ PER_SEQUENCE = "per_sequence"
 """Name of the backend that runs the whole model once per sequence."""
 
 NOT_SUPPORTED = ("sinks", "position_bias", "indices", "block_indices")
-"""Keywords of models that need more than a softmax over the visible keys."""
+"""Keywords by which models ask for more than a softmax over the visible keys.
 
+Attention sinks are supported only under the keyword `s_aux`, as of gpt-oss.
+"""
+
+# Remedies, as parts of error messages.
 CALL = "Call the model with **batch.model_inputs()"
 UNPACKED_CALL = (
     "; for calls without packs, give it back its own attention: "
@@ -42,7 +49,7 @@ UNPACKED = "Train it unpacked, with batch.model_inputs(style='padded')"
 
 @cache
 def register(backend: str) -> str:
-    """Register packed attention by a backend in transformers; return its name there."""
+    """Register packed attention with transformers; return its name in the registry."""
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
@@ -63,7 +70,8 @@ def register(backend: str) -> str:
         s_aux: Tensor | None = None,
         **extras: Any,
     ) -> tuple[Tensor, None]:
-        layout = _check_layout(query_1NTH, key_1KTH, layout_of(packed_layout))
+        layout = layout_of(packed_layout)
+        layout = _check_layout(query_1NTH, key_1KTH, layout)
         mask = attention_mask if isinstance(attention_mask, RequestedMask) else None
         if mask is None:
             _refuse_mask(attention_mask)
@@ -78,7 +86,8 @@ def register(backend: str) -> str:
             chunk=None if mask is None else mask.chunk,
             sinks=s_aux,
         )
-        return attend(q, k, v, layout, settings).unsqueeze(0), None
+        output = attend(q, k, v, layout, settings).unsqueeze(0)
+        return output, None  # no attention weights
 
     # Not the backend's own name: transformers treats names with "flash", "flex", "sdpa"
     # specially.
@@ -90,7 +99,10 @@ def register(backend: str) -> str:
 
 
 def _to_autocast_dtype(values: Tensor) -> Tensor:
-    """Convert values as torch does it for its own attention under autocast."""
+    """Convert queries, keys or values to the dtype of autocast.
+
+    torch does so for its own attention, but not for kernels of others.
+    """
     device_type = values.device.type
     if values.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
         return values
@@ -105,7 +117,14 @@ def _requested_mask(
     config: Any = None,
     **__: Any,
 ) -> RequestedMask:
-    """Replace the mask that transformers would build, once per kind of layer."""
+    """Return the placeholder for a mask; transformers calls it per kind of layer.
+
+    Args:
+        attention_mask: the user's mask, which is refused.
+        local_size: size of a window or of a chunk in tokens.
+        use_vmap: True if the model adds a mask function of its own.
+        config: the model's config.
+    """
     _refuse_mask(attention_mask)
     if use_vmap:
         raise _unserved_call(
@@ -179,6 +198,6 @@ def _refuse_extras(module: nn.Module, extras: dict[str, Any]) -> None:
 
 
 def _unserved_call(rule: str, further_remedy: str = "") -> UnservedError:
-    """Return the error on which the model runs once per sequence instead."""
+    """Return an error after which the whole model runs once per sequence."""
     remedy = f"Use backend={PER_SEQUENCE!r}{further_remedy}"
     return UnservedError(f"packed attention: {rule}. {remedy}.")

@@ -1,8 +1,9 @@
-"""Methods of a prepared model that packstore replaces: once, by objects that copy and
-pickle.
+"""Replaces the forward call of modules, so that copies and pickles of them work.
 
-A module has at most one replaced forward call, which all uses of the module share. A
-second trainer, a copy or a loaded file thus has one, too, and none calls another.
+``module.forward`` becomes a :class:`ReplacedForward`: an object, as a closure could not
+be pickled. A module has at most one, which the attribute `REPLACED` also holds. So
+preparing a model twice, or a copy of a prepared model, or one loaded from a file, never
+puts one replacement around another.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ library has wrapped its forward call since.
 
 
 class ReplacedForward:
-    """The forward call of one module, in place of the original; copied and pickled with
-    the module.
+    """The forward call of one module, in place of its class's.
 
-    Not a hook, as PEFT calls `forward` directly, past the hooks. `before` is a forward
-    call that was set on the module earlier, such as Accelerate's, or None.
+    It is not a hook, as PEFT calls `forward` directly, which runs no hooks.
+
+    Attributes:
+        module: the module.
+        before: the forward call that had been set on the module, such as Accelerate's;
+            None if it was the class's.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,9 +40,10 @@ class ReplacedForward:
         raise NotImplementedError
 
     def original_forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the earlier forward, else the one of the class, which FSDP2 changes."""
+        """Call the forward that this object replaces."""
         if self.before is not None:
             return self.before(*args, **kwargs)
+        # Looked up at each call, as FSDP2 changes the class of the module.
         return type(self.module).forward(self.module, *args, **kwargs)
 
     @property
@@ -54,10 +59,11 @@ class ReplacedForward:
 
 
 class UnboundForward:
-    """A replaced forward call that takes the module first, as functions of classes do.
+    """The function that Accelerate finds as ``module.forward.__func__``, and wraps.
 
-    A wrapper that is bound to a module thus follows a copy of the module. One around
-    the bound object would run the original's weights in the copy.
+    Like a function of a class, it takes the module as its first argument, and runs the
+    replaced forward call of that module. In a copy of a module, Accelerate's wrapper
+    thus runs the copy; around a bound object it would run the original's weights.
     """
 
     __name__ = "forward"  # a method of it is pickled by this name
@@ -82,10 +88,10 @@ def replace_forward(module: nn.Module, replacement: ReplacedForward) -> None:
 
 
 def put_back_forward(module: Any) -> None:
-    """Set the replaced forward call again where the module has lost it.
+    """Set the replaced forward call again if the module has its class's.
 
-    A wrapped one is pickled by the name of the method: the loaded module has its
-    class's.
+    A module that Accelerate had wrapped loses it in a pickle, which stores the wrapper
+    as a method, by name: the loaded module looks that up in its class.
     """
     current = vars(module).get("forward")
     is_lost = (
@@ -98,8 +104,8 @@ def put_back_forward(module: Any) -> None:
 def release(module: Any) -> None:
     """Remove Accelerate's wrapper around the forward call of a module, and its mark.
 
-    Else its precision would stay on a model that is used again, and the next
-    Accelerator would take the model for prepared, and do nothing.
+    With the wrapper, a model that is used again would still run in the precision of the
+    old Accelerator. With the mark, a new Accelerator would not prepare it.
     """
     attributes = vars(module)
     attributes.pop("_is_accelerate_prepared", None)
@@ -112,7 +118,7 @@ def release(module: Any) -> None:
 
 
 def restore_forward(module: Any, original: Any) -> None:
-    """Set the earlier forward call of a module: its class's, or one of an object."""
+    """Set `original` as forward call of a module, or its class's if it is that."""
     del module.forward
     if getattr(original, "__func__", None) is not type(module).forward:
         module.forward = original

@@ -1,17 +1,22 @@
 """The load-balancing loss of experts, for each sequence of a packed row.
 
-transformers computes ``load_balancing_loss_func`` (Fedus et al., Switch Transformers,
-2021, equations 4 to 6) over all tokens of a call, so its value depends on the sequences
-that share the call. Here each logical sequence has the value of its own call::
+In a mixture of experts, a router selects `top_k` of E experts for each token and layer.
+A load-balancing loss keeps it from selecting the same few all the time. transformers
+computes it (``load_balancing_loss_func``; Fedus et al., Switch Transformers, 2021,
+equations 4 to 6) over all tokens of a call, so its value depends on the sequences that
+share the call. Here each logical sequence has the value of a call of its own::
 
     L_s = E sum_e f_e P_e
-    f_e = times that a token of the sequence selects expert e, over tokens and layers
-    P_e = mean probability of expert e, over tokens and layers
+    f_e = selections of expert e by tokens of sequence s / (tokens x layers)
+    P_e = mean probability of expert e over the same tokens and layers
 
-with E experts. Padding does not count; a shared prefix counts for each of its
-sequences. The formula is verified once on each model, against the model's own
-`aux_loss`. A policy's log-probs carry these values through the autograd graph to the
-loss, which adds their mean.
+Padding does not count; a shared prefix counts for each of its sequences. The formula is
+verified once on each model, against the model's own `aux_loss`.
+
+The losses reach the preference loss through the autograd graph: :func:`carry` hangs
+them on a policy's log-probs, and :func:`take_carried_losses` finds them there.
+
+Suffixes of tensors name their axes: T tokens of the row, S sequences, E experts.
 """
 
 from __future__ import annotations
@@ -38,7 +43,9 @@ TRAIN_WITHOUT = (
 )
 
 _MAX_NODES = 64
-"""Maximum nodes of the autograd graph between a policy's log-probs and a loss."""
+"""Nodes of the autograd graph that are searched for carried losses. Between a policy's
+log-probs and a loss there are only a few: slices, casts, sums.
+"""
 
 _verified_models: WeakSet[nn.Module] = WeakSet()
 _warned_classes: set[str] = set()
@@ -66,9 +73,10 @@ class RouterLosses:
     """The load-balancing loss of each sequence.
 
     Attributes:
-        values: `[S]`, 0 for an empty sequence.
+        values: `[S]`, L_s of each sequence; 0 for an empty one.
         settings: settings of the model.
-        uses: an entry for each loss that took the values.
+        uses: True, once for each preference loss that took the values. A list, so that
+            it outlives this object: a warning looks at it then.
     """
 
     values: Tensor
@@ -77,8 +85,9 @@ class RouterLosses:
 
 
 def router_settings(model: Any) -> RouterSettings | None:
-    """Return the settings of the load-balancing loss, as TRL reads them; None without
-    that loss.
+    """Return the settings of the load-balancing loss; None if the model trains without.
+
+    As in TRL, the loss is on if the config has a `router_aux_loss_coef` other than 0.
 
     Raises:
         CompatibilityError: the model computes no such loss itself, or another one.
@@ -118,6 +127,7 @@ def router_settings(model: Any) -> RouterSettings | None:
 
 
 def _size(model: Any, config: Any, name: str) -> Any:
+    # Some configs use another name, and their models set the usual one.
     return getattr(model, name, getattr(config, name, None))
 
 
@@ -130,7 +140,7 @@ def _verify_formula(model: Any, settings: RouterSettings) -> None:
         with evaluating(model), torch.autocast(device.type, enabled=False):
             outputs = model(**batch.model_inputs(), output_router_logits=True)
     except IndexError as error:
-        # transformers' function takes the logits of a first layer.
+        # transformers' function looks at the first layer's logits without a check.
         raise _compatibility_error(
             settings.model, rule="a layer must return router_logits", found="none"
         ) from error
@@ -170,8 +180,9 @@ def router_losses(
         batch: the packed row.
         logits: `[T, E]` of each layer with experts.
         settings: settings of the model.
-        rounded: probabilities have the dtype of the logits, as in transformers: a tie
-            in 16 bits may select another expert.
+        rounded: compute probabilities in the dtype of the logits, as transformers does,
+            and not in float32. To compare with its loss: in 16 bits two experts may tie
+            which differ in float32.
     """
     shape = (batch.num_tokens, settings.experts)
     has_shape = bool(logits) and all(layer.shape == shape for layer in logits or ())
@@ -195,6 +206,7 @@ def router_losses(
         selections_TE.scatter_add_(1, selected, ones)
         probabilities_TE = probabilities_TE + layer_probabilities.to(dtype)
 
+    # Tokens x layers of each sequence; at least one token, to avoid 0 / 0 if empty.
     counts_S1 = len(logits) * batch.lengths.clamp(min=1)[:, None].to(dtype)
     mean_selections_SE = _sum_by_sequence(batch, selections_TE) / counts_S1
     mean_probabilities_SE = _sum_by_sequence(batch, probabilities_TE) / counts_S1
@@ -203,20 +215,25 @@ def router_losses(
 
 
 def _sum_by_sequence(batch: PackedBatch, values_TE: Tensor) -> Tensor:
-    """Return the sum over the tokens of each logical sequence, `[S, E]`, without
-    padding.
-    """
-    sequence, place = batch.key_places
-    is_padding = place >= batch.lengths[sequence]
-    # Padding goes to one row more, which is dropped.
-    sequence = sequence.masked_fill(is_padding, batch.num_segments)
-    rows = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
-    sums = rows.new_zeros(batch.num_segments + 1, rows.shape[1])
-    return sums.index_add(0, sequence, rows)[:-1]
+    """Return the sum over the tokens of each logical sequence, `[S, E]`."""
+    # Keys are the tokens of logical sequences, with a shared prefix once for each.
+    sequences_K, positions_K = batch.key_places
+    values_KE = values_TE if batch.kv_index is None else values_TE[batch.kv_index]
+    is_padding_K = positions_K >= batch.lengths[sequences_K]
+    # Padding is summed up in one more row, which is dropped.
+    sequences_K = sequences_K.masked_fill(is_padding_K, batch.num_segments)
+    sums = values_KE.new_zeros(batch.num_segments + 1, values_KE.shape[1])
+    return sums.index_add(0, sequences_K, values_KE)[:-1]
 
 
 def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses) -> None:
-    """Raise for losses without gradient, as by reentrant gradient checkpointing."""
+    """Raise if reentrant gradient checkpointing has cut the gradient of the losses.
+
+    Args:
+        backbone: the model without its head.
+        hidden: hidden states that it returned, with gradient if it is trained.
+        losses: losses of the same call.
+    """
     if losses.values.requires_grad or not hidden.requires_grad:
         return
     for module in backbone.modules():
@@ -230,7 +247,7 @@ def check_gradient(backbone: Any, hidden: Tensor, losses: RouterLosses) -> None:
 
 
 class _Carry(torch.autograd.Function):
-    """Return the first argument; the node in the autograd graph holds the second."""
+    """Copy log-probs; the copy's node in the autograd graph holds the losses."""
 
     @staticmethod
     def forward(ctx: Any, logps: Tensor, losses: RouterLosses) -> Tensor:
@@ -243,8 +260,10 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(logps: Tensor, losses: RouterLosses) -> Tensor:
-    """Return log-probs `[S]` that carry these losses, and warn once if no loss takes
-    them.
+    """Return a copy of log-probs `[S]` that carries router losses.
+
+    Once per class of model, warn if the losses are deleted before any preference loss
+    has taken them.
     """
     # Not decorated: that would load torch's compiler, which takes a second, with this
     # module.
@@ -260,7 +279,10 @@ def _carry(logps: Tensor, losses: RouterLosses) -> Tensor:
 
 
 def take_carried_losses(logps: Tensor) -> RouterLosses | None:
-    """Return the losses that log-probs carry, and mark them as used; None without."""
+    """Return the losses that log-probs carry, and mark them as used; None if none.
+
+    Searches the autograd graph, breadth first, for the node of :func:`carry`.
+    """
     nodes = [logps.grad_fn]
     for _ in range(_MAX_NODES):
         node = nodes.pop(0) if nodes else None

@@ -1,14 +1,14 @@
-"""The forward calls of prepared models: they pass on the row, or run per sequence.
+"""Forward calls of prepared models, which bring the layout of a row to their layers.
 
-Most models pass ``packed_layout`` on to their attention. Some drop it on the way, and
-some call modules without it, so it is also set for the thread, and set again where
-gradient checkpointing recomputes a layer. Models that packed attention cannot serve run
-whole, once per sequence.
+Most models pass the keyword ``packed_layout`` on to their attention. Some drop it on
+the way, so :class:`PackedForward` also sets it for the thread, and again where gradient
+checkpointing recomputes a layer. A model that packed attention cannot serve is called
+once per sequence.
 
-Linear attention, Mamba, RG-LRU, xLSTM and short convolutions carry a state along the
-row, which must start at zero in each sequence. So these modules alone are called once
-per logical sequence, with the kernels of unpacked training. A shared prefix is computed
-again for each of its responses, in these modules only.
+Mixers, that is linear attention, Mamba, RG-LRU, xLSTM and short convolutions, carry a
+state along the row, which must start at zero in each sequence. So a mixer is called
+once per logical sequence (:class:`_PerSequenceForward`), with the kernels of unpacked
+training. A shared prefix is computed again for each of its responses, in mixers only.
 """
 
 from __future__ import annotations
@@ -89,12 +89,15 @@ CALL_REMEDY = "Call the model with **batch.model_inputs(), and nothing else"
 
 @dataclass(frozen=True)
 class _Run:
-    """The tokens of one logical sequence, in a module that runs per sequence.
+    """One call of a module that runs per sequence: sizes of its logical sequence.
+
+    A sequence is the shared prefix, if any, followed by the sequence's segment of the
+    row. Padding is at the end.
 
     Attributes:
-        segment: number of the sequence's segment in the row.
+        segment: index of the segment in the row.
         num_queries: tokens of the segment, with padding.
-        num_keys: tokens of the sequence, with padding: its prefix and its segment.
+        num_keys: tokens of the sequence, with padding.
         num_real: tokens of the sequence, without padding.
     """
 
@@ -104,12 +107,13 @@ class _Run:
     num_real: int
 
     def select_segment(self, rows: Tensor) -> Tensor:
-        """Return the rows of the segment, from rows of the sequence; zeros for padding.
+        """Return the outputs of the segment, `[num_queries, ...]`, 0 at padding.
 
         Args:
-            rows: `[num_real, ...]`.
+            rows: outputs of the sequence, `[num_real, ...]`.
         """
-        segment = rows[self.num_keys - self.num_queries :]
+        num_shared = self.num_keys - self.num_queries
+        segment = rows[num_shared:]
         num_padding = self.num_keys - self.num_real
         if not num_padding:
             return segment
@@ -124,8 +128,9 @@ def run_per_sequence(
 ) -> Any:
     """Call `forward` once per logical sequence, and join the outputs of the segments.
 
-    Arguments by token, `[1, T, ...]` or `[T]`, are cut. Outputs that are not by token
-    become None; a number stays if there is one sequence.
+    Tensors with a value per token, `[1, T, ...]` or `[T]`, are cut into sequences; all
+    other arguments are passed to each call. Outputs without a value per token, such as
+    a cache, become None; a scalar is returned only if there is one sequence.
     """
     if type(layout) is not AttentionLayout:
         raise BackendError(
@@ -171,31 +176,36 @@ def _runs_of(layout: AttentionLayout) -> list[_Run]:
 
 
 def _cut(value: Any, layout: AttentionLayout) -> list[Any]:
-    """Return an argument for each sequence: its rows of a tensor by token, without
-    padding; any other value as it is.
+    """Return an argument for the call of each sequence, without padding.
+
+    A tensor with a value per token is cut; any other value stays as it is.
     """
     num_tokens = layout.num_queries
-    num_keys = layout.sizes[1]
+    _, key_lengths = layout.sizes
     if not isinstance(value, Tensor):
-        return [value] * len(num_keys)
-    has_rows = value.shape[:2] == (1, num_tokens)
-    if not has_rows and value.shape != (num_tokens,):
-        return [value] * len(num_keys)
+        return [value] * len(key_lengths)
+    has_batch_axis = value.shape[:2] == (1, num_tokens)
+    if not has_batch_axis and value.shape != (num_tokens,):
+        return [value] * len(key_lengths)
 
-    shape = value.shape[2:] if value.ndim > 1 else ()
+    shape_per_token = value.shape[2:] if has_batch_axis else ()
+    # The tokens of all sequences, with a shared prefix before each of its segments.
     keys = layout.keys(value.reshape(num_tokens, 1, -1))
     parts = []
     for rows, num_real in zip(
-        torch.split(keys, num_keys), layout.real_sizes, strict=True
+        torch.split(keys, key_lengths), layout.real_sizes, strict=True
     ):
-        part = rows[:num_real].reshape(num_real, *shape)
-        parts.append(part[None] if value.ndim > 1 else part)
+        part = rows[:num_real].reshape(num_real, *shape_per_token)
+        parts.append(part[None] if has_batch_axis else part)
     return parts
 
 
 def _join(parts: Sequence[Any], runs: list[_Run]) -> Tensor | None:
-    """Return the row's output from the output of each sequence; None for outputs that
-    are not by token.
+    """Join one output of all calls into the row's; None if it has no value per token.
+
+    Args:
+        parts: the output of each call.
+        runs: the calls.
     """
     first = parts[0]
     if not isinstance(first, Tensor):
@@ -203,11 +213,11 @@ def _join(parts: Sequence[Any], runs: list[_Run]) -> Tensor | None:
     pairs = list(zip(parts, runs, strict=True))
     if all(part.shape[:2] == (1, run.num_real) for part, run in pairs):
         return torch.cat([run.select_segment(part[0]) for part, run in pairs])[None]
-    # Routers return theirs without the dimension of rows.
+    # Routers of experts return `[tokens, E]`, without a batch axis.
     if all(part.shape == (run.num_real, *part.shape[1:2]) for part, run in pairs):
         return torch.cat([run.select_segment(part) for part, run in pairs])
-    is_number = len(parts) == 1 and first.ndim == 0
-    return first if is_number else None
+    is_scalar_of_one_call = len(parts) == 1 and first.ndim == 0
+    return first if is_scalar_of_one_call else None
 
 
 def _first_value(output: Any) -> Any:
@@ -219,8 +229,10 @@ def _first_value(output: Any) -> Any:
 
 
 def run_mixers_per_sequence(model: nn.Module, config: Any) -> None:
-    """Make mixers run per sequence: innermost modules that take a state but do not
-    attend.
+    """Make the mixers of a model run per sequence.
+
+    A mixer is a module whose forward call takes a state or a mask, which calls no
+    attention, and has no such module inside.
     """
     stateful = {
         path: module
@@ -281,15 +293,15 @@ def _has_packed_attention(config: Any) -> bool:
 
 @dataclass
 class PackedForwardState:
-    """The attention of a prepared model, before and after its preparation.
+    """State of a prepared model, which its replaced methods share.
 
     Attributes:
         model: the model.
-        original: the attention in its configs before.
+        original: the attention of its configs before the preparation.
         backend: backend of packed attention; empty: none was set.
         reason: why the model runs once per sequence, with its original attention;
             empty: it runs on packed rows.
-        is_known_causal: whether a try has shown that no token changes the output of
+        is_known_causal: True once a trial has shown that no token changes the output of
             earlier ones.
     """
 
@@ -300,8 +312,9 @@ class PackedForwardState:
     is_known_causal: bool = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy; in another process, transformers must know its attention
-        first.
+        """Restore a copy or pickle.
+
+        Another process must register packed attention with transformers first.
         """
         vars(self).update(state)
         if self.backend:
@@ -309,7 +322,7 @@ class PackedForwardState:
 
     @property
     def is_packed(self) -> bool:
-        """True if the model has packed attention now, not its original one again."""
+        """True while the model has packed attention; its user may set another one."""
         return _has_packed_attention(self.model.config.get_text_config())
 
     def run_whole(self, reason: str) -> None:
@@ -323,7 +336,7 @@ class PackedForwardState:
 def install_packed_forward(model: Any) -> PackedForwardState:
     """Replace `generate` and the forward calls of a model and its backbone, in place.
 
-    The replacements of a model that was prepared before stay.
+    A model that was prepared before keeps its replacements, and its state is reset.
     """
     replacement = replaced_forward(model)
     if replacement is None:
@@ -335,7 +348,8 @@ def install_packed_forward(model: Any) -> PackedForwardState:
             state.original = read_implementations(model)
 
     backbone = backbone_of(model)
-    # Log-probs call the backbone, and OPT's head its decoder, without the model.
+    # All modules that are called with a row: log-probs call the backbone without the
+    # model, and OPT's causal LM calls the decoder in its backbone.
     for module in {model, backbone, getattr(backbone, "decoder", backbone)}:
         replacement = replaced_forward(module)
         if replacement is None:
@@ -366,7 +380,8 @@ def take_back_attention(model: Any) -> None:
 class UnpackedGenerate:
     """Method `generate` of a prepared model: runs with the original attention.
 
-    Every other call without a layout is refused: it may be of a packed row, by mistake.
+    Only this method switches attention by itself. Packed attention refuses every other
+    call without a layout, as its input may be a packed row by mistake.
     """
 
     def __init__(
@@ -385,14 +400,16 @@ class UnpackedGenerate:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
+        """The `generate` that this object replaces; `inspect` takes its signature."""
         return self.before or type(self.state.model).generate.__get__(self.state.model)
 
 
 class BatchForward(ReplacedForward):
-    """The forward call of a model that a trainer may call with a packed batch.
+    """A forward call that also takes a packed batch, as a Trainer calls its model.
 
     Attributes:
-        batch_call: called with the module and the batch; None: the module takes none.
+        batch_call: called with the module and the batch; None: the module takes no
+            batches.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -428,7 +445,8 @@ class PackedForward(BatchForward):
                     f"packed row: inputs must be text; found {name}. {CALL_REMEDY}."
                 )
         if not torch.compiler.is_compiling():
-            check_adapters(self.state.model)  # PEFT leaves its configs there
+            # Adapters may be new, and PEFT leaves their configs on the model.
+            check_adapters(self.state.model)
         if self.state.reason:
             return self._run_per_sequence(layout, args, kwargs)
         # A context variable would break the graph of a compiled model.
@@ -439,7 +457,8 @@ class PackedForward(BatchForward):
     def _run_packed(
         self, layout: AttentionLayout, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        is_outermost = LAYOUT.get() is None
+        """Run with packed attention; run per sequence for good if that is refused."""
+        is_outermost = LAYOUT.get() is None  # the call of the backbone is inside
         if self.module.training and is_outermost:
             _wrap_checkpoint_functions(self.module)
         try:
@@ -448,7 +467,8 @@ class PackedForward(BatchForward):
         except UnservedError as error:
             if kwargs.get("attention_mask") is not None or not is_outermost:
                 raise
-            self.state.run_whole(str(error).partition(". ")[0])
+            reason, _, _ = str(error).partition(". ")  # without its remedies
+            self.state.run_whole(reason)
             return self._run_per_sequence(layout, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -472,7 +492,7 @@ def _check_causal(
     """Raise if the last of a few tokens changes the output of earlier ones."""
     ids = ids_1T[:, :8]
     changed_ids = ids.clone()
-    changed_ids[:, -1] = (ids[:, -1] - 1).abs()
+    changed_ids[:, -1] = (ids[:, -1] - 1).abs()  # another id of the vocabulary
     with evaluating(model):
         output = forward(input_ids=ids, use_cache=False)
         changed_output = forward(input_ids=changed_ids, use_cache=False)
@@ -489,7 +509,11 @@ def _check_causal(
 
 
 def _wrap_checkpoint_functions(model: nn.Module) -> None:
-    """Wrap the checkpoint functions that were set since the last call."""
+    """Wrap checkpoint functions that were set since the last call.
+
+    Gradient checkpointing runs a layer again in the backward pass, when no layout is
+    set.
+    """
     for module in model.modules():
         for name in CHECKPOINT_FUNCTIONS:
             checkpoint = vars(module).get(name)
@@ -501,7 +525,14 @@ def _wrap_checkpoint_functions(model: nn.Module) -> None:
 def _checkpoint_with_layout(
     checkpoint: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a checkpoint function so that the second run has the layout of the first."""
+    """Call a checkpoint function so that the second run has the layout of the first.
+
+    Args:
+        checkpoint: the original checkpoint function.
+        function: the function that it runs twice.
+        args: arguments of both.
+        kwargs: arguments of both.
+    """
     if torch.compiler.is_compiling():
         # The layout is an input of the graph, which holds both runs.
         return checkpoint(function, *args, **kwargs)

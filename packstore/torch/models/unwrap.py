@@ -1,4 +1,8 @@
-"""The Hugging Face model inside its wrappers, its adapters and its config."""
+"""Finds the Hugging Face model inside its wrappers, and asks about its parts.
+
+Wrappers are DDP, FSDP, ``torch.compile`` and PEFT, in any order. Parts are its config,
+its backbone (the causal LM without the head), and its PEFT adapters.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +54,10 @@ ROW_LOCAL = {
     "VERA",
     "WAVEFT",
 }
-"""PEFT types with the same effect in a packed row as on a sequence alone, as measured
-(``tests/torch/models/test_adapters.py``).
+"""PEFT types whose adapters have the same effect in a packed row as on a sequence
+alone: each token's output depends only on that token and on tokens that it attends to.
 
-They change a token by that token, and by the ones that attention shows it.
+``tests/torch/models/test_adapters.py`` measures it.
 """
 
 SCORE = "score"
@@ -106,21 +110,27 @@ def _inside(model: Any) -> Any | None:
     if _is_peft(model):
         return model.get_base_model()
     children = getattr(model, "_modules", {})
-    # Of torch.compile, of FSDP1, and of DDP and others.
-    for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
+    for name in (
+        "_orig_mod",  # of torch.compile
+        "_fsdp_wrapped_module",  # of FSDP1
+        "module",  # of DDP and others
+    ):
         if name in children:
             return children[name]
     return None
 
 
 def check_adapters(model: Any) -> None:
-    """Raise for adapters that read the row: tokens of other sequences, or added ones,
-    would count.
+    """Raise for adapters that do not work on packed rows, see :data:`ROW_LOCAL`.
+
+    Prompt tuning, for example, adds tokens at the start of the row, not of each
+    sequence.
     """
     for layer in layers(model):
         for config in (getattr(layer, "peft_config", None) or {}).values():
             peft_type = str(getattr(config.peft_type, "value", config.peft_type))
             if getattr(config, "alora_invocation_tokens", None) is not None:
+                # Such a LoRA searches the row for the tokens: it is not row-local.
                 peft_type += " with alora_invocation_tokens"
             if peft_type not in ROW_LOCAL:
                 raise CompatibilityError(
@@ -144,13 +154,15 @@ def backbone_of(model: Any) -> Any:
     backbone = getattr(model, "base_model", model)
     if backbone is not model:
         return backbone
-    # Llama 4 names the part of a larger model as its base_model.
+    # Llama 4's base_model_prefix names its part of a multimodal model instead.
     return getattr(model, "model", model)
 
 
 def check_not_compiled(model: nn.Module) -> None:
-    """Raise for a compiled model: log-probs without logits do not run its whole forward
-    call.
+    """Raise for a compiled model.
+
+    Log-probs are computed without logits: backbone and head are called one by one,
+    which would bypass the compiled forward call.
     """
     check_class("argument model", model, nn.Module, "load_model(path) loads one")
     for layer in layers(model):
@@ -183,11 +195,13 @@ def check_prepared(model: Any) -> None:
 
 
 def check_direct_call(model: nn.Module, name: str) -> None:
-    """Raise for a compiled model, and with gradients for one inside DDP or FSDP.
+    """Raise if the parts of a model must not be called one by one.
+
+    That is for a compiled model, and with gradients enabled for one inside DDP or FSDP.
 
     Args:
-        model: the model of a call that runs its parts.
-        name: the function that was called.
+        model: the model.
+        name: the function that calls its parts, for the error.
     """
     check_not_compiled(model)
     if torch.is_grad_enabled() and _reduces_gradients(model):
@@ -219,8 +233,9 @@ def has_compiled_layers(model: nn.Module) -> bool:
 
 
 def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context in which compiled layers run uncompiled: a few tokens need no
-    graph.
+    """Return a context in which compiled layers run uncompiled.
+
+    For calls on a few tokens, which are not worth a graph of their own.
     """
     if torch.compiler.is_compiling() or not has_compiled_layers(model):
         return nullcontext()
@@ -229,10 +244,10 @@ def uncompiled(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 def check_parts(model: nn.Module) -> None:
-    """Raise for a model with parts that compute something else outside of its call.
+    """Raise if the parts of a model compute differently outside its forward call.
 
-    Such a model has adapters that read the row, or Accelerate runs its forward call in
-    mixed precision.
+    They do if Accelerate has wrapped the forward call for mixed precision. Also raise
+    for adapters that do not work on packed rows.
     """
     check_adapters(model)
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
@@ -250,7 +265,7 @@ def check_parts(model: nn.Module) -> None:
 
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
-    """Put models into evaluation mode for a block, and then each module back."""
+    """Put models into evaluation mode for a block; restore the mode of each module."""
     modes = [
         (module, module.training) for model in models for module in model.modules()
     ]
@@ -269,11 +284,16 @@ REF_ADAPTER = "ref"
 
 @contextmanager
 def as_reference(policy: nn.Module, peft_model: Any) -> Iterator[None]:
-    """Make a PEFT policy its own reference: by its frozen adapter, else without any
-    adapter.
+    """Make a PEFT policy its own reference model for a block.
 
-    Afterwards the active adapters, and the trained parameters of the model, are as
-    before: PEFT itself makes all of an adapter trainable when it becomes active again.
+    The reference is the base model with the adapter `REF_ADAPTER`, if there is one, and
+    else without adapters. Afterwards the active adapters are as before, and so is which
+    parameters are trained: PEFT makes all parameters of an adapter trainable when it
+    becomes active again.
+
+    Args:
+        policy: the policy, which is in evaluation mode inside the block.
+        peft_model: the PEFT model among its wrappers.
     """
     parameters = [
         (parameter, parameter.requires_grad) for parameter in peft_model.parameters()
@@ -318,17 +338,20 @@ def text_config(model: Any) -> Any:
 
 
 def rope_parts(config: Any) -> list[Mapping[str, Any]]:
-    """Return the RoPE settings of a text config: the mapping, and those inside it, one
-    per kind of layer.
+    """Return the RoPE settings of a text config, as a list of mappings.
+
+    Some configs nest a mapping per kind of layer, as ``{"full_attention": {"rope_type":
+    ...}}``: the result is the outer mapping, then the nested ones.
     """
     settings = getattr(config, "rope_parameters", None)
+    # Before transformers 5 it was rope_scaling.
     settings = settings or getattr(config, "rope_scaling", None) or {}
     parts = [part for part in settings.values() if isinstance(part, Mapping)]
     return [settings, *parts]
 
 
 def rope_kinds(config: Any) -> list[str]:
-    """Return the types of RoPE of a text config."""
+    """Return the types of RoPE of a text config, such as ``default`` or ``yarn``."""
     return [
         str(part.get("rope_type", part.get("type", "default")))
         for part in rope_parts(config)
@@ -337,7 +360,7 @@ def rope_kinds(config: Any) -> list[str]:
 
 
 def depends_on_length(kind: object) -> bool:
-    """Return True for a type of RoPE with tables that depend on the longest position of
-    a call.
+    """Return True if tables of this type of RoPE depend on the longest position of the
+    call.
     """
     return "dynamic" in str(kind) or "longrope" in str(kind)
