@@ -81,7 +81,11 @@ TRAIN_PACKAGES = {
 
 
 def build_parser(names: Iterable[str] = COMMANDS) -> Parser:
-    """Return the parser of the command line; import the files of these commands."""
+    """Return the parser of the command line.
+
+    Args:
+        names: the commands that it knows; their files are imported.
+    """
     parser = Parser(prog="packstore", description=FRONT_PAGE.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"packstore {VERSION}")
     parser.set_defaults(debug=False, quiet=False, log_format="text")
@@ -122,14 +126,15 @@ def _main(argv: Sequence[str] | None) -> int:
         print(FRONT_PAGE, end="")
         return 0
 
-    # Only to suggest the nearest of an unknown name, all commands are imported.
+    # Usually only the file of one command is imported. An unknown command needs all of
+    # them, to suggest the nearest name.
     names = words[:1] if words[0] in COMMANDS else COMMANDS
     parser = build_parser(names)
     args, unknown_words = parser.parse_known_args(words)
-    # `train` knows more flags once transformers is imported.
+    # `train` may know them once it has imported transformers; see below.
     has_further_flags = "add_further_flags" in args
     if unknown_words and not has_further_flags:
-        # An error of the command, not of the program.
+        # By the parser of the command, whose flags can then be suggested.
         getattr(args, "parser", parser).refuse(unknown_words)
 
     _exit_on_signals()
@@ -140,7 +145,7 @@ def _main(argv: Sequence[str] | None) -> int:
             args, unknown_words = parser.parse_known_args(words)
             if unknown_words:
                 args.parser.refuse(unknown_words)
-        args.own_process = argv is None
+        args.own_process = argv is None  # the process ends with the command
         return _run(args)
     except KeyboardInterrupt:
         fail(args, "interrupted")
@@ -169,7 +174,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _prepare_streams() -> None:
-    """Open the streams that the caller closed, and let every character be printed."""
+    """Open the streams that the caller closed, and let every character be printed.
+
+    Characters that an encoding lacks are escaped. ASCII becomes UTF-8: it mostly means
+    that no locale is set, as in a container, not that the terminal knows no more.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
@@ -182,8 +191,9 @@ def _prepare_streams() -> None:
 
 
 def _normalize(words: Sequence[str]) -> list[str]:
-    """Return the command line with ``help COMMAND`` as ``COMMAND --help``, and flags
-    with dashes.
+    """Return the command line as the parser takes it.
+
+    ``help COMMAND`` becomes ``COMMAND --help``, and ``--pack_size`` ``--pack-size``.
     """
     words = [_with_dashes(word) for word in words]
     if words[:1] == ["help"]:
@@ -249,13 +259,14 @@ def _report(error: Exception, args: argparse.Namespace, command_name: str) -> No
 
 
 def _find_output_problem(error: Exception) -> str:
-    """Return the reason if standard output is closed or full, else "".
+    """Return why standard output cannot be written (disk full, …); "" if it can.
 
     Output that cannot be written is discarded, so that the interpreter does not fail
     when it flushes at exit.
     """
     if type(error) is not OSError or error.filename is not None:
         return ""
+    # The error does not name the stream, so try whether it is this one.
     try:
         sys.stdout.write("\n")
         sys.stdout.flush()

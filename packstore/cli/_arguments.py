@@ -1,4 +1,9 @@
-"""Arguments that several commands have, and the flags of settings."""
+"""Arguments that several commands have, and flags that are derived from settings.
+
+A class of settings (``packstore.config``) describes each of its fields with a type, a
+default and a help. :func:`add_settings` makes a flag of each, and
+:func:`read_settings` returns the values of the flags that were used.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +31,10 @@ def add_source(
 
 
 def source_of(paths: list[str]) -> Any:
-    """Return the source that Python calls take: `-` is standard input.
+    """Return the argument `source` of ``packstore.pack`` for paths of the command line.
 
-    A single path stays alone, as only that may be a packed dataset.
+    ``-`` becomes standard input, and a single path a text: only in that form may it be
+    a packed dataset.
     """
     if paths == ["-"]:
         return sys.stdin.buffer
@@ -89,7 +95,10 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_memory(args: argparse.Namespace, *urls: str | None) -> None:
-    """Raise ConfigError for output in memory, if this process ends with the command."""
+    """Raise ConfigError for output to ``memory://`` that would end with this process.
+
+    Python code that calls ``main`` may use it afterwards, so it is not refused there.
+    """
     if not args.own_process:
         return
     for url in urls:
@@ -113,14 +122,14 @@ def add_settings(
 ) -> None:
     """Add a flag for each setting, in a group of their own.
 
-    A flag that is not given is absent from the namespace, so that defaults live in
-    `config` only.
+    A flag that is not used is absent from the namespace, so that `config` alone defines
+    defaults. A flag that the parser already has is not added again.
 
     Args:
         title: title of the group.
         config: class of the settings.
         names: settings that get a flag; None: all.
-        default: text of the help in place of the defaults of `config`.
+        default: text for the help in place of each default of `config`.
     """
     group = parser.add_argument_group(title, argument_default=argparse.SUPPRESS)
     type_hints = typing.get_type_hints(config)
@@ -137,7 +146,7 @@ def add_settings(
 
 
 def read_settings(args: argparse.Namespace, config: type[Settings]) -> dict[str, Any]:
-    """Return the settings given on the command line, as keywords of `config`."""
+    """Return the settings on the command line as keyword arguments of `config`."""
     values = vars(args)
     return {name: values[name] for name in config.names() if name in values}
 
@@ -156,7 +165,7 @@ def _flag_keywords(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     arguments = typing.get_args(hint)
     if origin is Literal:
         return {"choices": arguments}
-    if origin is tuple:
+    if origin is tuple:  # several texts: the flag is repeated
         return {"action": "append", "metavar": metavar or "NAME"}
     if origin is Mapping:
         is_secret = "secret" in field.metadata
@@ -167,7 +176,7 @@ def _flag_keywords(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
             "splits": "splits" in field.metadata,
             "metavar": metavar or "KEY=VALUE",
         }
-    # Of an optional type, the first is the type of its values.
+    # `int | None` has the arguments int and None.
     value_type = arguments[0] if arguments else hint
     if value_type is bool:
         return {"action": argparse.BooleanOptionalAction}
@@ -176,7 +185,7 @@ def _flag_keywords(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def _value_reader(is_secret: bool, value_type: Any) -> Callable[[str], Any]:
-    """Return the function that reads the values of a mapping."""
+    """Return the function that converts the text of a value in a mapping."""
     if is_secret:
         return read_storage_option
     if value_type is str:
@@ -188,10 +197,10 @@ class KeyValue(argparse.Action):
     """Collects KEY=VALUE items into a dict.
 
     Args:
-        read: reads the text of a value.
-        secret: an error does not show the item.
+        read: converts the text of a value.
+        secret: values are secrets, so that an error does not show the item.
         splits: one argument may hold several items, joined by commas, and a key may
-            have several values, which become a list.
+            have several values, which become a list: ``first=A,first=1,second=B``.
     """
 
     def __init__(
@@ -218,7 +227,7 @@ class KeyValue(argparse.Action):
         text = to_unicode(values)
         for item in text.split(",") if self.splits else [text]:
             key, value = self._parse(parser, item, option_string)
-            # Not changed in place: the first is the default of all parsers.
+            # A copy, as the first mapping is the default, which all parsers share.
             mapping = dict(getattr(namespace, self.dest, None) or {})
             if self.splits and key in mapping:
                 earlier = mapping[key]
@@ -244,7 +253,7 @@ class KeyValue(argparse.Action):
 
 
 def read_storage_option(text: str) -> Any:
-    """Parse the value of a storage option; a secret of digits stays text."""
+    """Parse the value of a storage option; digits stay text, as they may be a key."""
     if text in ("true", "false", "null") or text.startswith(("{", "[")):
         return json.loads(text)
     return text

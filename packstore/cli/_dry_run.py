@@ -19,9 +19,13 @@ STYLES = {"ok": None, "remark": "yellow", "problem": "red"}
 
 
 def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
-    """Print the report of a job that is not run; return the exit code.
+    """Print the report of a dry run; return the exit code.
+
+    The report has findings on a sample of the records, an estimate of the packs, and
+    findings on the destination.
 
     Args:
+        args: the command line.
         job: arguments of ``packstore.pack``.
     """
     from packstore.etl.reports.records import dry_run
@@ -61,7 +65,12 @@ def _print_diagnosis(report: Report) -> None:
 
 
 def _print_findings(findings: Iterable[Finding], num_records: int = 0) -> None:
-    """Print findings; on records, also their share of `num_records`."""
+    """Print a line for each finding, and its examples below it.
+
+    Args:
+        findings: the findings.
+        num_records: records of the sample, for the share of those with a finding.
+    """
     console = stdout_console()
     for finding in findings:
         text = finding.text

@@ -30,12 +30,16 @@ VERBOSE_LIBRARIES = (
 )
 """Libraries that log each request: only their warnings are shown."""
 
+# In a log, each stage of a job ("read", "write", …) has a line of progress at times.
+
 FIRST_LINE_SECONDS = 5.0
 LINE_SECONDS = 60.0
-"""Seconds from the start of a stage to its first line in a log, and between lines."""
+"""Seconds from the start of a stage to its first line, and between lines."""
 
 SETTLED_SECONDS = 10.0
-"""Seconds after which the rate of a stage predicts its end."""
+"""Seconds from which on a line also predicts the end of its stage: earlier, the rate
+may still change much.
+"""
 
 log = logging.getLogger("packstore")
 
@@ -79,7 +83,7 @@ def fail(args: argparse.Namespace, text: str) -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a message as one line, or a message with `lines` as these."""
+    """Formats a message as one line, or as the attribute `lines` of its record."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         lines = getattr(record, "lines", None) or [super().formatMessage(record)]
@@ -129,8 +133,9 @@ def show_progress(command: str, args: argparse.Namespace) -> Iterator[Progress]:
 
 
 def _stage_name(stage: str, is_second_pass: bool) -> str:
-    """Return the name of a stage; of the two stages that read the input, with a
-    number.
+    """Return the name of a stage, with a number if the job reads its input twice.
+
+    For `dedup` it does: stage ``compare`` looks for duplicates, before stage ``read``.
     """
     if stage == "compare":
         return "compare (pass 1 of 2)"
@@ -141,13 +146,14 @@ def _stage_name(stage: str, is_second_pass: bool) -> str:
 
 @dataclass
 class _Stage:
-    """A stage in a log.
+    """A stage of which progress is logged.
 
     Attributes:
-        start: time of its first report, in seconds.
-        completed_at_start, total_at_start: the numbers of that report.
-        next_line: time at which the next line is due.
-        is_estimate: the total has changed, so that it is an estimate.
+        start: monotonic time of its first report, in seconds.
+        completed_at_start: units completed by then; above 0 if a job resumes.
+        total_at_start: total of units at that time; None: unknown.
+        next_line: monotonic time at which the next line is due.
+        is_estimate: True once the total has changed: it is an estimate.
     """
 
     start: float
@@ -158,7 +164,7 @@ class _Stage:
 
 
 def _log_progress(command: str) -> Progress:
-    """Return a function that logs a stage every minute, and its end."""
+    """Return a function that logs each stage once a minute, and when it ends."""
     stages: dict[str, _Stage] = {}
 
     def report(stage_name: str, completed: int, total: int | None, unit: str) -> None:
@@ -185,7 +191,7 @@ def _log_progress(command: str) -> Progress:
 
 
 def _describe_amount(stage: _Stage, completed: int, total: int | None) -> str:
-    """Return ``325 of about 1,100``; the end of a stage needs no total."""
+    """Return ``325 of about 1,100``; without the total if it is reached or unknown."""
     if not total or completed == total:
         return f"{completed:,}"
     if stage.is_estimate:
@@ -196,7 +202,7 @@ def _describe_amount(stage: _Stage, completed: int, total: int | None) -> str:
 def _describe_speed(
     stage: _Stage, now: float, completed: int, total: int | None
 ) -> str:
-    """Return ``, 5/s, 0:02:15 left``, or the parts of it that can be known."""
+    """Return ``, 5/s, 0:02:15 left``; or without the time; or "" without any rate."""
     seconds = now - stage.start
     if completed <= stage.completed_at_start or seconds <= 0:
         return ""

@@ -17,9 +17,7 @@ if TYPE_CHECKING:
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add ``--model``, and the arguments of precision, attention, device and
-    batching.
-    """
+    """Add ``--model``, and flags for precision, attention, device and batch size."""
     group = parser.add_argument_group("model")
     group.add_argument(
         "--model",
@@ -43,6 +41,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     )
     setting_names = ("dtype", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, setting_names)
+    # Unlike other settings these are read from the namespace, so they need defaults.
     parser.set_defaults(
         **{name: getattr(TrainModelConfig, name) for name in setting_names}
     )
@@ -55,7 +54,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments that inference on packs takes as keywords."""
+    """Return the keyword arguments for inference: precision, head and batch size."""
     return {
         "mixed_precision": args.mixed_precision,
         "head": args.head,
@@ -70,10 +69,12 @@ def load_on_device(
     device: torch.device,
     needs_scores: bool = False,
 ) -> Any:
-    """Load a model, with the dtype and attention of the arguments.
+    """Load a model, probe its attention, and compile it if requested.
 
     Args:
+        args: the command line, with dtype, attention, autocast and `compile`.
         path: folder or hub name.
+        device: device to load it on.
         needs_scores: load a reward model.
     """
     redirect_transformers_logs()

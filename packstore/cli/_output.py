@@ -1,4 +1,8 @@
-"""The result of a command on stdout: tables for people, JSON for programs."""
+"""Prints the result of a command on stdout: tables for people, JSON for programs.
+
+Texts of a dataset may hold control characters, which a terminal would execute. They are
+escaped wherever they are printed.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +40,10 @@ class _VisibleConsole(Console):
 
 
 def stdout_console() -> Console:
-    """Return a console on stdout that reads no markup and prints no control characters
-    of its input.
+    """Return a console on stdout that prints its input as it is.
 
-    Without a terminal it folds no line, even if COLUMNS is set.
+    It interprets no markup, and escapes control characters. If stdout is no terminal,
+    it folds no line, even if COLUMNS is set.
     """
     console = _VisibleConsole(
         highlight=False, soft_wrap=True, markup=False, emoji=False
@@ -62,7 +66,7 @@ def fact_table(title: str, facts: Mapping[str, object]) -> Table:
 def figure_table(
     title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 ) -> Table:
-    """Return a table of names, in the first column, and figures."""
+    """Return a table of numbers; the first cell of each row is its name."""
     table = _titled_table(title)
     for i, column in enumerate(columns):
         table.add_column(visible(column), justify="left" if i == 0 else "right")
@@ -93,7 +97,14 @@ def format_value(value: object) -> str:
 def print_facts(
     args: argparse.Namespace, title: str, facts: Mapping[str, object], result: Any
 ) -> None:
-    """Print `facts` as a table, or, with ``--json``, `result`."""
+    """Print the result of a command.
+
+    Args:
+        args: the command line, with ``--json``.
+        title: title of the table.
+        facts: name -> value in the table for people.
+        result: the JSON value for programs.
+    """
     if args.json:
         print_result(result)
     else:
@@ -112,7 +123,7 @@ def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:
 
 
 def print_json(text: str) -> None:
-    """Print JSON; escape control characters that JSON allows, too."""
+    """Print the text of a JSON value; escape control characters that JSON allows."""
     sys.stdout.write(CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 

@@ -129,8 +129,9 @@ NUMBER_TYPES = {"int": "a whole number", "float": "a number"}
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with a short usage; its errors are one line, with the nearest known
-    name.
+    """A parser with a short usage and short errors.
+
+    An error is one line, which suggests the nearest name for an unknown one.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -160,15 +161,17 @@ class Parser(argparse.ArgumentParser):
         self.exit(2)
 
     def refuse(self, unknown_words: Sequence[str]) -> NoReturn:
-        """Refuse arguments that no flag takes; show no values, which may be secrets."""
+        """Refuse words that the parser does not know.
+
+        The error shows flags without their values, which may be secrets; if none is a
+        flag, it shows the words.
+        """
         flags = [word.partition("=")[0] for word in unknown_words if word[:1] == "-"]
-        values = [display(word).partition("=")[0] for word in unknown_words]
-        self.error(f"unrecognized arguments: {' '.join(flags or values)}")
+        shown_words = [display(word).partition("=")[0] for word in unknown_words]
+        self.error(f"unrecognized arguments: {' '.join(flags or shown_words)}")
 
     def _improve(self, message: str) -> str:
-        """Return an error of argparse with the nearest known name, and types in
-        words.
-        """
+        """Improve an error of argparse: suggest the nearest name, spell out types."""
         flag = re.match(r"unrecognized arguments: (--[\w-]+)", message)
         if flag is not None:
             hint = suggest(flag[1], self._flags(), str)

@@ -148,7 +148,7 @@ def print_estimate(report: Report) -> None:
 
 
 def _describe_sample(report: Report) -> str:
-    """Return the size of the sample, how it was drawn, and the errors of the counts."""
+    """Describe the sample: its size, how it was drawn, and the errors of counts."""
     tally = report.tally
     sample = report.sample
     assert sample is not None

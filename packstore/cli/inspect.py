@@ -101,7 +101,9 @@ def _facts(dataset: Dataset) -> dict[str, object]:
 
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, object]:
-    """Return nested mappings as one, with dotted names; lists of values become text."""
+    """Flatten nested mappings and lists of mappings: ``{"a": {"b": 1}}`` becomes
+    ``{"a.b": 1}``; any other list becomes text.
+    """
     if isinstance(value, list):
         if not value or not isinstance(value[0], dict):
             return {prefix: ", ".join(str(entry) for entry in value)}

@@ -84,6 +84,7 @@ def _parse_age(text: str) -> float:
 
 
 def _print_clean_report(report: CleanReport, lists_all: bool) -> None:
+    """Print files that can be removed, why, and which of them are spared."""
     console = stdout_console()
     num_listed = len(report.leftovers) if lists_all else MAX_LISTED
     for item in report.leftovers[:num_listed]:

@@ -139,7 +139,7 @@ def _print_packs_as_json(reader: PackReader, numbers: range) -> None:
 
 
 def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
-    """Return a pack with the ids, labels and text of each stored segment."""
+    """Return a pack as a JSON value, with ids, labels and text of each segment."""
     pack = reader.read(number)
     sequences = reader.sequences(pack)
     for sequence in sequences:
@@ -204,8 +204,10 @@ def _sequence_title(sequence: dict[str, Any]) -> str:
 def _sequence_text(
     reader: PackReader, pack: Packs, sequence: dict[str, Any], marks_supervised: bool
 ) -> Text:
-    """Return the text of a segment, decoded from one change of supervision to the
-    next.
+    """Return the text of a segment.
+
+    Runs of supervised and of unsupervised tokens are decoded one by one, so that each
+    has its style; the first unsupervised run is the prompt.
     """
     signed_ids = pack.signed_ids[sequence["start"] : sequence["stop"]]
     text = Text()

@@ -43,10 +43,10 @@ FILE = "file"
 """Value of ``--by`` that groups by input file, unless a column has this name."""
 
 Figures = Mapping[str, Mapping[str, float]]
-"""Name of a row -> column -> number."""
+"""A table of numbers: name of a row -> name of a column -> number."""
 
 TableCells = tuple[list[str], list[list[str]]]
-"""Columns, and rows."""
+"""The same as texts: names of the columns; and rows, which begin with their name."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -97,6 +97,10 @@ def _read_values(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
 
 
 def _values_of(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
+    """Return the values of each distribution, by name, of one row group.
+
+    They are arrays with a value per sequence, per example, or per pack.
+    """
     tokens = np.diff(packs.token_offsets)
     starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
     supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int32)
@@ -120,13 +124,16 @@ def _values_of(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
 
 
 def _summarize(values: Any) -> dict[str, float]:
-    points = np.percentile(values, list(PERCENTILES.values())).tolist()
+    percentiles = np.percentile(values, list(PERCENTILES.values())).tolist()
     summary = {"count": len(values), "mean": float(values.mean())}
-    return {**summary, **dict(zip(PERCENTILES, points, strict=True))}
+    return {**summary, **dict(zip(PERCENTILES, percentiles, strict=True))}
 
 
 def _group_figures(dataset: Dataset, by: str) -> dict[str, dict[str, float]]:
-    """Return figures of each group of examples, the largest first; read no tokens."""
+    """Return figures of each group of examples, the largest group first.
+
+    Reads only lengths and rewards, not tokens.
+    """
     import polars as pl
 
     from packstore.io.dataset.scan import scan
@@ -156,7 +163,7 @@ def _group_figures(dataset: Dataset, by: str) -> dict[str, dict[str, float]]:
 
 
 def _group_key(dataset: Dataset, by: str, examples: pl.LazyFrame) -> pl.Expr:
-    """Return the expression that names the group of an example."""
+    """Return the expression for the group of an example: its file, or a column."""
     import polars as pl
 
     if by == FILE and FILE not in dataset.manifest.carried:
@@ -166,7 +173,7 @@ def _group_key(dataset: Dataset, by: str, examples: pl.LazyFrame) -> pl.Expr:
             default=pl.concat_str(pl.lit("source "), source),
             return_dtype=pl.String,
         )
-    # A carried column has an ending if its name is also one of our own columns.
+    # `scan` renames a carried column that has the name of a column of the format.
     if f"{by}_carried" in examples.collect_schema():
         return pl.col(f"{by}_carried")
     return pl.col(by)
@@ -205,7 +212,7 @@ def _print_tables(
 def _describe_fill(dataset: Dataset) -> str:
     """Return the fill rate, also with padding if space is reserved for it."""
     m = dataset.manifest
-    # Another writer may store anything here.
+    # Datasets of other writers may hold any value here, or none.
     multiple = m.statistics.planning.get("pad_to_multiple", 1)
     padded_rate = m.statistics.planning.get("aligned_fill_rate")
     if multiple == 1 or not isinstance(padded_rate, float):

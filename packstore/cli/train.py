@@ -45,8 +45,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, "model, data and loss", TrainModelConfig)
     names = [name for name in TrainConfig.names() if name != "arguments"]
     add_settings(parser, "transformers' TrainingArguments", TrainConfig, names)
-    # Another flag may be a field of TrainingArguments: only then is transformers
-    # imported, which takes seconds.
+    # An unknown flag may be a field of TrainingArguments. Only then `main` calls this,
+    # which imports transformers for seconds, and parses the command line again.
     parser.set_defaults(add_further_flags=_add_transformers_flags)
 
 
@@ -115,7 +115,11 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _train(config: TrainConfig) -> tuple[TrainResult, bool]:
-    """Train; return False beside the result if the run was finished before."""
+    """Train a model.
+
+    Returns:
+        The result; and False if the run was already finished: no step was taken.
+    """
     from transformers import TrainerCallback
 
     from packstore.torch import train
@@ -130,7 +134,8 @@ def _train(config: TrainConfig) -> tuple[TrainResult, bool]:
 
     redirect_transformers_logs()
     result = train(config, callbacks=[FirstStep()])
-    return result, first_steps != [result.step]
+    has_trained = first_steps != [result.step]
+    return result, has_trained
 
 
 def _facts(result: TrainResult) -> dict[str, object]:
