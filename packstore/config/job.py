@@ -23,7 +23,7 @@ _Paths = Annotated[list[_Path], Meta(min_length=1)]
 
 
 class Argument(NamedTuple):
-    """Type of an argument of ``packstore.pack``, and the rule of it for errors."""
+    """Type of an argument of ``packstore.pack``, and its rule in words, for errors."""
 
     type: Any
     rule: str
@@ -49,8 +49,9 @@ _SETTINGS_RULE = "it must hold settings, name: value"
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]  # it has no types
-    """Read plain words as JSON does; others are text, such as on, yes, 0123 and 12:30.
+    """Read words without quotes as JSON does: null, true, false and numbers.
 
+    All others are text, such as on, yes, 0123 and 12:30, which YAML 1.1 would convert.
     Repeated names are refused, and so are aliases: a few nested ones expand to more
     values than memory holds.
     """
@@ -90,7 +91,13 @@ _Dumper.add_representer(str, _Dumper.represent_str)
 
 
 class _PlainWord(NamedTuple):
-    """A word without quotes that is no text."""
+    """A kind of words without quotes that are not text.
+
+    Attributes:
+        tag: name of the YAML type.
+        first_characters: characters that such a word may begin with.
+        pattern: regular expression of the word.
+    """
 
     tag: str
     first_characters: str
@@ -177,8 +184,9 @@ def _yaml_error(path: str | PathLike[str], error: Exception) -> ConfigError:
 
 
 def _without_text(problem: str) -> str:
-    """Return a problem of PyYAML that shows the names of its tokens, but no other text
-    of the file.
+    """Return a message of PyYAML without text of the file, which may be a secret.
+
+    Quoted names of tokens stay: ``expected '<document start>', but found '-'``.
     """
 
     def hide_text(quoted: re.Match[str]) -> str:
@@ -221,11 +229,18 @@ def read_job(path: str | PathLike[str]) -> dict[str, Any]:
 
 
 def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
-    """Return the job that packs the dataset at `url` again, from its provenance in the
-    manifest.
+    """Return the job that packs a dataset again.
 
-    The job has no `out` if the dataset is one part of two and not under the name of its
-    part, as the folder of both is unknown then.
+    A job with `validation_fraction` writes two datasets, in the folders ``train`` and
+    ``validation`` of `out`. If one of them lies under another name, `out` is unknown,
+    and the job has none.
+
+    Args:
+        provenance: provenance in the manifest of the dataset.
+        url: folder or URL of the dataset.
+
+    Raises:
+        ConfigError: the dataset was not packed by one job from files.
     """
     settings = provenance.get("settings")
     sources = provenance.get("sources") or []
@@ -260,7 +275,7 @@ def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
         )
 
     job: dict[str, Any] = {"source": paths[0] if len(paths) == 1 else paths}
-    part = provenance.get("part")
+    part = provenance.get("part")  # "train" or "validation"
     if part is None:
         job["out"] = url
     elif _last_name(url) == part:
@@ -275,7 +290,7 @@ def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
 
 
 def _settings_without_records(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that also take effect when a dataset is packed again."""
+    """Return the settings that also take effect if the source is a packed dataset."""
     names = PackConfig.names_without_records()
     packing = {name: value for name, value in settings.items() if name in names}
     answers = settings.get("on", {})

@@ -268,9 +268,13 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @property
     def needing_records(self) -> tuple[str, ...]:
-        """Names of changed settings that take effect only when tokenizing."""
+        """Names of changed settings that have no effect on a packed dataset as source.
+
+        Its records are already tokenized.
+        """
         defaults = PackConfig()
-        # A dataset that is packed again obeys these: `overlong` is one of `on`.
+        # Settings of tokenizing that do have an effect; so does the reason `overlong`
+        # in `on`.
         without_records = {*SizeConfig.names(), "kind", "max_length"}
         config = replace(self, on={**self.on, "overlong": defaults.on["overlong"]})
         return tuple(
@@ -282,16 +286,12 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
 
     @staticmethod
     def names_without_records() -> frozenset[str]:
-        """Return the names of settings that also take effect when a dataset is packed
-        again.
-        """
+        """Return names of settings that also take effect if the source is a dataset."""
         names = {*SelectConfig.names(), *PlanConfig.names(), *WriteConfig.names()}
         return frozenset({"max_length", *names})
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings that affect the bytes of the result, as JSON for the
-        manifest.
-        """
+        """Return the settings that affect bytes of the result, for the manifest."""
         without_effect = {*RunConfig.names(), "overwrite"}
         return {
             name: value

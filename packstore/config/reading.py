@@ -21,12 +21,13 @@ def large_steps_warning(
 ) -> str:
     """Return a warning if steps hold far more examples than requested, else "".
 
-    A step ends at the pack that comes nearest to the request, so smaller steps are not
-    possible.
+    A step has at least one pack on each rank, so with many examples per pack smaller
+    steps are not possible.
 
     Args:
         requested: `examples_per_step`.
-        mean, largest: examples per step.
+        mean: mean examples per step.
+        largest: examples of the largest step.
         ranks: number of ranks; each takes at least a pack of every step.
         pack_size: tokens per pack.
         longest: tokens of the longest example, which a pack must hold; 0: unknown.
@@ -35,6 +36,7 @@ def large_steps_warning(
         return ""
 
     remedies = []
+    # Examples per step grow in proportion to the size of a pack.
     fitting_size = pack_size * requested // largest
     if fitting_size >= max(longest, 2):
         remedies.append(f"pack with pack_size={fitting_size} at most")
@@ -88,7 +90,7 @@ class BatchConfig(Settings):
 
     @property
     def width(self) -> int:
-        """Packs of one batch on one rank, without a token budget."""
+        """Packs of one batch on one rank, unless `tokens_per_batch` is set."""
         return self.packs_per_batch or 1
 
 
@@ -113,7 +115,11 @@ class ReadConfig(Settings):
     )
 
     def ahead(self, local: bool) -> int:
-        """Return the bytes to read ahead, from a local disk or from a store."""
+        """Return the bytes to read ahead.
+
+        Args:
+            local: the dataset is on a local disk, not in a store.
+        """
         if self.read_ahead_bytes is not None:
             return self.read_ahead_bytes
         return (4 if local else 16) << 20
@@ -129,8 +135,8 @@ minutes.
 class RetryConfig(Settings):
     """Settings of retries after throttling and transient failures.
 
-    They travel as storage options, named ``retry_attempts`` and so on, because these
-    reach every worker and every command.
+    Users give them among the storage options, as ``retry_attempts``, ``retry_backoff``
+    and so on, because these reach every worker and every command.
     """
 
     attempts: int | None = setting(

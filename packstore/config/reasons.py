@@ -10,9 +10,12 @@ from packstore.registry import choice
 
 
 class Reason(NamedTuple):
-    """A rule of records, and the answers to a record that breaks it, the default first.
+    """A rule that records must follow, and what may happen to one that breaks it.
 
-    ``drop`` counts it and leaves it out, ``keep`` packs it, ``error`` stops the job.
+    Attributes:
+        rule: the rule, in words.
+        answers: the possible answers, the default first. ``drop`` counts the record and
+            leaves it out, ``keep`` packs it, ``error`` stops the job.
     """
 
     rule: str
@@ -73,9 +76,14 @@ REASONS: Mapping[str, Reason] = {
 }
 """Reason, as the manifest counts it -> its rule and answers.
 
-``keep`` ignores unknown keys of messages, replaces invalid Unicode by U+FFFD, tokenizes
-control strings as plain text (``control``: to control ids), and counts a token that
-joins prompt and response as part of the response.
+To pack the record, ``keep`` does this:
+
+- ``unknown_key``: ignore the unknown keys of messages.
+- ``invalid_unicode``: replace invalid characters by U+FFFD.
+- ``special_tokens``: tokenize control strings as plain text; ``control`` makes control
+  ids of them.
+- ``boundary``: count a token that joins prompt and response as part of the response.
+- others: nothing.
 """
 
 

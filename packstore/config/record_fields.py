@@ -1,4 +1,9 @@
-"""Packstore's own fields of records: their roles, and the column names of each."""
+"""The fields of records in packstore's own form: their roles and column names.
+
+A role is what a field means, such as `prompt` or `chosen`. Each role has the column
+names that are known for it, its spellings; the setting `fields` maps any other column
+to a role.
+"""
 
 from __future__ import annotations
 
@@ -56,16 +61,18 @@ SPELLINGS: Mapping[str, tuple[str, ...]] = {
 }
 """Role -> its column names, in order of precedence; `fields` adds another name.
 
-Two answers and a verdict on them have no name of their own: `fields` must name them.
+The roles `first`, `second` and `verdict`, two answers and which of them is better, have
+no known names: `fields` must name their columns.
 """
 
 VERDICT_ROLES = ("first", "second", "verdict")
-"""Roles that become `chosen` and `rejected`."""
+"""Roles of two answers and a verdict, which become `chosen` and `rejected`."""
 
 ID_ROLES = ("prompt", "chosen", "rejected", "response")
-"""Roles with columns of token ids, which end as in :data:`ID_ENDINGS`."""
+"""Roles that may be token ids, in a column such as `prompt_ids`."""
 
 ID_ENDINGS = ("_ids", "_input_ids")
+"""Endings of the names of such columns."""
 
 JSON_COLUMNS = (
     "messages",
@@ -90,7 +97,7 @@ JUDGING_NUMBERS = frozenset(
     for role in ("score", "scores", "chosen_reward", "rejected_reward", "margin")
     for name in SPELLINGS[role]
 )
-"""Columns where NaN is a wrong number, not an absent value."""
+"""Columns of scores and rewards: NaN there is a wrong number, not an absent value."""
 
 
 def id_spellings(role: str) -> tuple[str, ...]:

@@ -1,4 +1,8 @@
-"""Settings as a user types them, in the shell or in Python, for remedies in errors."""
+"""Spells settings in the remedies of errors as the user would type them.
+
+The same job may come from a command line or from a Python call: its door. A remedy is
+``Give --kind scored`` for the one, and ``Give kind="scored"`` for the other.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ Door: TypeAlias = Literal["shell", "python"]
 """Syntax of a job: a command line, or a Python call."""
 
 _doors: list[Door] = ["python"]
+"""Stack of the current doors; see :func:`from_shell`."""
 
 
 def current_door() -> Door:
@@ -34,7 +39,7 @@ _FLAGS = {"fields": "field", "roles": "role", "template_variables": "template-va
 
 
 def spell(door: Door, settings: Mapping[str, Any]) -> str:
-    """Return settings of :func:`packstore.pack` as they are typed: ``--kind scored``.
+    """Spell settings of :func:`packstore.pack`, as ``--kind scored`` for the shell.
 
     Args:
         door: the syntax.

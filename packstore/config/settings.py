@@ -1,5 +1,8 @@
-"""The base of every class of settings: help, types, ranges and names, checked in one
-place.
+"""The base of every class of settings.
+
+A class of settings is a frozen dataclass with a field for each setting, made by
+:func:`setting`. Types, ranges and names of settings are checked here; flags of the
+command line, and their help, are derived from the fields.
 """
 
 from __future__ import annotations
@@ -33,13 +36,16 @@ def setting(default: Any, help: str, **metadata: Any) -> Any:
     """Make a field of a class of settings.
 
     Args:
-        default: the default; ``...``: the setting is required; a callable is called per
-            object.
+        default: the default; ``...``: the setting is required; a callable, such as
+            ``dict``, is called for each object.
         help: one line.
-        metadata: `low`, `high`, `below`: bounds of a number; `flag`, `metavar`: name of
-            the flag on the command line, and of its value; `secret`: neither shown nor
-            recorded; `place`: a path or URL, recorded without its login; `local`: a
-            path on this machine, not a URL; `path`: any other path.
+        metadata: further facts, all optional. Of a number: `low` and `high`, its
+            bounds, and `below`, a bound that it must not reach. For the command line:
+            `flag` and `metavar`, names of the flag and of its value; `splits`, an
+            argument may have several items with commas between them. Of a text:
+            `secret`, it is neither shown nor recorded; `place`, it is a path or URL,
+            recorded without its login; `local`, it is a path on this machine, not a
+            URL; `path`, it is a path of any other kind.
     """
     metadata["help"] = help
     if default is ...:
@@ -116,8 +122,8 @@ class Settings:
         return cls(**values)
 
     def recorded(self) -> dict[str, Any]:
-        """Return all settings but the secret ones as JSON values, as :meth:`of` takes
-        them.
+        """Return all settings but secret ones as JSON values; :meth:`of` takes them
+        back.
         """
         return {
             item.name: _as_json(getattr(self, item.name), _spelling(item))
@@ -185,12 +191,12 @@ _PATHS = frozenset({"place", "local", "path"})
 
 
 def _as_stored(item: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
-    """Return the value of a setting as an object of settings holds it."""
+    """Return the value that an object of settings stores for a value of the user."""
     if typing.get_origin(hint) is tuple:
         if isinstance(value, list):
             value = tuple(value)
         elif isinstance(value, str) and "place" in item.metadata:
-            value = (value,)
+            value = (value,)  # one path in place of several
     if "secret" in item.metadata or _PATHS & item.metadata.keys():
         return value
     return _as_unicode(value)
@@ -210,12 +216,12 @@ def _as_unicode(value: Any) -> Any:
 
 
 def _spelling(item: dataclasses.Field[Any]) -> Callable[[str], str]:
-    """Return the function that spells the texts of a setting for a record."""
+    """Return the function that makes texts of a setting fit to be recorded."""
     if "place" in item.metadata:
-        return display
+        return display  # without a login
     if _PATHS & item.metadata.keys():
         return to_unicode
-    return str  # as they are
+    return str  # unchanged
 
 
 def _as_json(value: Any, spell: Callable[[str], str]) -> Any:
