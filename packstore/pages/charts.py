@@ -24,8 +24,8 @@ BOTTOM = 30
 MAX_BARS = 48
 
 OUTLIER_RANGE = 1.5
-"""The largest 1 % are outliers if the range is this many times the range of the other
-values.
+"""The largest 1 % of the values are outliers if the range of all values is more than
+this many times the range without them.
 """
 
 
@@ -67,11 +67,11 @@ def histogram(title: str, values: npt.NDArray[np.generic]) -> str:
     """
     bins = _bins(values)
     ticks = [tick for tick in _ticks(0, max(bins.counts)) if tick == int(tick)]
-    top = ticks[-1]
+    axis_end = ticks[-1]
 
     bars = []
     for i, count in enumerate(bins.counts):
-        left, upper = _to_drawing(i / len(bins.counts), count / top)
+        left, upper = _to_drawing(i / len(bins.counts), count / axis_end)
         right, base = _to_drawing((i + 1) / len(bins.counts), 0)
         text = f"{_short(bins.start(i))} to {_short(bins.end(i))}: {count:,}"
         bars.append(
@@ -89,7 +89,7 @@ def histogram(title: str, values: npt.NDArray[np.generic]) -> str:
         title=title,
         note=note,
         x_labels=_labels(bins.low, bins.start(len(bins.counts))),
-        y_labels=[(tick / top, _short(tick)) for tick in ticks],
+        y_labels=[(tick / axis_end, _short(tick)) for tick in ticks],
         shapes=bars,
     )
 
@@ -117,7 +117,7 @@ class _Bins:
 
 
 def _bins(values: npt.NDArray[np.generic]) -> _Bins:
-    """Count the values of each bar; bars of integers have integers as their width."""
+    """Count the values in each bar. For integers, the width of bars is an integer."""
     are_integers = values.dtype.kind in "iub"
     numbers = np.asarray(values, np.float64)
     low = float(numbers.min())

@@ -1,5 +1,7 @@
-"""The frame of every page: texts, style, sections, tables. Pages load nothing from
-elsewhere.
+"""The frame of every HTML page: head, style, sections, tables.
+
+A page is one file that loads nothing from elsewhere. Texts of a dataset are shown as
+text: HTML in them is escaped, and so are invisible characters.
 """
 
 from __future__ import annotations
@@ -84,8 +86,9 @@ def page(
 
 
 def embedded(value: object) -> str:
-    """Return `value` as JSON in ASCII, without characters that could end its script
-    element or open another.
+    """Return `value` as JSON that can stand in a script element.
+
+    It is ASCII, and ``<``, ``>`` and ``&`` are escaped, so no text ends the element.
     """
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.translate(_ESCAPES)

@@ -1,5 +1,7 @@
-"""The page that draws packs: some embedded as JSON, or all from the server of the
-page.
+"""The page that shows packs in a browser, and the reader of packs behind it.
+
+The page holds some packs as JSON (``packstore show --html``), or requests each one from
+a server on this machine (``packstore view``).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ _MAX_VALUE_LENGTH = 300
 """Characters of a carried value that are shown."""
 
 _INCOMPLETE = "\ufffd"
-"""Replacement character: the text of a token that is a part of a character."""
+"""Replacement character: a decoder returns it for a token that holds only a part of the
+bytes of a character.
+"""
 
 _MAX_TOKENS_OF_CHARACTER = 8
 
@@ -65,7 +69,11 @@ class PackReader:
         return self._read_group(group).row(number - int(offsets[group]))
 
     def pack(self, number: int) -> dict[str, Any]:
-        """Return pack `number` as a JSON value; unsupervised ids are complemented."""
+        """Return pack `number` as a JSON value for the script of the page.
+
+        Its ``ids`` are signed ids: the bitwise complement where not supervised. A text
+        is None for a token that is a further part of the character before.
+        """
         pack = self.read(number)
         texts: list[str | None] = []
         for start, stop in itertools.pairwise(pack.seq_boundaries.tolist()):
@@ -116,7 +124,11 @@ class PackReader:
         return names[:num_responses]
 
     def texts(self, ids: Sequence[int]) -> list[str | None]:
-        """Return the text of each token; None: a part of the character before."""
+        """Return the text of each token.
+
+        If several tokens make one character, the first has its text, and the others
+        have None.
+        """
         if self.decode is None:
             return [f"{token} " for token in ids]
         texts: list[str | None] = [self._token_text(token) for token in ids]
@@ -129,10 +141,15 @@ class PackReader:
         return texts
 
     def _complete(self, texts: list[str | None], ids: Sequence[int], start: int) -> int:
-        """Replace the texts of the tokens of one character, if they complete one.
+        """Merge the texts of tokens that are parts of one character, in place.
+
+        Args:
+            texts: the text of each token.
+            ids: the token ids.
+            start: index of a token that is only a part of a character.
 
         Returns:
-            The token after them.
+            The index after its last token; ``start + 1`` if no character is completed.
         """
         assert self.decode is not None
         last_stop = min(start + _MAX_TOKENS_OF_CHARACTER, len(ids))
@@ -148,7 +165,8 @@ class PackReader:
         assert self.decode is not None
         if token not in self._token_texts:
             text = self.decode([token])
-            # Some decoders drop the space before the first word.
+            # Some decoders drop the space before the first word, so the text comes from
+            # the second of two.
             repeated = self.decode([token, token])
             if repeated.startswith(text):
                 text = repeated[len(text) :]

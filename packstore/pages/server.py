@@ -1,4 +1,8 @@
-"""Serve the packs of a dataset to a browser on this machine, read-only."""
+"""Serves the packs of a dataset to a browser on this machine, read-only.
+
+The data may be private. So the server listens on the loopback address only, the path of
+its URL holds a random secret, and requests that name another host are refused.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +21,8 @@ from packstore.pages.packs import PackReader, served_page
 ADDRESS = "127.0.0.1"
 
 HOSTS = (ADDRESS, "localhost")
-"""Names of this machine that a request may use. A web page elsewhere may have its name
-rebound to this address, but still sends that name.
+"""Hosts that a request may name. A malicious web page may let its own name resolve to
+this address (DNS rebinding), but its requests still name its host.
 """
 
 HEADERS = {
@@ -42,7 +46,7 @@ class PackServer(ThreadingHTTPServer):
     """Serves one dataset at `url`, on the loopback address.
 
     Every user of a machine can connect to its loopback address, so the path of the URL
-    is a secret.
+    begins with a secret, `root`.
     """
 
     daemon_threads = True
