@@ -1,9 +1,12 @@
-"""Attention backends: functions of one signature.
+"""Attention backends: functions of one signature, :data:`Attend`.
 
-Legend: T tokens of the flat row, N query heads, K key/value heads (N is a multiple of
-K: grouped queries), H head size; values and output may have another head size, except
-with flash kernels. A backend raises :class:`~packstore.errors.BackendError` where it
-would not be exact. Capabilities and tested versions are in ``docs/attention.md``.
+A backend computes causal attention in a packed row, where each segment sees only its
+own sequence. It raises :class:`~packstore.errors.BackendError` where it would not be
+exact. Capabilities and tested versions are in ``docs/attention.md``.
+
+Suffixes of tensors name their axes: T tokens of the flat row, N query heads, K
+key/value heads (N is a multiple of K: grouped queries), H head size; values and output
+may have another head size, except with flash kernels.
 """
 
 from __future__ import annotations
@@ -21,13 +24,14 @@ class Settings(NamedTuple):
     """Settings of the attention of a layer.
 
     Attributes:
-        scale: factor on scores.
-        window: with a window of w a query sees itself and the w - 1 tokens before it.
-        softcap: c of scores ``c * tanh(score / c)``.
-        chunk: a query sees the tokens before it from the last multiple of this in its
-            sequence.
-        sinks: `[N]`, one more score in each softmax, of a key with the value zero:
-            ``o * sigmoid(log_sum_exp - sink)``.
+        scale: factor on the products of queries and keys: the scores.
+        window: w: a query sees itself and the w - 1 tokens before it; None: all.
+        softcap: c: scores become ``c * tanh(score / c)``; None: they stay.
+        chunk: n: a sequence is cut into chunks of n tokens, and a query sees itself and
+            the tokens before it in its chunk; None: all.
+        sinks: `[N]`, one more score in each softmax of a head, of a key with the value
+            zero. That is the output without sinks, times ``sigmoid(lse - sink)``, where
+            lse is the logarithm of the sum of the exponentials of the scores.
     """
 
     scale: float

@@ -1,8 +1,10 @@
-"""One kernel that sums the gradients of the copies of each row.
+"""A Triton kernel that sums the gradients of the copies of each row.
 
-It reads each copy once and writes each row once, where ``index_add`` widens, zeroes,
-adds and rounds: on an H200 a fifth of the time of ``embedding_bag`` for 58,166 copies
-of 31,024 rows of 8 heads of 128, 93 us beside 509, with the same bits.
+With shared prefixes, a key of the row (R rows) is copied for each response (P copies in
+all), and the gradient of the key is the sum over its copies. The kernel reads each copy
+once and writes each row once. torch's ``embedding_bag`` gives the same bits, but on an
+H200 it takes 509 us, and this kernel 93 us, for 58,166 copies of 31,024 rows of 8 heads
+of 128.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ BLOCK = 1024
 def sum_kernel(  # type: ignore[no-untyped-def]
     copies, places, starts, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Sum one block of one row; a program for each."""
+    """Sum one block of one row; there is one program per row and block.
+
+    Arguments are those of :func:`sum_copies`, and WIDTH, the W there.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
@@ -32,13 +37,16 @@ def sum_kernel(  # type: ignore[no-untyped-def]
 
 
 def sum_copies(copies: Tensor, places: Tensor, starts: Tensor) -> Tensor:
-    """Sum rows of `copies`, `[P, W]`, into `[R, W]`.
+    """Sum the copies of each row, in float32 and in order.
 
     Args:
-        copies: half or single precision; row i of the result sums ``copies[places[j]]``
-            for ``starts[i] <= j < starts[i + 1]``, in this order, in float32.
-        places: int64 `[P]`.
-        starts: int64 `[R + 1]`.
+        copies: `[P, W]` gradients of P copies, in half or single precision.
+        places: int64 `[P]`, indices of the copies, ordered by their rows.
+        starts: int64 `[R + 1]`, offsets of the R rows in `places`.
+
+    Returns:
+        `[R, W]`: row i is the sum of ``copies[places[j]]`` for ``starts[i] <= j <
+        starts[i + 1]``.
     """
     rows = len(starts) - 1
     width = copies.shape[1]

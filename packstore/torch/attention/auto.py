@@ -1,12 +1,14 @@
-"""Backend ``auto``: chooses at each call, as a model may change device after it was
-prepared.
+"""Backend ``auto``: chooses another backend at each call.
+
+Not once, as a model may change its device after it was prepared.
 
 On a CUDA device (compute capability 8 or newer) in half precision: `torch_varlen`, or
 `flex` if scores are soft-capped, with chunks or sinks, or if flash kernels do not
 support the head size. Elsewhere `sdpa`, or `reference` if scores are soft-capped.
 
-``torch.compile`` makes the choice while it traces, as device, dtype and sizes are
-guarded: with `torch_varlen` the graph stays whole.
+Under ``torch.compile`` the choice is made while it traces. The graph is traced again if
+device, dtype or sizes change, so the choice stays right; and with `torch_varlen` the
+graph has no break.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ from packstore.torch.batch.layout import AttentionLayout
 logger = logging.getLogger("packstore.torch.attention")
 
 _BACKENDS: dict[str, Attend] = {}
-"""The backends that were chosen, by name."""
+"""The backends that were chosen so far, by name."""
 
 
 @dataclass(frozen=True)
 class _Recording:
-    """The backends that calls would choose on another device."""
+    """Collects the backends that calls would choose on another device."""
 
     device: torch.device
     names: set[str] = field(default_factory=set)

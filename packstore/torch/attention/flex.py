@@ -2,15 +2,16 @@
 head size.
 
 Every query of a layout sees one contiguous run of keys, windows and chunks included. So
-the mask is two numbers per query, and the blocks that the kernel may skip follow from
-their minimum and maximum in each block, without evaluating queries times keys. Both are
-computed once per layout, window and chunk, and reused by all layers and by gradient
-checkpointing.
+the mask is two numbers per query: its first and its last key. The blocks of keys that
+the kernel may skip follow from the minimum and maximum of these numbers in each block
+of queries, without a matrix of queries times keys. Masks are computed once per layout,
+window and chunk, and reused by all layers and by gradient checkpointing.
 
-On a GPU the kernel is compiled. Lengths are rounded up to a quarter of the power of two
-below them, so that most runs compile once; a second length triggers one more
-compilation, for any length. On CPU it runs uncompiled, and torch has the forward pass
-only: inputs that need gradients raise.
+On a GPU the kernel is compiled for the length of its inputs; a second length triggers
+one more compilation, for any length. So that most runs compile once, rows are padded:
+their length is rounded up to a multiple of a quarter of the power of two below it, as
+5,000 to 5,120. On CPU the kernel runs uncompiled, and torch has the forward pass only:
+inputs that need gradients raise.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MaskKey = tuple[int | None, int | None]
 _MASKS: WeakKeyDictionary[AttentionLayout, dict[MaskKey, BlockMask]] = (
     WeakKeyDictionary()
 )
-"""The masks of each layout that lives."""
+"""The masks of each layout; weak, so that they are freed with it."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -50,8 +51,9 @@ def attend(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Compute all segments in one call; torch.compile is kept out, as the kernel is
-    compiled by itself.
+    """Compute attention of all segments in one call.
+
+    Compiled layers run it outside their graph, as the kernel is compiled by itself.
     """
     rows = (q_TNH, layout.keys(k_TKH), layout.keys(v_TKH))
     needs_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in rows)
@@ -116,7 +118,7 @@ def _compute_block_mask(
     num_tokens = layout.num_queries
     num_keys = num_tokens if layout.kv_index is None else len(layout.kv_index)
     first, last = _visible_keys(layout, window, chunk)
-    # Padding queries see the last key, as the softmax over no keys is undefined.
+    # Queries of the padding see the last key, as a softmax over no keys is undefined.
     padding = (0, rounded(num_tokens) - num_tokens)
     first = pad(first, padding, value=num_keys - 1)
     last = pad(last, padding, value=num_keys - 1)
@@ -124,7 +126,9 @@ def _compute_block_mask(
     def is_visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key >= first[query]) & (key <= last[query])
 
-    # Of each block of queries, against the first key of each block of keys.
+    # Blocks of queries (rows) against blocks of keys (columns): a block of keys is
+    # partly visible if it overlaps the keys of any query of the block, and fully
+    # visible if it lies in the keys of all.
     lowest_first, highest_first = first.view(-1, BLOCK).aminmax(dim=1)
     lowest_last, highest_last = last.view(-1, BLOCK).aminmax(dim=1)
     starts = torch.arange(0, rounded(num_keys), BLOCK, device=first.device)
@@ -183,8 +187,9 @@ def _kernel(device: str) -> Any:
 
 @cache
 def _softcap(softcap: float) -> Any:
-    """Return the function that caps a score; one object a softcap, as the kernel is
-    compiled for each function.
+    """Return the function that caps a score.
+
+    It is cached, as the kernel would be compiled again for a new function object.
     """
 
     def cap(score: Tensor, *_: Tensor) -> Tensor:

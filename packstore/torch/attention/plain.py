@@ -1,4 +1,4 @@
-"""Attention one segment at a time: by its definition, and by torch's kernel.
+"""Attention one segment at a time: `reference`, by its definition, and `sdpa`.
 
 `reference` is slow, exact, and the standard of all tests: any dtype (float64 stays
 float64, half precision is computed in float32), windows, softcaps, chunks and sinks.
@@ -23,8 +23,15 @@ from packstore.torch.batch.layout import AttentionLayout
 def visible(
     queries: int, keys: int, settings: Settings, device: torch.device
 ) -> Tensor:
-    """Return a bool mask `[queries, keys]`, causal and aligned at the end, with the
-    window and chunk of `settings`.
+    """Return a bool mask `[queries, keys]`: True where a query sees a key.
+
+    The last query is at the position of the last key.
+
+    Args:
+        queries: number of queries.
+        keys: number of keys, at least as many.
+        settings: with the window and chunk.
+        device: device of the mask.
     """
     query = torch.arange(keys - queries, keys, device=device)[:, None]
     key = torch.arange(keys, device=device)
@@ -74,7 +81,7 @@ def sdpa(
     layout: AttentionLayout,
     settings: Settings,
 ) -> Tensor:
-    """Call torch's kernel for each segment; it has no softcap."""
+    """Call torch's kernel for each segment; it supports no softcap."""
     if settings.softcap is not None:
         raise BackendError(
             sentence(
@@ -87,6 +94,7 @@ def sdpa(
     has_sinks = settings.sinks is not None
     is_grouped = q_TNH.shape[1] != k_TKH.shape[1]
     if settings.sinks is not None:
+        # The kernel multiplies scores by the scale, so sinks are divided by it.
         q_TNH = _append_sinks(q_TNH, settings.sinks / settings.scale)
         k_TKH = pad(k_TKH, (0, 1))
 
@@ -115,10 +123,11 @@ def sdpa(
 
 
 def _append_sinks(q_TNH: Tensor, sinks: Tensor) -> Tensor:
-    """Return queries with one more component, the sink over the scale.
+    """Return queries with one more component, the sink of their head.
 
-    A sink is one more key with the value zero: its last component is 1, and 0 in all
-    other keys. So its score is the sink, with the sink's gradient.
+    The kernel has no sinks, so :func:`_prepend_sink_key` adds a key to each segment. It
+    is 0 but for the additional component, where it is 1 and all other keys are 0. So
+    its score is the sink, and the sink gets its gradient.
     """
     component = sinks.to(q_TNH.dtype)[None, :, None].expand(len(q_TNH), -1, 1)
     return torch.cat([q_TNH, component], dim=-1)
@@ -127,7 +136,10 @@ def _append_sinks(q_TNH: Tensor, sinks: Tensor) -> Tensor:
 def _prepend_sink_key(
     k: Tensor, v: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return keys, values and mask of a segment with the sink before its tokens."""
+    """Return keys, values and mask of a segment with the key of the sinks in front.
+
+    All queries see it, and its value is 0.
+    """
     sink_key = pad(torch.zeros_like(k[:1, :, 1:]), (0, 1), value=1.0)
     keys = torch.cat([sink_key, k])
     values = pad(v, (0, 0, 0, 0, 1, 0))

@@ -2,12 +2,13 @@
 needed.
 
 CUDA and half precision only; no softcap. The kernels need each sequence's keys in one
-run, so the keys of a shared prefix are copied once per response. ``varlen_attn`` would
-keep the copies until the backward pass; here the rows are kept, and gathered twice. The
-gradient of a row is the sum over its copies, in float32 and in order.
+run, so the keys of a shared prefix are copied once per response. With torch's
+``varlen_attn``, autograd would keep the copies until the backward pass. Here it keeps
+only the rows, and each pass copies them. The gradient of a row is the sum over its
+copies, in float32 and in order.
 
-Both passes are operators of their own: in a traced graph both gathers would be one, and
-the compiler might keep its result.
+Forward and backward pass are two custom operators. As plain code in a compiled graph,
+the two copies would be merged into one, which might be kept in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
 
 COPIES = "Tensor? index, Tensor? places, Tensor? starts"
 """Arguments of both operators: `kv_index`, `places` and `place_offsets` of a layout;
-None: each row is a place of the key runs.
+None: no row is copied.
 """
 
 SIZES = (
@@ -123,9 +124,10 @@ def attend_gathered(
     scale: float,
     keys_before: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output `[T, N, H]` and its log-sum-exp.
+    """Return the output `[T, N, H]` and its log-sum-exp `[N, T]`.
 
-    `k` and `v` are rows `[R, K, H]`; `index` is the row of each place of the key runs.
+    `k` and `v` are rows `[R, K, H]`; `index` has the row of each copy, see
+    :data:`COPIES`.
     """
     output, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
         q,
@@ -182,7 +184,7 @@ def attend_gathered_backward(
         max_k,
         dropout_p=0.0,
         is_causal=keys_before < 0,
-        # Random numbers of dropout, without any.
+        # Seeds of dropout, which is off.
         rng_state=torch.zeros(2, dtype=torch.uint64, device=q.device),
         unused=q.new_empty(0),
         scale=scale,
@@ -197,16 +199,16 @@ def attend_gathered_backward(
 
 
 def _gather(rows: Tensor, index: Tensor | None) -> Tensor:
-    """Return the rows of the key runs."""
+    """Copy rows `[R, K, H]` into the order of the key runs, `[P, K, H]`."""
     return rows if index is None else rows.index_select(0, index)
 
 
 def sum_over_copies(
     grad: Tensor, places: Tensor | None, starts: Tensor | None
 ) -> Tensor:
-    """Sum the gradients of the places of each row, `[R, K, H]`, in float32 at least.
+    """Sum the gradients `[P, K, H]` of copies into those of the rows, `[R, K, H]`.
 
-    Without places the rows have no copies.
+    The sums are computed in float32 at least. Without `places` no row is copied.
     """
     if places is None:
         return grad
@@ -217,8 +219,10 @@ def sum_over_copies(
 
 @cache
 def _load_sum_copies(device: torch.device) -> Callable[..., Tensor]:
-    """Return Triton's kernel if it computes the same on this device, else
-    ``embedding_bag``.
+    """Return the function that sums copies on a device: :func:`_copies.sum_copies`.
+
+    If Triton's kernel does not run, or a small trial shows other bits, it is
+    :func:`_sum_copies_by_bag`.
     """
     if device.type != "cuda":
         return _sum_copies_by_bag
@@ -281,7 +285,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _backward(
     ctx: Any, grad: Tensor | None, _grad_lse: None
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of q, k and v; the nine arguments after them have none."""
+    """Return the gradients of q, k and v; the other 9 arguments have none."""
     if grad is None:
         return (None,) * 12
     d_queries, d_keys, d_values = attend_gathered_backward(

@@ -1,5 +1,11 @@
-"""One or more packs as a flat row of tokens, with the tensors that attention and loss
-need.
+"""Packed batches: one or more packs, laid end to end as one flat row of tokens.
+
+A sequence is a prompt and a response; the K sequences of a record are an example. The
+tokens of a sequence that lie in the row are its segment. In layout ``shared_prefix`` a
+segment omits the leading tokens that it shares with the first segment of its example;
+its logical sequence has them.
+
+Letters in shapes: T tokens, S segments, E examples, P packs.
 """
 
 from __future__ import annotations
@@ -94,8 +100,9 @@ _DERIVED = (
 class PackedBatch:
     """One or more packs as one flat row of T tokens: S segments, E examples, P packs.
 
-    A batch of :func:`collate` holds the id and label of a token in 4 bytes. Tensors of
-    length T are computed on first access, on the device where the batch is by then.
+    :func:`collate` makes one from packs. It stores the id and label of a token together
+    in 4 bytes; the other tensors of length T are computed on first access, on the
+    device where the batch is by then.
 
     Attributes:
         kind: ``preference``, ``sft`` or ``scored``.
@@ -115,10 +122,10 @@ class PackedBatch:
         sequence_columns: joined side data with a value for each sequence, float32 `[S]`
             each.
         step: the optimizer step that the batch belongs to, if the loader planned steps.
-        cu_seqlens_unpadded: int32 `[S + 1]`, offsets of the segments without the
-            padding at their ends, laid end to end; None if no segment is padded. If
-            set, `cu_seqlens`, `cu_seqlens_k` and `kv_index` include the padding;
-            `lengths` never does.
+        cu_seqlens_unpadded: int32 `[S + 1]`, the offsets that the segments would have
+            without padding at their ends; None if no segment is padded. If set,
+            `cu_seqlens`, `cu_seqlens_k` and `kv_index` include the padding; `lengths`
+            never does.
     """
 
     kind: str
@@ -387,10 +394,11 @@ class PackedBatch:
     # Copies and inputs.
 
     def replace(self, **changes: Any) -> Self:
-        """Return the batch with other values of these fields.
+        """Return a copy of the batch with other values of some fields.
 
-        All other fields are computed first. Positions and keys are not if the offsets
-        of segments change: they follow the new offsets.
+        All other fields are computed before, from the old values. Fields that follow
+        from the offsets of segments are the exception: if `cu_seqlens` changes, they
+        are computed anew when they are needed.
         """
         outdated = {"layout"}
         if "cu_seqlens" in changes:
@@ -447,15 +455,20 @@ class PackedBatch:
 
     @torch.inference_mode(False)
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Apply `change` to the tensors that exist; others are derived later."""
-        # Derived first: on a GPU, the number of targets would need a synchronisation,
-        # and weights and sources are computed from arrays on the CPU.
+        """Return a copy with `change` applied to all tensors that exist by now.
+
+        Others are computed in the copy when they are needed.
+        """
+        # Computed now, while the batch may still be on the CPU: on a GPU the number of
+        # targets would need a synchronisation, and weights and sources come from arrays
+        # on the CPU.
         _ = self.target_index, self.weights, self.sources
         if self.kind == "scored":
             _ = self.cpu_rewards_and_counts
 
         fields = {name: value for name, value in vars(self).items() if name != "layout"}
-        # By identity: a tensor under two names stays one.
+        # By identity: a tensor under two names, such as cu_seqlens and cu_seqlens_k,
+        # stays one.
         values = [
             *fields.values(),
             *self.columns.values(),
@@ -569,17 +582,25 @@ def _stored_ref_logps(parts: Sequence[Packs]) -> Float32 | None:
 
 
 def _lengths_inside(offsets_of_parts: Sequence[Int32] | Sequence[Int64]) -> Any:
-    """Return the lengths of runs, from their offsets in each pack, which begin at 0."""
+    """Return the lengths of the runs (segments, examples) of all packs.
+
+    Args:
+        offsets_of_parts: offsets of the runs, which begin at 0 in each pack, as ``[0,
+            3, 7, 0, 5]`` for two packs: the lengths are ``[3, 4, 5]``.
+    """
     offsets: Any = np.concatenate(offsets_of_parts)
     lengths = offsets[1:] - offsets[:-1]
-    # Runs are not empty: other differences lead from the end of a pack to the next.
+    # A run is never empty. A difference of 0 or less is between two packs.
     return lengths[lengths > 0]
 
 
 def _filler_indices(
     parts: Sequence[Packs], num_packs: int, num_fillers: int
 ) -> list[int]:
-    """Return the packs of weight 0: the last ones, and stand-ins of damaged packs."""
+    """Return the indices of the packs of weight 0.
+
+    They are the last `num_fillers` ones, and stand-ins of damaged packs.
+    """
     indices = list(range(num_packs - num_fillers, num_packs))
     if any(part.stand_in for part in parts):
         packs_of_parts = [len(part) for part in parts]

@@ -40,10 +40,11 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
     """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code
     reads.
 
-    ``cu_seqlens`` are the physical offsets; ``cu_seqlens_unpadded`` (only with padded
-    segments) exclude the padding. Both end with -1, and an argmin beside them has the
-    index of that end: readers cut there. Argmins and ``max_seqlen`` stay on the CPU, as
-    readers call ``item()`` on them, which would synchronise a GPU.
+    ``cu_seqlens`` are offsets in the row; ``cu_seqlens_unpadded``, only with padded
+    segments, exclude the padding. Both end with -1, where that code cuts them:
+    ``cu_seqlens_argmin`` and ``cu_seqlens_unpadded_argmin`` hold the index of the -1.
+    These and ``max_seqlen`` stay on the CPU, as that code calls ``item()`` on them,
+    which would synchronise a GPU.
     """
     _refuse_shared(batch, "model_inputs(style='megatron')")
     inputs = {
@@ -94,7 +95,7 @@ def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
 def padded(batch: PackedBatch) -> dict[str, Any]:
     """Inputs for any model: the logical sequences as padded rows with a mask.
 
-    Both are `[S, longest]`.
+    ``input_ids`` and ``attention_mask`` are `[S, longest]`, 0 at padding.
     """
     ids = batch.input_ids
     if batch.kv_index is not None:

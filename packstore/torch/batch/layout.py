@@ -1,4 +1,9 @@
-"""Parts of a flat row: the keys that attention sees, and the targets of log-probs."""
+"""The layout of a flat row for attention, and its targets for log-probs.
+
+A row holds S segments one after another. For attention each of them is a segment of
+queries, and the tokens that these may see are its key run: the segment itself, or in
+layout ``shared_prefix`` the shared tokens and then the segment.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +37,21 @@ def cached_outside_inference_mode(compute: Callable[[Any], T]) -> cached_propert
 
 
 def offsets(lengths: Tensor) -> Tensor:
-    """Return the offsets of runs with these lengths, int64 `[n + 1]`."""
+    """Return the offsets of runs with these lengths, int64 `[n + 1]`.
+
+    Lengths ``[3, 2]`` have the offsets ``[0, 3, 5]``.
+    """
     return pad(lengths.cumsum(0), (1, 0))
 
 
 def segment_ids(lengths: Tensor, size: int | None = None) -> Tensor:
-    """Return the run of each element, int64 `[sum of lengths]`.
+    """Return the index of each element's run, int64 `[sum of lengths]`.
 
-    Without `size`, that sum, it waits for the device to compute it.
+    Lengths ``[3, 2]`` give ``[0, 0, 0, 1, 1]``.
+
+    Args:
+        lengths: int `[n]`, lengths of the runs.
+        size: the sum of the lengths; None: compute it, which waits for the device.
     """
     runs = torch.arange(len(lengths), device=lengths.device)
     return runs.repeat_interleave(lengths, output_size=size)
@@ -65,10 +77,11 @@ class AttentionLayout:
             keys are the tokens of the row, in order.
         lengths: int `[S]`, tokens of each key run before its padding; None: no run is
             padded.
-        num_rows: R, rows that `kv_index` indexes; None: the tokens of the row.
-        places: int64, the inverse of `kv_index`, computed from it: the places of each
-            row's keys.
-        place_offsets: int64 `[R + 1]`, computed from it: offsets of the rows in
+        num_rows: R, number of rows of K and V that `kv_index` indexes; None: the T
+            tokens. More under context parallelism: tokens of all ranks.
+        places: int64, computed from `kv_index`, as its inverse: the indices in
+            `kv_index` of row 0, then of row 1, and so on.
+        place_offsets: int64 `[R + 1]`, computed from `kv_index`: offsets of the rows in
             `places`.
     """
 
@@ -120,7 +133,10 @@ class AttentionLayout:
         return lengths
 
     def rows(self, rows_TKH: Tensor) -> Tensor:
-        """Return the rows of K or V that `kv_index` indexes; here, the tokens' own."""
+        """Return the rows of K or V that `kv_index` indexes: here those of the tokens.
+
+        Under context parallelism they are gathered from all ranks.
+        """
         return rows_TKH
 
     def keys(self, rows_TKH: Tensor) -> Tensor:

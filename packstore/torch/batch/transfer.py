@@ -1,8 +1,7 @@
-"""Copies between CPU and device that no side waits for: inference without gaps on the
-device.
+"""Copies between CPU and device that do not block, so that the device is never idle.
 
-The host starts a batch, and only then reads the result of the batch before, while the
-device works.
+For inference: the host starts a batch on the device, and then reads the results of the
+batch before, while the device works.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
     """Return the batch on `device`, copied without waiting."""
     is_on_cpu = not batch.cu_seqlens.is_cuda
     if device.type == "cuda" and is_on_cpu and not batch.cu_seqlens.is_pinned():
-        # A copy from other than page-locked memory would wait.
+        # Only copies from page-locked memory do not block.
         batch = batch.pin_memory()
     return batch.to(device, non_blocking=True)
 
@@ -67,8 +66,12 @@ def delay_by_one(items: Iterable[T]) -> Iterator[T]:
 def inference_batching(
     batching: dict[str, int | None], device: torch.device, pack_size: int
 ) -> dict[str, int | None]:
-    """Return the batching settings of inference: by default on CUDA the tokens of 4
-    packs.
+    """Return the batch size of inference: on CUDA 4 packs, unless it is set.
+
+    Args:
+        batching: `packs_per_batch` and `tokens_per_batch`, as far as they are set.
+        device: device of the model.
+        pack_size: tokens per pack.
     """
     has_batch_size = (
         batching.get("packs_per_batch") is not None
@@ -76,5 +79,6 @@ def inference_batching(
     )
     if has_batch_size or device.type != "cuda":
         return batching
-    # One pack of a small model is launched more slowly than it is computed.
+    # With a small model, a GPU computes one pack in less time than the CPU needs to
+    # launch its kernels.
     return {"tokens_per_batch": 4 * pack_size}

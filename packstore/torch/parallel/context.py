@@ -1,15 +1,16 @@
 """Context parallelism: several ranks share the tokens of a row.
 
-Each rank computes its own tokens, and gathers the keys and values of the others in
-every attention layer. For attention backends that is an ordinary layout: each run of a
-rank's tokens is a query segment, and its keys are the sequence up to the run's last
-token. So every backend and both layouts work unchanged. A rank copies the keys that its
-queries see, about one row.
+The T tokens of a row are split over the C ranks of a group. A rank holds runs of
+tokens, each of which lies in one segment. It computes these tokens, and in every
+attention layer gathers the keys and values of the other ranks. For attention backends
+that is an ordinary layout: each run is a query segment, and its keys are the sequence
+up to the run's last token. So every backend and both layouts work unchanged. A rank
+copies the keys that its queries see, about one row.
 
-The gradient belongs to the sum of the losses of all ranks. All ranks of a group get the
-same sums and the same loss, so that the sum counts it once per rank. So average
-gradients of parameters over the group, as DDP and FSDP do: they then equal the
-gradients of one process. For counts and divisors a group is one rank.
+All ranks of a group compute the same loss, from the sums of their log-probs. The
+gradient of a parameter on a rank is one share, multiplied by C, of the gradient in one
+process. So average gradients over the group, as DDP and FSDP do: they are then those of
+one process. For counts and divisors a group is one rank.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ class ContextSplit:
             segment, and may be empty.
         lengths: int64 `[C, n]`, lengths of the runs.
         segments: int64 `[n]`, the segment of each run, on every rank.
-        index: int64 `[C, T / C]`, the tokens of each rank, in its order.
-        inverse: int64 `[T]`, index of each token in the concatenation of the ranks'
-            tokens.
-        cuts: no run is longer than the longest segment divided by this.
+        index: int64 `[C, T / C]`, index in the row of each rank's tokens, in the order
+            of the rank.
+        inverse: int64 `[T]`, index of each token in `index`, flattened.
+        cuts: number of equal runs that a segment is cut into; 1 if runs may have the
+            length of a segment.
     """
 
     starts: Tensor
@@ -63,11 +65,11 @@ class ContextSplit:
 
     @classmethod
     def zigzag(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Split each segment into ``2 * size`` equal chunks; rank r holds chunks r and
-        -1 - r.
+        """Split each segment into ``2 * size`` equal chunks, and give each rank two.
 
-        So all ranks have equally many tokens, and about equally many causal scores. The
-        order is the same as in Transformer Engine.
+        Rank r holds chunk r from the start and chunk r from the end, as in Transformer
+        Engine. So all ranks have equally many tokens, and about equally many pairs of a
+        query and a key that it sees.
 
         Args:
             cu_seqlens: int `[S + 1]`, offsets of the segments.
@@ -104,10 +106,10 @@ class ContextSplit:
 
     @classmethod
     def contiguous(cls, cu_seqlens: Tensor, size: int) -> Self:
-        """Split the row into `size` equal parts, ignoring segments.
+        """Split the row into `size` equal parts, whatever the segments.
 
-        Only the row must be divisible, not each segment; but the last rank of a long
-        segment computes the most scores.
+        Only the row must be divisible, not each segment. But in a long segment the last
+        rank has the most work, as its queries see the most keys.
 
         Raises:
             ConfigError: the row is not a multiple of `size` tokens.
@@ -267,8 +269,9 @@ def context_shard(
 def _layout_of_rank(
     batch: PackedBatch, split: ContextSplit, rank: int, group: Any
 ) -> GatheredLayout:
-    """Return the layout of a rank's runs: each sees its sequence up to its last
-    token.
+    """Return the layout of a rank's runs.
+
+    Each run sees its logical sequence up to the last token of the run.
     """
     segments = split.segments
     run_starts = split.starts[rank]
@@ -298,7 +301,10 @@ def _layout_of_rank(
 
 
 def _range_indices(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the runs ``starts[i] .. + lengths[i]``: int64 `[sum of lengths]`."""
+    """Concatenate ranges of integers, int64 `[sum of lengths]`.
+
+    Starts ``[10, 5]`` and lengths ``[3, 2]`` give ``[10, 11, 12, 5, 6]``.
+    """
     run = segment_ids(lengths)
     places = torch.arange(len(run), device=run.device)
     return places + (starts - offsets(lengths)[:-1])[run]

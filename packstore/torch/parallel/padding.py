@@ -36,9 +36,9 @@ def padding_multiple(
 ) -> int:
     """Return the smallest multiple for :func:`pad_segments` that fits these settings.
 
-    Each segment then splits into ``2 * context_parallel`` equal chunks, and the tokens
-    of each context-parallel rank are divisible by `sequence_parallel`, and by 16 for
-    FP8.
+    Each padded segment splits into ``2 * context_parallel`` equal chunks, see
+    :meth:`ContextSplit.zigzag`. The number of tokens of each context-parallel rank is a
+    multiple of `sequence_parallel`, and of 16 for FP8.
 
     Args:
         context_parallel: number of ranks that share a row of tokens.
@@ -126,6 +126,7 @@ def static_sizes(
             "static_sizes needs at least one pack in the dataset and in a batch; "
             f"found {manifest.totals.packs} and {packs_per_batch}."
         )
+    # At most multiple - 1 tokens of padding in each segment.
     padding_of_pack = statistics.most_segments * (multiple - 1)
     padded_pack = manifest.pack_size + padding_of_pack
     num_tokens = round_up(packs_per_batch * padded_pack, multiple)
@@ -133,6 +134,8 @@ def static_sizes(
     prefix = multiple - 1 if manifest.layout == "shared_prefix" else 0
     max_seqlen = round_up(statistics.longest_sequence + prefix, multiple)
 
+    # Padding of the batch is the longest if all packs are the shortest; it is divided
+    # into segments of at most max_seqlen tokens.
     most_padding = num_tokens - packs_per_batch * statistics.shortest_pack
     padding_segments = math.ceil(most_padding / max_seqlen)
     num_segments = packs_per_batch * statistics.most_segments
@@ -203,8 +206,12 @@ def pad_batch(
 
 
 def _append_segments(batch: PackedBatch, lengths: Tensor, tokens: int) -> PackedBatch:
-    """Append segments of `lengths` to the batch, `tokens` in all, in examples of weight
-    0.
+    """Append segments to the batch, in examples of weight 0.
+
+    Args:
+        batch: the batch.
+        lengths: int32 `[n]`, lengths of the segments; they may be 0.
+        tokens: the sum of `lengths`.
     """
     if not len(lengths):
         return batch
