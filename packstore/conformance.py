@@ -48,6 +48,9 @@ WRONG = "WRONG"
 """Verdicts: right; refused as ``unsupported``, as the case allows; anything else."""
 
 Case = Mapping[str, Any]
+"""An entry of ``kit.json``: folders of a dataset and its side datasets, and the right
+answers: a file of expected packs, or names of broken rules, or both.
+"""
 
 
 def load(kit: Path) -> list[Case]:
@@ -123,7 +126,7 @@ def _right_answers(case: Case) -> str:
 
 
 def _find_difference(expected: Sequence[Case], packs: Any) -> str:
-    """Return the first difference between packs, else ""."""
+    """Return the first difference between packs, in words, else ""."""
     if not isinstance(packs, list) or len(packs) != len(expected):
         return f"must have {len(expected)} packs; found {quote(packs)}"
     for number, (expected_pack, pack) in enumerate(zip(expected, packs, strict=True)):

@@ -80,7 +80,7 @@ def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraErro
     )
 
 
-NAMES_HERE: Mapping[str, tuple[str, ...]] = {
+NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`
     "batch_size": ("examples_per_step", "packs_per_batch"),
     "train_batch_size": ("examples_per_step", "packs_per_batch"),
     "global_batch_size": ("examples_per_step", "packs_per_batch"),
@@ -134,7 +134,10 @@ NAMES_HERE: Mapping[str, tuple[str, ...]] = {
     "dataset_num_proc": ("num_workers",),
     "shuffle": (),
 }
-"""A name in torch, transformers, TRL, Megatron or Lightning -> settings and flags here.
+"""A name in torch, transformers, TRL, Megatron or Lightning -> its names in packstore.
+
+The first one that is valid in the place of a mistake is suggested. ``()``: only
+:data:`ADVICE` has an answer.
 """
 
 ADVICE: Mapping[str, str] = {
@@ -143,7 +146,7 @@ ADVICE: Mapping[str, str] = {
     "early_stopping_patience": "It is a callback, which Python passes: "
     "docs/training.md, Recipes",
 }
-"""A name that has no counterpart in this place -> advice."""
+"""A name -> advice, where no setting or flag in place of it is valid."""
 
 
 def suggest(

@@ -21,7 +21,9 @@ _SECRET_FORM = re.compile(
     r"(?P<value>(?<=://)[^/\s]+(?=@)|(?<!://)[^&;\s'\",)]+)",
     re.I,
 )
-"""Secrets in messages of clients that are not among the options: they come from the
+"""Secrets that are recognized by the words before them, such as ``Authorization:``.
+
+Clients show them in messages. They are not among the storage options, but come from the
 environment, a profile, or a signed URL.
 """
 
@@ -36,7 +38,7 @@ class Secrets:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         secrets = {*_secrets_of_url(url), *_secrets_of_options(options)}
         spellings = secrets | {percent_encode(secret, safe="") for secret in secrets}
-        # A secret may be a part of another one.
+        # One secret may be a part of another: the longer one must be replaced first.
         self._longest_first = sorted(spellings, key=len, reverse=True)
 
     def hide(self, text: str) -> str:
@@ -46,9 +48,7 @@ class Secrets:
         return _SECRET_FORM.sub(r"\g<name>***", text)
 
     def hide_in(self, error: BaseException) -> BaseException:
-        """Return the error; if it or a cause shows secrets, a copy of its builtin kind
-        without them.
-        """
+        """Return an error that shows no secrets; see :func:`_hide_in_error`."""
         return _hide_in_error(error, self.hide)
 
 
@@ -62,13 +62,15 @@ def client_text(text: object) -> str:
 
 
 def client_cause(error: BaseException) -> BaseException:
-    """Return the error of such a client, or a copy without its secrets."""
+    """Return an error of a client, or a copy of it that shows no secrets."""
     return _hide_in_error(error, client_text)
 
 
 def _hide_in_error(error: BaseException, hide: Callable[[str], str]) -> BaseException:
-    """Return the error; if it or a cause shows secrets, a copy of its builtin kind
-    without them.
+    """Return the error itself if neither it nor a cause of it shows secrets.
+
+    Else return an error without causes, of the nearest builtin subclass of OSError, or
+    Exception, with the class and the message of the original.
     """
     if all(hide(str(link)) == str(link) for link in chain_of(error)):
         return error

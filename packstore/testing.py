@@ -29,10 +29,10 @@ def random_examples(
         seed: random seed.
         kind: ``preference``, ``sft`` or ``scored``.
         vocab_size: number of different token ids.
-        max_prompt, max_response: maximum tokens.
-        edges: some examples are edge cases: prompts with a partial or no common prefix,
-            prompts of one token, responses that repeat tokens of the prompt, and
-            unsupervised gaps in a response.
+        max_prompt: maximum tokens of a prompt.
+        max_response: maximum tokens of a response.
+        edges: also make edge cases: prompts of an example that share only a part or
+            nothing, and an unsupervised token inside a response.
     """
     rng = np.random.default_rng(seed)
     ids: list[Int64] = []
@@ -44,6 +44,7 @@ def random_examples(
         for i in range(num_responses[-1]):
             prompt = shared_prompt.copy()
             if edges and i > 0 and rng.random() < 0.2:
+                # Differs from the shared prompt from some token on.
                 token = rng.integers(0, vocab_size)
                 fork = rng.integers(0, len(prompt))
                 prompt[fork:] = token
