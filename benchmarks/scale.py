@@ -41,7 +41,7 @@ import packstore
 from packstore.config import PARTITION_BYTES
 from packstore.etl import spill
 from packstore.etl.partitions import work
-from packstore.etl.partitions.slices import READERS, SHARES
+from packstore.etl.partitions.slices import MAX_SLICES, READERS
 from packstore.etl.tokenize import BlockTokenizer
 from packstore.io.inputs.files import InputReader
 from packstore.io.versions.shard_writer import ShardFile, ShardWriter
@@ -189,7 +189,7 @@ def simulate(
     total = pairs * m.pair_bytes / 1e6
     partitions = max(1, math.ceil(total * 1e6 / PARTITION_BYTES))
     each = max(
-        1, min(SHARES, READERS * files // partitions)
+        1, min(MAX_SLICES, READERS * files // partitions)
     )  # files of which a partition takes
     reads = max(1.0, partitions * each / files)
     per_task = reads * files / partitions

@@ -1,1 +1,1 @@
-"""Partitions of an input, each packed on its own; see ``README.md``."""
+"""Partitions, parts of an input that are packed on their own; see ``README.md``."""

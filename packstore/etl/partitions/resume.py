@@ -1,8 +1,13 @@
 """Finished partitions, and the notes by which a rerun reuses them.
 
-A note is found by the name of its run: settings, tokenizer, sizes of the inputs and the
-package's version (``provenance.run_name``). Its partition is reused if its blocks,
-duplicates and libraries are the same, and its inputs and shards are unchanged.
+A note is a small file beside the shards of a partition. Its name has the name of its
+run, a hash of settings, tokenizer, sizes of the inputs and the package's version
+(``provenance.run_name``), and the number of the partition. The partition is reused if
+its blocks, duplicates and libraries are the same, and its inputs and shards are
+unchanged.
+
+A file of an object store has a *version* there, such as its ETag, which changes with
+its bytes; of a local file, the sha256 is compared instead.
 """
 
 from __future__ import annotations
@@ -62,27 +67,27 @@ class Partition:
         """Put a note into each dataset.
 
         Args:
-            notes: the notes of each dataset.
+            notes: the folder of notes of each dataset.
             assignment: the input of the partition.
             versions: ordinal of an input -> its version in the store before it was
                 read.
         """
         identity = _identity_of(assignment)
-        for place, packs in zip(notes, self.packs, strict=True):
+        for dataset_notes, packs in zip(notes, self.packs, strict=True):
             note = Note(
                 identity=identity,
                 versions=versions,
                 contents=self.contents,
                 packs=packs,
             )
-            place.put(assignment.number, note)
+            dataset_notes.put(assignment.number, note)
 
 
 class Note(msgspec.Struct):
     """The note of a partition in one dataset.
 
     Attributes:
-        identity: hash of everything that decides the shards, except settings.
+        identity: hash of the blocks, duplicates and libraries of the partition.
         versions: ordinal of an input -> its version in the store, or empty.
         contents: the records of the partition.
         packs: its packs in the dataset.
@@ -95,7 +100,11 @@ class Note(msgspec.Struct):
 
 
 def _identity_of(assignment: Assignment) -> str:
-    """Hash all that decides the shards, except settings and the contents of files."""
+    """Return a hash of the blocks, duplicates and libraries of a partition.
+
+    These decide its shards, besides the settings, which are in the name of the run, and
+    the contents of files, which are compared when a note is read.
+    """
     slices = [
         [part.input.ordinal, part.input.path, part.first, part.step, part.block_bytes]
         for part in assignment.slices
@@ -117,9 +126,10 @@ def reuse_finished_partition(
     """Return the partition of an earlier run.
 
     Args:
-        notes: the notes of each dataset.
+        notes: the folder of notes of each dataset.
         assignment: the input of the partition.
-        hashes: ordinal of an input -> its sha256; hashes that are computed are added.
+        hashes: ordinal of an input -> its sha256, for all partitions that read it;
+            hashes that are computed are added.
         needs_rejects: True if the note must have the dropped records.
 
     Returns:
@@ -127,12 +137,13 @@ def reuse_finished_partition(
     """
     identity = _identity_of(assignment)
     notes_read: list[Note] = []
-    for place in notes:
-        note = place.read(assignment.number, Note)
+    for dataset_notes in notes:
+        note = dataset_notes.read(assignment.number, Note)
         if note is None or note.identity != identity:
             return None
         notes_read.append(note)
 
+    # The notes of all datasets have the same contents.
     contents = notes_read[0].contents
     versions = notes_read[0].versions
     if needs_rejects and not contents.rejects:
@@ -142,13 +153,14 @@ def reuse_finished_partition(
         source = contents.sources[ordinal]
         if not _is_unchanged(part.input, source, versions[ordinal], hashes):
             return None
-    for place, note in zip(notes, notes_read, strict=True):
-        if not place.are_intact(note.packs.shards):
+    for dataset_notes, note in zip(notes, notes_read, strict=True):
+        if not dataset_notes.are_intact(note.packs.shards):
             return None
 
     packs = [note.packs for note in notes_read]
     partition = Partition(contents, packs, is_resumed=True)
-    # Put them again: `packstore clean` goes by the newest file of a run.
+    # Put them again, so that they are new: `packstore clean` removes the files of a run
+    # by the age of its newest file.
     partition.put_notes(notes, assignment, versions)
     return partition
 
@@ -156,7 +168,7 @@ def reuse_finished_partition(
 def _is_unchanged(
     item: Input, source: Mapping[str, Any], version: str, hashes: dict[int, str]
 ) -> bool:
-    """Return True if a file has its version in the store, or else its hash."""
+    """Return True if a file has the same version in its store, or the same hash."""
     if version and item.location.object_version() == version:
         return True
     if item.location.size() != source["bytes"]:

@@ -1,8 +1,10 @@
 """Assigns blocks of an input to partitions, and reads them and their keys.
 
-A partition takes blocks from all over the input, as real data is often sorted. The
-choice follows from the sizes of the inputs and the number of partitions, so every
-machine reads the same blocks.
+A *block* is a run of consecutive records of one file, some MB long. A *slice* is every
+m-th block of a file, e.g. the blocks 2, 7, 12, … for m = 5. A partition has slices of
+files from all over the input, as real data is often sorted. The choice follows from the
+sizes of the inputs and the number of partitions, so every machine reads the same
+blocks.
 """
 
 from __future__ import annotations
@@ -24,43 +26,43 @@ from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 
 Owner = TypeVar("Owner")
 
-SHARES = 16
-"""Approximate shares of the input for a partition. More would mix the sources of one
-file each better, but more partitions would read each file.
+MAX_SLICES = 16
+"""Maximum slices per partition that :func:`assign_slices` aims at. With more, the files
+of an input would be mixed better, but each be read by more partitions.
 """
 
 FILES = 64
 """Files of which a partition takes blocks, as long as :data:`READERS` allows it."""
 
 READERS = 4
-"""Maximum partitions that read a file to mix :data:`FILES` files. Each reads it to its
-end, in a tenth of the time of tokenizing it. A partition takes fewer shares where more
-partitions would read a file: ten partitions of ten files took 20 % more on a cluster
-with 8 reads.
+"""Maximum partitions that read one file for the sake of :data:`FILES`. Each reads it to
+its end, in a tenth of the time of tokenizing it. Where more partitions would read a
+file, each takes fewer slices: ten partitions of ten files took 20 % more time on a
+cluster with 8 reads of a file.
 """
 
 BLOCKS = 128
-"""Approximate minimum of blocks for each of several partitions, down to the size below.
-Fewer would mix a sorted file worse; blocks of less than 200 kB take up to a fifth
-longer to tokenize.
+"""Approximate minimum of blocks for each of several partitions: blocks get smaller for
+that, down to :data:`MIN_BLOCK_BYTES`. Fewer would mix a sorted file worse; blocks of
+less than 200 kB take up to a fifth longer to tokenize.
 """
 
 MIN_BLOCK_BYTES = 4 << 10
 
 MANY_READS = 8
-"""Reads of each file, by tasks of a cluster, above which two thirds of their time is
+"""Mean reads of a file, by tasks of a cluster, above which two thirds of their time is
 reading (``benchmarks/scale.py``).
 """
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Blocks of a file at equal distances.
+    """Blocks of a file at equal distances: numbers first, first + step, ….
 
     Attributes:
         input: the file.
-        first: number of the first block, from 0.
-        step: blocks from one to the next; 1: all blocks of the file.
+        first: number of the first block, from 0; below `step`.
+        step: distance between blocks; 1: all blocks of the file.
         block_bytes: approximate bytes of a block.
     """
 
@@ -77,7 +79,8 @@ class Assignment:
     Attributes:
         number: number of the partition, from 0.
         slices: its blocks; none for examples that come from no files.
-        duplicate_ids: int64, sorted; None: an example is a duplicate if an earlier one
+        duplicate_ids: int64 `[n]`, sorted ids of its duplicates, found in an earlier
+            pass; None: there was none, so an example is a duplicate if an earlier one
             of the partition has its key.
     """
 
@@ -91,10 +94,13 @@ def assign_slices(
 ) -> list[list[Slice]]:
     """Return the slices of each partition, of about the same size in bytes.
 
-    The input is cut into shares, and partition p takes the shares p,
-    p + num_partitions, …. Share i of a file of m shares is its blocks i, i + m,
-    i + 2 m, …. As many partitions read a file as it has shares, and each skips the
-    other blocks, so compressed files work too.
+    A file of m slices has its blocks i, i + m, i + 2 m, … in slice i. The slices of all
+    files, one after another, are given to the partitions in turn: partition p gets the
+    slices p, p + num_partitions, …. As many partitions read a file as it has slices,
+    and each skips the other blocks, so compressed files work too.
+
+    For example, with four partitions of two files of the same size, each file has four
+    slices, and partition 1 has the blocks 1, 5, 9, … of both.
 
     Args:
         inputs: files, each with its bytes.
@@ -106,10 +112,11 @@ def assign_slices(
     if num_partitions > 1:
         block_bytes = total_bytes // (num_partitions * BLOCKS)
         block_bytes = max(MIN_BLOCK_BYTES, min(BLOCK_BYTES, block_bytes))
-    min_shares = min(READERS, _ceil_divide(FILES * num_partitions, num_inputs))
-    shares_of_partition = READERS * len(inputs) // num_partitions
-    shares_of_partition = max(1, min(SHARES, shares_of_partition))
-    total_shares = num_partitions * shares_of_partition
+    # A file has at least so many that a partition can take slices of FILES files.
+    min_slices = min(READERS, _ceil_divide(FILES * num_partitions, num_inputs))
+    slices_per_partition = READERS * len(inputs) // num_partitions
+    slices_per_partition = max(1, min(MAX_SLICES, slices_per_partition))
+    total_slices = num_partitions * slices_per_partition
 
     slices: list[list[Slice]] = [[] for _ in range(num_partitions)]
     next_partition = 0
@@ -117,17 +124,25 @@ def assign_slices(
     for item, size in inputs:
         start_bytes = end_bytes
         end_bytes += size
-        # The sum of the shares is rounded up, not each file's: so all partitions get
-        # as many shares where sizes are alike.
-        num_shares = _ceil_divide(end_bytes * total_shares, total_bytes)
-        num_shares -= _ceil_divide(start_bytes * total_shares, total_bytes)
+        # A file has slices in proportion to its bytes. The running sum is rounded up,
+        # not the number of each file: so where sizes are alike, all partitions get
+        # equally many.
+        num_slices = _ceil_divide(end_bytes * total_slices, total_bytes)
+        num_slices -= _ceil_divide(start_bytes * total_slices, total_bytes)
         num_blocks = _ceil_divide(size, block_bytes)
-        num_shares = max(num_shares, min_shares)
-        num_shares = max(1, min(num_shares, num_partitions, num_blocks))
-        for share in range(num_shares):
-            partition = (next_partition + share) % num_partitions
-            slices[partition].append(Slice(item, share, num_shares, block_bytes))
-        next_partition += num_shares
+        num_slices = max(num_slices, min_slices)
+        num_slices = max(1, min(num_slices, num_partitions, num_blocks))
+        for first_block in range(num_slices):
+            partition = (next_partition + first_block) % num_partitions
+            slices[partition].append(
+                Slice(
+                    input=item,
+                    first=first_block,
+                    step=num_slices,
+                    block_bytes=block_bytes,
+                )
+            )
+        next_partition += num_slices
     return slices
 
 
@@ -147,7 +162,8 @@ def read_blocks(
     """Yield the blocks of several partitions, reading each file once for all.
 
     Args:
-        partitions: the owner and the slices of each partition.
+        partitions: the slices of each partition, with its owner: the object or number
+            to which its blocks are yielded.
         config: settings.
         on_file: called for each owner of a file that was read to its end, with the
             ordinal of the file, its entry of `sources`, and its version in the store
@@ -156,22 +172,22 @@ def read_blocks(
     Yields:
         The owner of a block, and the block.
     """
-    slices_of_files: dict[int, list[tuple[Owner, Slice]]] = {}
+    owned_slices: dict[int, list[tuple[Owner, Slice]]] = {}  # by ordinal of the file
     for owner, slices in partitions:
-        for part in slices:
-            owners = slices_of_files.setdefault(part.input.ordinal, [])
-            owners.append((owner, part))
+        for file_slice in slices:
+            owned_slices.setdefault(file_slice.input.ordinal, []).append(
+                (owner, file_slice)
+            )
 
-    for ordinal in sorted(slices_of_files):
-        owners = slices_of_files[ordinal]
-        _, first_slice = owners[0]
+    for ordinal in sorted(owned_slices):
+        _, first_slice = owned_slices[ordinal][0]
         version = first_slice.input.location.object_version()
         reader = InputReader([], config=config, block_bytes=first_slice.block_bytes)
         for number, block in enumerate(reader.read_file(first_slice.input)):
-            for owner, part in owners:
-                if number % part.step == part.first:
+            for owner, file_slice in owned_slices[ordinal]:
+                if number % file_slice.step == file_slice.first:
                     yield owner, block
-        for owner, _ in owners:
+        for owner, _ in owned_slices[ordinal]:
             on_file(owner, ordinal, reader.sources[-1], version)
 
 
@@ -193,7 +209,9 @@ def read_keys(
     run: Run,
     on_keys: Callable[[int, int], None] | None = None,
 ) -> Iterator[tuple[U64, Int64]]:
-    """Yield the keys that `dedup` compares, uint64 `[n]`, and ids of each partition.
+    """Yield, for each partition, the keys that `dedup` compares, and the example ids.
+
+    Both are arrays `[n]` of its n examples, uint64 and int64.
 
     Args:
         block_tokenizer: tokenizes the blocks.
@@ -202,6 +220,7 @@ def read_keys(
         run: runs the workers.
         on_keys: called with the number of new keys, and the bytes of their block.
     """
+    # For each partition the arrays of its blocks, and one of length 0 to concatenate.
     keys = [[np.empty(0, np.uint64)] for _ in partitions]
     ids = [[np.empty(0, np.int64)] for _ in partitions]
     blocks = read_blocks(enumerate(partitions), config)

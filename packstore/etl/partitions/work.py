@@ -2,15 +2,17 @@
 
     read -> tokenize -> select -> spill -> plan -> fill -> write -> note
 
-One machine reads a few partitions at once, in one pass over their files, and writes
-them one after another while it reads the next ones. On a cluster, or many cores, each
-task makes one. Partitions with a valid note of an earlier run are reused.
+One machine reads a group of partitions at once, in one pass over their files, and
+writes them one after another while it reads the next group. On a cluster, or many
+cores, each *task* makes one partition in a worker process, from reading to writing.
+Partitions with a valid note of an earlier run are reused.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import signal
 import threading
 from collections import deque
@@ -54,6 +56,11 @@ more passes, a killed job loses less, but each takes 3 % of the time of tokenizi
 class SpilledPartition:
     """A partition while it is read; its examples are on the local disk.
 
+    Args:
+        assignment: its input.
+        config: settings.
+        paths, stored_keys: see :class:`PartitionPacker`.
+
     Attributes:
         assignment: its input.
         spills: its examples, for each dataset.
@@ -76,7 +83,8 @@ class SpilledPartition:
         self._sources: dict[int, dict[str, Any]] = {}
         self._rejects: list[bytes] = []
         if config.rejects is not None:
-            # Not empty, so that a rerun sees that they were collected.
+            # A rerun reuses the partition only if its rejects are not empty: an empty
+            # file of gzip shows that they were collected.
             self._rejects.append(compress_rejects([]))
 
     def add(self, block: TokenizedBlock) -> None:
@@ -116,8 +124,9 @@ class _Group:
     """Partitions that are read in one pass.
 
     Attributes:
-        partitions: in order; finished ones are reused.
-        blocks: blocks of the others: the partition, its block, and the bytes of it.
+        partitions: in order; ones of an earlier run are finished already.
+        blocks: the blocks of all others: the partition, its tokenized block, and the
+            size of the block in bytes (or in records, if the input is not files).
     """
 
     partitions: list[SpilledPartition | Partition]
@@ -129,12 +138,12 @@ class PartitionPacker:
     """Packs and writes partitions. Picklable, for the tasks of a cluster.
 
     Attributes:
-        notes: the notes of each dataset.
+        notes: the folder of notes of each dataset.
         shape: the shape of the packs.
         config: settings.
         paths: ordinal of an input -> its path.
-        stored_keys: keys of the examples of a dataset that grows, among which a
-            partition looks for duplicates.
+        stored_keys: uint64 `[n]`, keys of the examples of a dataset to which records
+            are appended, among which a partition looks for duplicates.
     """
 
     notes: Sequence[PartitionNotes]
@@ -172,9 +181,12 @@ class PartitionPacker:
         It has no note, and is not reused.
         """
         blocks = iter(blocks)  # refuses settings before there is a folder to remove
-        only = self._open_partition(Assignment(number=0, slices=(), duplicate_ids=None))
-        owned_blocks = ((only, block, block[1].read) for block in blocks)
-        return self._write_groups([_Group([only], owned_blocks)], counter)
+        assignment = Assignment(number=0, slices=(), duplicate_ids=None)
+        partition = self._open_partition(assignment)
+        owned_blocks = (
+            (partition, (examples, tally), tally.read) for examples, tally in blocks
+        )
+        return self._write_groups([_Group([partition], owned_blocks)], counter)
 
     def _read_in_groups(
         self,
@@ -183,19 +195,21 @@ class PartitionPacker:
         run: Run,
     ) -> Iterator[_Group]:
         """Yield the partitions of each pass, and the blocks of those to make."""
-        partitions_at_once = -(-(self.config.partitions or 1) // PASSES)
-        remaining = iter(assignments)
+        partitions_at_once = math.ceil((self.config.partitions or 1) / PASSES)
+        remaining_assignments = iter(assignments)
         while True:
-            batch = list(itertools.islice(remaining, partitions_at_once))
+            batch = list(itertools.islice(remaining_assignments, partitions_at_once))
             if not batch:
                 return
             partitions = [self._reuse_or_open(assignment) for assignment in batch]
-            slices = [
+            owned_slices = [
                 (partition, partition.assignment.slices)
                 for partition in partitions
                 if isinstance(partition, SpilledPartition)
             ]
-            blocks = read_blocks(slices, self.config, SpilledPartition.record_file)
+            blocks = read_blocks(
+                owned_slices, self.config, on_file=SpilledPartition.record_file
+            )
             yield _Group(partitions, tokenize_blocks(block_tokenizer, blocks, run))
 
     def _reuse_or_open(self, assignment: Assignment) -> SpilledPartition | Partition:
@@ -230,7 +244,7 @@ class PartitionPacker:
                         yield partition
                     else:
                         contents = partition.contents()
-                        counter.add(contents)
+                        counter.add(contents)  # may raise, before anything is written
                         yield self._write(partition, contents, counter)
         finally:
             while self._open_partitions:
@@ -267,20 +281,23 @@ class PartitionPacker:
             config = replace(config, seed=seed)
         packing = plan(spill.lengths(), config=config)
 
+        # Only then the number of packs that remain in the job is known.
         is_last = number + 1 == config.partitions and notes is self.notes[-1]
         run = f"{notes.run}-p{number:05d}"
         with (
             ShardWriter(notes.location, self.shape, config, run) as writer,
-            contextlib.closing(prefetch(spill.packs(packing, config), 2)) as filled,
+            contextlib.closing(
+                prefetch(spill.packs(packing, config), depth=2)
+            ) as filled_packs,
         ):
             remaining_packs = packing.num_packs
-            for packs in filled:
+            for packs in filled_packs:
                 writer.write(packs)
                 remaining_packs -= len(packs)
                 counter.add_packs(len(packs), remaining_packs if is_last else None)
             shards = writer.finish()
 
-        # The plan counts padded lengths; only the writer counts the tokens.
+        # The plan counts padded lengths; the shards count tokens without padding.
         tokens = sum(finished.shard.tokens for finished in shards)
         planning = replace(packing, tokens=tokens).statistics()
         planning["seed"] = self.config.seed
@@ -305,11 +322,12 @@ def _read_groups(
 def run_as_task(work: Callable[[Any, Run], Iterator[Any]], item: Any) -> Any:
     """Return the result of `work` on one item, in this process.
 
-    The process is a worker, which can be ended meanwhile.
+    It must be a worker process, which the job can end amid the work.
     """
     template.require_worker()
     if hasattr(signal, "setitimer"):
-        signal.setitimer(signal.ITIMER_PROF, 0)  # it may take longer than a block
+        # Its time limit is for a block; a partition may take longer.
+        signal.setitimer(signal.ITIMER_PROF, 0)
     with contextlib.closing(iter(work([item], map))) as results:  # type: ignore[type-var]
         return next(results)
 
@@ -324,7 +342,7 @@ def prefetch(
 
     Args:
         items: the items.
-        depth: maximum number of items that wait.
+        depth: number of items computed ahead, besides the next one.
         stop: set when the generator is closed.
     """
     stop = stop or threading.Event()
