@@ -1,9 +1,10 @@
-"""Engines that run the workers: one file and one line per engine.
+"""Engines that run the workers: one file, and one line in :data:`ENGINES`, per engine.
 
 An engine is a function ``run(work, items, num_workers) -> Iterator`` that applies the
-picklable `work` to every item and yields the results in the order of the items, holding
-only a bounded number of items in flight. The result of a job never depends on the
-engine or its number of workers.
+picklable function `work` to every item and yields the results in the order of the
+items, holding only a bounded number of items in flight. The result of a job never
+depends on the engine or its number of workers. (These engines are not the engines of a
+tokenizer.)
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from packstore.registry import Registry
 Engine = Callable[[Callable[[Any], Any], Iterable[Any], int | None], Iterator[Any]]
 
 Run = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
-"""An engine with its number of workers, or ``map``."""
+"""Applies a function to items: an engine with its number of workers, or ``map``."""
 
 ENGINES: Registry[Engine] = Registry(
     "engine",
@@ -52,7 +53,7 @@ def in_order(
     Args:
         submit: starts the task of an item.
         items: the items.
-        max_pending: maximum number of tasks that wait for the first.
+        max_pending: maximum number of tasks that run or wait, besides the first.
         result: waits for a task, and returns its result.
         cancel: cancels a task.
     """

@@ -1,8 +1,10 @@
 """Runs work on this machine: in threads, and in worker processes where threads wait for
 the GIL.
 
-Each worker process loads the work once, and one thread here waits for its answers.
-Requests and answers are pickles in pipes.
+Each worker process loads the *work* once: a function with its data, such as a
+tokenizer. Then it applies it to one *item* after another, such as blocks of records,
+while one thread here waits for its answers. Requests and answers are pickles in pipes.
+A process whose job is done is kept for the next job of this process, in the reserve.
 
 Why not multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and its
 other children run a user's script again. Why not loky: a daemon of multiprocessing may
@@ -47,18 +49,18 @@ one to three seconds of a core to load packages and a tokenizer.
 """
 
 SECONDS_ALONE_IF_QUICK = 4.0
-"""The same for a quick worker: it is done with 100 MB by then, which is mostly all
-there is.
+"""The same for quick work, without a chat template: in this time one worker tokenizes
+100 MB, more than most inputs have.
 """
 
 WAIT_SECONDS = 60
-"""Time for which a process that waits for a job is given one; it ends half a minute
-later.
+"""Maximum seconds after which a waiting process is given another job; it ends by itself
+30 seconds later, so none is given a job while it ends.
 """
 
 ITEM_SECONDS = 900
-"""Processor time of a worker process for an item, which mostly takes less than a
-second; beyond it the job fails.
+"""Maximum processor time of a worker process for an item, which mostly takes less than
+a second; beyond it the job fails.
 """
 
 ONE_THREAD = {
@@ -79,11 +81,12 @@ def run(
 ) -> Iterator[R]:
     """Yield ``work(item)`` for every item, in order; hold at most two for each worker.
 
-    Without a number of workers, threads of this process work if ``work.in_threads`` is
-    true. Else this process works first, for ``work.seconds_alone`` seconds (default 0),
-    or a worker process in its place if `work` raises :class:`NeedsWorkerProcess`. Then
-    processes work, by default one per core. Each calls ``work.load()`` once, if `work`
-    has that method.
+    - If `num_workers` is None and ``work.in_threads`` is true, threads of this process
+      work, one per core.
+    - Else this process works by itself for ``work.seconds_alone`` seconds (default 0).
+      If `work` raises :class:`NeedsWorkerProcess`, a worker process does it instead.
+      Then `num_workers` processes work; None: one per core. Each calls ``work.load()``
+      once, if `work` has that method.
     """
     if num_workers is None:
         max_workers = min(cores(), MAX_PROCESSES)
@@ -107,17 +110,20 @@ def run(
 
 
 def _run_in_processes(
-    processes: _ProcessPool, items: Iterable[Any], max_workers: int, seconds: float
+    processes: _ProcessPool,
+    items: Iterable[Any],
+    max_workers: int,
+    seconds_alone: float,
 ) -> Iterator[Any]:
-    """Yield the results of this process for so many seconds, then of all workers."""
-    remaining = iter(items)
-    alone_until = time.monotonic() + seconds
-    for item in remaining:
+    """Yield the results of this process for `seconds_alone`, then of all workers."""
+    remaining_items = iter(items)
+    alone_until = time.monotonic() + seconds_alone
+    for item in remaining_items:
         if time.monotonic() >= alone_until:
-            remaining = itertools.chain([item], remaining)
+            remaining_items = itertools.chain([item], remaining_items)
             break
         yield processes.work_here(item)
-    yield from in_order(processes.submit, remaining, 2 * max_workers)
+    yield from in_order(processes.submit, remaining_items, 2 * max_workers)
 
 
 def prepare() -> None:
@@ -157,11 +163,11 @@ class _ProcessPool:
         self._processes: list[WorkerProcess] = []
         self._idle: queue.SimpleQueue[WorkerProcess] = queue.SimpleQueue()
         self._starting = threading.Lock()
-        self._needs_process = False
+        self._needs_process = False  # True once this process could not do an item
 
-    def start(self, number: int) -> None:
-        """Start processes until there are so many, or as many as the system allows."""
-        while len(self._processes) < number:
+    def start(self, count: int) -> None:
+        """Start processes until there are `count`, or as many as the system allows."""
+        while len(self._processes) < count:
             try:
                 process = _take_from_reserve() or WorkerProcess()
             except PackstoreError as error:
@@ -174,7 +180,10 @@ class _ProcessPool:
             self._idle.put(process)
 
     def submit(self, item: Any) -> Future[Any]:
-        """Let one more process work, and a thread wait for the result of the item."""
+        """Give an item to an idle process; start one more, up to the maximum.
+
+        A thread waits for the result.
+        """
         self._start_one_more()
         return self._threads.submit(self._work_in_process, item)
 
@@ -185,7 +194,8 @@ class _ProcessPool:
     def work_here(self, item: Any) -> Any:
         """Work on an item in this thread.
 
-        From the first item on that needs a worker process, one of them works.
+        If an item needs a worker process, such a process does it and all later ones,
+        and the thread waits.
         """
         if not self._needs_process:
             try:
@@ -210,9 +220,9 @@ class _ProcessPool:
             self._idle.put(process)
 
     def keep_one(self) -> None:
-        """Let a process wait for the next job, without the memory of this work.
+        """Put a process into the reserve, without the memory of this work.
 
-        All processes are idle.
+        To be called when all processes are idle.
         """
         if _reserve:
             return
@@ -233,8 +243,9 @@ class _ProcessPool:
 
 
 _reserve: list[WorkerProcess] = []
-"""Processes, at most one or two, that wait for the next job of this process: it need
-not wait until packages are loaded. They end after a while, or with this process.
+"""Processes, at most one or two, that wait for the next job of this process, so that it
+need not wait until packages are loaded. They end by themselves after a while (see
+:data:`WAIT_SECONDS`), or with this process.
 """
 
 if hasattr(os, "register_at_fork"):
@@ -257,17 +268,17 @@ def _take_from_reserve() -> WorkerProcess | None:
 
 
 class _Request(NamedTuple):
-    """A message to a worker process: the work to load, or an item to work on."""
+    """A message to a worker process."""
 
     is_work: bool
-    value: Any
+    value: Any  # the work to load, or an item to work on
 
 
 class _Answer(NamedTuple):
-    """The answer: a result, or an error to raise."""
+    """The answer to a request."""
 
     has_succeeded: bool
-    value: Any
+    value: Any  # the result, or the error to raise
 
 
 class WorkerProcess:
@@ -357,7 +368,7 @@ class WorkerProcess:
         self._process.terminate()
 
     def kill(self, timeout: float) -> None:
-        """Wait so many seconds for the end of the process, then kill it."""
+        """Wait at most `timeout` seconds for the end of the process, then kill it."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout)
         self._process.kill()
@@ -397,7 +408,8 @@ def serve(seconds: float, memory: int) -> None:
         while True:
             wait_seconds = 0 if worker.has_work else WAIT_SECONDS + 30
             _end_after(wait_seconds, ITEM_SECONDS)
-            # No names for messages and results: each is freed before the next wait.
+            # Without variables for messages and results, each is freed before the next
+            # wait.
             _send(answers, worker.answer(_receive(requests)))
 
 
@@ -439,7 +451,9 @@ class _Worker:
 
 
 def _end_after(seconds: float, processor_seconds: float) -> None:
-    """Let the kernel end this process after so much time, or processor time; 0: not."""
+    """Let the kernel end this process after `seconds`, or `processor_seconds` of its
+    own processor time; 0: never.
+    """
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds)
         signal.setitimer(signal.ITIMER_PROF, processor_seconds)

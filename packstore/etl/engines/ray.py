@@ -1,5 +1,5 @@
-"""Runs work in tasks of a Ray cluster: connected, named by RAY_ADDRESS, or started
-locally.
+"""Runs work in tasks of a Ray cluster: one that the script has connected to, or that
+RAY_ADDRESS names; else Ray is started on this machine for the job.
 
 Ray repeats a task if its worker is lost, and results are yielded in the order of the
 items, so neither timing nor failures change the dataset.
@@ -31,7 +31,7 @@ def run(
 ) -> Iterator[R]:
     """Yield ``work(item)`` for every item, in order.
 
-    `num_workers` None: a task for each core of the cluster.
+    At most `num_workers` tasks run at once; None: one for each core of the cluster.
 
     Raises:
         PackstoreError: Ray does not start, or loses a task too often.
@@ -41,7 +41,7 @@ def run(
         if starts_ray:
             _start_ray()
         max_tasks = num_workers or _cluster_cores()
-        # In a list, else Ray would load it for every task.
+        # In a list: Ray would load a bare reference anew for every task.
         shared_work = [ray.put(work)]
         task: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
         submit = partial(task.remote, shared_work)
@@ -57,7 +57,7 @@ def _start_ray() -> None:
     """Start Ray on this machine, or connect to RAY_ADDRESS."""
     try:
         ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-    except Exception as error:  # of Ray's own, and bare ones
+    except Exception as error:  # Ray raises RuntimeError, ConnectionError and others
         raise _start_error(error) from error
 
 
@@ -95,7 +95,9 @@ _loaded_id = ""
 """Id of the work that this process has loaded."""
 
 _loaded_work: Any = None
-"""The work: a tokenizer loads as long as 30 MB of text are tokenized."""
+"""The work, kept for the next task: loading a tokenizer takes as long as tokenizing
+30 MB of text.
+"""
 
 
 def _work_on(shared_work: Sequence[Any], item: Any) -> Any:
