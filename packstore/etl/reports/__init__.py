@@ -1,4 +1,7 @@
-"""Reports before a job, which write no dataset; see ``README.md``."""
+"""Reports on records or a destination before a job; they write no dataset.
+
+See ``README.md``.
+"""
 
 from packstore.etl.reports.records import doctor, dry_run, estimate
 

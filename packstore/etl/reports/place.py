@@ -1,7 +1,8 @@
 """Tests a location before a job: listing, reading, writing, committing, and speed.
 
-Finds errors that a job would hit after an hour, with small files that are removed
-afterwards.
+A *location* is a folder or URL for datasets. The tests write two small files there, and
+remove them. They find errors that a job would otherwise hit after an hour. The result
+of each is a :class:`Finding`, with which lint reports its checks of records, too.
 """
 
 from __future__ import annotations
@@ -38,26 +39,27 @@ from packstore.io.store.storage_errors import EXTRAS, as_storage_errors
 from packstore.version import VERSION
 
 TRIAL_BYTES = 16 << 20
-"""Bytes written and read to measure speed: two parts of an upload, as one is put at
-once.
+"""Bytes written and read to measure speed: enough for an upload in two parts, as
+shards are uploaded.
 """
 
 LISTINGS = 5
-"""Listings that are timed; the median is reported."""
+"""Number of listings that are timed; the median is reported."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The outcome of one check, of records or of a place.
+    """The outcome of one check, of records or of a location.
 
     Attributes:
         check: name of the check.
-        level: of records, a ``problem`` harms training or drops them, and a ``remark``
-            may be fine; checks without a hit are left out. Of a place, a ``problem``
-            stops a job, and a ``remark`` was not tried.
-        text: meaning or measurement; of a place, with the remedy of a problem.
-        records: number of records with a hit; None: the check is not of records.
-        examples: places of a few of these records.
+        level: for records, a ``problem`` harms training or drops records, and a
+            ``remark`` may be fine; a check that flags no record has no finding. For a
+            location, a ``problem`` stops a job, and a ``remark`` was not tried.
+        text: meaning of the check, or a measurement; a problem of a location ends with
+            the remedy.
+        records: number of flagged records; None: the check is not of records.
+        examples: places of a few flagged records.
     """
 
     check: str
@@ -132,6 +134,7 @@ def _describe_versions(location: Location) -> str:
 
 
 def _time_listing(location: Location) -> str:
+    """Time a listing of the location, without its folders."""
     seconds = []
     num_files = 0
     for _ in range(LISTINGS):
@@ -162,6 +165,7 @@ def _try_to_read(location: Location) -> Iterator[Finding]:
 
 
 def _read_row_group(dataset: Dataset, group: int) -> str:
+    """Time reading a row group; raises if its checksums are wrong."""
     start = time.perf_counter()
     packs = dataset.read_packs(group)
     milliseconds = 1000 * (time.perf_counter() - start)
@@ -169,7 +173,11 @@ def _read_row_group(dataset: Dataset, group: int) -> str:
 
 
 def _try_to_write(location: Location) -> Iterator[Finding]:
-    """Test permissions, conditional puts, speed, and removal, with two files."""
+    """Test permissions, conditional puts, speed, and removal, with two files.
+
+    A conditional put writes a file only if there is none of its name; a commit needs
+    it.
+    """
     small_file = f".packstore-check-{uuid.uuid4().hex}"
     large_file = f"{small_file}-large"
     new_folders = _absent_folders(location.local_path)
@@ -189,7 +197,10 @@ def _try_to_write(location: Location) -> Iterator[Finding]:
 
 
 def _absent_folders(path: str | None) -> list[str]:
-    """Return the folders that a file in `path` would create, the innermost first."""
+    """Return the folders that writing a file into `path` creates, innermost first.
+
+    They are removed after the test.
+    """
     folders = []
     while path and not os.path.exists(path):
         folders.append(path)
@@ -198,15 +209,16 @@ def _absent_folders(path: str | None) -> list[str]:
 
 
 def _write(location: Location, name: str) -> str:
+    """Create a file."""
     location.create_bytes(name, b"first")
     return "allowed"
 
 
 def _write_again(location: Location, name: str) -> str:
-    """Check that the file that :func:`_write` wrote is not replaced.
+    """Check that the store refuses to replace the file that :func:`_write` created.
 
     Raises:
-        IntegrityError: it was.
+        IntegrityError: the store replaced it.
     """
     require_exclusive(location)
     try:
@@ -229,7 +241,7 @@ def _measure_speed(location: Location, name: str) -> str:
     Raises:
         IntegrityError: other bytes were read.
     """
-    data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)
+    data = os.urandom(1 << 20) * (TRIAL_BYTES >> 20)  # copies of 1 MB, quick to make
     with tempfile.TemporaryDirectory(dir=location.local_path, prefix=name) as folder:
         path = os.path.join(folder, "trial")
         with as_storage_errors("write", path, {}):

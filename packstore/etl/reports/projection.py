@@ -1,8 +1,10 @@
 """Projects the packs of all records from the lengths of a sample.
 
-Each combination of settings is planned from lengths alone. Counts are scaled to all
-records by ratio estimates, with errors from the differences between neighbouring places
-of the sample.
+A sample consists of *places*: blocks of files (or row groups of a dataset) drawn at
+about equal distances. A pack size and layout are planned from the lengths of the sample
+alone, without tokens. Counts are then scaled to all records by a ratio estimate (value
+per record of the sample, times the number of all records); their errors follow from the
+differences between neighbouring places.
 """
 
 from __future__ import annotations
@@ -27,10 +29,12 @@ from packstore.pack.plan import plan
 from packstore.tokenizer.tally import Tally
 
 MAX_SIMULATED_PACKS = 10_000
-"""Packs that are cut into steps; the steps of more are scaled from these."""
+"""Maximum packs that are cut into steps; the steps of more are scaled from these."""
 
 UNSEEN = 3
-"""95 % upper limit of hits in a sample without any hit (rule of three)."""
+"""95 % upper limit of the expected number of drops in a sample in which none was found
+(rule of three: ``exp(-3)`` is about 0.05).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class Choice:
         examples: examples that are packed.
         dropped: records that are dropped, for any reason.
         packs_error: two standard errors of `packs`; 0 if all records were read, None if
-            only the first ones were.
+            only the first records were, as these need not be like the others.
         dropped_error: the same for `dropped`.
     """
 
@@ -68,8 +72,8 @@ class Report:
     Attributes:
         kind: ``preference``, ``sft`` or ``scored``.
         tally: counts of the records that were read.
-        findings: records that are dropped or noted, problems first; from ``doctor``
-            and a dry run with the findings of lint.
+        findings: for dropped and noted records, problems first; ``doctor`` and a dry
+            run add the checks of lint.
         sample: how the sample was drawn; None: all records were read.
         scale: number of all records, divided by the number in the sample.
         choices: the estimate for each pack size and layout; none from ``doctor``.
@@ -114,8 +118,8 @@ class Projection:
     Args:
         sample: how the sample was drawn.
         total: number of all records.
-        layouts: layouts that :meth:`choice` may be asked for.
-        multiple: multiple to which sequences are padded at load.
+        layouts: the layouts for which :meth:`choice` is called.
+        multiple: setting `pad_to_multiple`, to which sequences are padded at load.
     """
 
     def __init__(
@@ -126,7 +130,8 @@ class Projection:
         self._layouts = tuple(layouts)
         self._multiple = multiple
 
-        # One entry for each place of the sample: a block or row group.
+        # One entry for each place of the sample. Lengths: name -> int32 `[E]`, one
+        # number for each of the place's examples, see `add`.
         self._lengths: list[dict[str, Int32]] = []
         self._num_read: list[int] = []
         self._num_dropped: list[int] = []
@@ -163,11 +168,12 @@ class Projection:
         packs_per_token = packing.num_packs / max(packing.tokens, 1)
         packs = round(packed_tokens.value * packs_per_token)
 
-        # A plan of more examples leaves fewer packs unfilled than a plan of a few.
+        # Scaling counts the unfilled packs of the sample `scale` times, but a plan of
+        # more examples has hardly more of them.
         full_packs = packing.aligned_tokens // packing.pack_size
-        spare_packs = max(packing.num_packs - full_packs, 1)
+        unfilled_packs = max(packing.num_packs - full_packs, 1)
         packs_error = packed_tokens.error * packs_per_token
-        packs_error += spare_packs * (self.scale - 1)
+        packs_error += unfilled_packs * (self.scale - 1)
         dropped_error = max(dropped.error, UNSEEN * (self.scale - 1))
 
         is_length_known = self._sample.total is not None
@@ -190,26 +196,33 @@ class Projection:
 
     @cached_property
     def _columns(self) -> dict[str, Int32]:
-        """Place and lengths in tokens of every example, `[E]` each."""
+        """Name -> int32 `[E]`, place and lengths in tokens of all E examples."""
         return {
             name: np.concatenate([lengths[name] for lengths in self._lengths])
             for name in self._lengths[0]
         }
 
-    def _by_place(self, values: npt.NDArray[np.generic]) -> npt.NDArray[np.float64]:
-        """Sum `values` `[E]` of examples over each place, `[B]`."""
-        places = self._columns["place"]
-        weights = values.astype(np.float64)
-        sums: npt.NDArray[Any] = np.bincount(places, weights, len(self._num_read))
+    def _by_place(
+        self, example_values: npt.NDArray[np.generic]
+    ) -> npt.NDArray[np.float64]:
+        """Return the sum of `example_values`, `[E]`, over each of B places, `[B]`."""
+        sums: npt.NDArray[Any] = np.bincount(
+            self._columns["place"],
+            weights=example_values.astype(np.float64),
+            minlength=len(self._num_read),
+        )
         return sums
 
     def _sum(self, by_place: npt.NDArray[np.float64]) -> _Estimate:
-        """Estimate the sum over all records of a value with sums `by_place` `[B]`.
+        """Estimate the sum of a value over all records.
 
         The ratio estimator: each place weighs as many blocks as it was drawn from,
         scaled so that the weighted records are all records. Neighbouring places are
         alike in sorted data, so their successive differences give the variance
         (Wolter, Introduction to Variance Estimation, chapter 8).
+
+        Args:
+            by_place: `[B]`, the sum of the value over the records of each place.
         """
         num_read = np.array(self._num_read)
         weights = np.full(len(num_read), float(self._sample.run))
@@ -220,7 +233,7 @@ class Projection:
         fraction_read = num_read.sum() / self._total
         if fraction_read >= 1:
             return _Estimate(value, error=0.0)
-        if len(num_read) < 2:
+        if len(num_read) < 2:  # no difference: as if the standard error were the value
             return _Estimate(value, error=2 * value)
 
         mean = value / self._total
@@ -230,11 +243,11 @@ class Projection:
         return _Estimate(value, error=2 * math.sqrt(variance))
 
 
-def _count_steps(examples: Int64, packs: int, batching: BatchConfig) -> int:
+def _count_steps(examples_per_pack: Int64, packs: int, batching: BatchConfig) -> int:
     """Return the optimizer steps of an epoch of `packs` packs, on one rank.
 
     Args:
-        examples: number of examples in each pack of the sample.
+        examples_per_pack: int64 `[P]`, for each pack of the sample.
         packs: number of packs of all records.
         batching: how packs become steps.
     """
@@ -243,9 +256,9 @@ def _count_steps(examples: Int64, packs: int, batching: BatchConfig) -> int:
         return math.ceil(packs / packs_per_step)
 
     num_simulated = min(packs, MAX_SIMULATED_PACKS)
-    if not num_simulated or not len(examples):
+    if not num_simulated or not len(examples_per_pack):
         return 0
-    shuffled = examples[seeds.permutation(len(examples), 0, "steps")]
-    simulated = np.resize(shuffled, num_simulated)
+    order = seeds.permutation(len(examples_per_pack), 0, "steps")
+    simulated = np.resize(examples_per_pack[order], num_simulated)  # repeats the packs
     ends = list(cut_by_examples(simulated, batching.examples_per_step, min_packs=1))
     return math.ceil(len(ends) * packs / num_simulated)

@@ -1,14 +1,16 @@
 """Reads records, or a sample of them, once, and reports how a job would pack them.
 
-No dataset is written. Dropped and noted records, the findings of lint, and the packs of
-a sample come from the same pass.
+No dataset is written. ``doctor`` checks records for errors, ``estimate`` compares pack
+sizes and layouts on a sample, and ``dry_run`` does both for one setting, and tests the
+destination. All findings, and the lengths from which packs are projected, come from
+the same pass.
 """
 
 from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.etl.tokenize import TokenizedBlock
 from packstore.etl.totals import count_unrequested_drops, describe_drops
 from packstore.format.schema import LAYOUTS
 from packstore.io.dataset.dataset import find_dataset
@@ -51,8 +54,9 @@ def doctor(
 ) -> Report:
     """Tokenize records as ``packstore.pack`` would, and count their errors.
 
-    Answers ``error`` of the setting `on` count here instead of stopping. Duplicates are
-    the examples that `dedup` would drop. Memory: 16 bytes for each record.
+    Where the setting `on` has the answer ``error``, records are counted instead of
+    stopping. Duplicates are the examples that `dedup` would drop. Memory: 16 bytes for
+    each record.
 
     Args:
         source, tokenizer, config, adapter, storage_options, progress, settings: see
@@ -154,7 +158,7 @@ def estimate(
     total = max(sampling.total or sampling.records, records or 0)
     projection = Projection(sampling, total, layouts, base.pad_to_multiple)
     report = _read(reader, base, progress, projection)
-    # The limit of this pass is the limit of no combination.
+    # Records beyond the limit of this pass: each combination has a limit of its own.
     report.tally.dropped.pop("overlong", None)
     if not report.tally.kept:
         rule = "at least one record of the sample must be usable"
@@ -184,8 +188,9 @@ def dry_run(
 ) -> tuple[Report, list[Finding]]:
     """Lint and plan a sample of the records in one pass, and try the destination.
 
-    At most `sample` records are tokenized; all of their lines that are no JSON are
-    listed. All other arguments: see :func:`packstore.pack`.
+    At most `sample` records are tokenized. The report names every line of theirs that
+    is no JSON, and a few records for each other finding. All other arguments: see
+    :func:`packstore.pack`.
 
     Returns:
         A report with the settings of the job as its only choice, and the findings at
@@ -201,7 +206,7 @@ def dry_run(
     read_config = _without_stops(config)
     if should_lint:
         read_config = _with_duplicate_keys(read_config)
-    # With a file of rejects, tallies list all dropped records; nothing is written.
+    # Tallies list every dropped record only if `rejects` is set. A report writes none.
     read_config = replace(read_config, rejects=os.devnull)
 
     reader = open_examples(
@@ -221,7 +226,7 @@ def dry_run(
 
     destination = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
     findings = list(try_place(destination))
-    # Where a check fails, looking for a dataset may raise an error.
+    # If a check has failed, looking for a dataset may raise its error.
     if all(finding.ok for finding in findings):
         findings.extend(_find_version(destination, config))
     findings.append(_find_drops(report.tally, config))
@@ -238,7 +243,7 @@ def _without_stops(config: PackConfig) -> PackConfig:
 
 
 def _with_duplicate_keys(config: PackConfig) -> PackConfig:
-    """Return settings by which examples have the keys of duplicates."""
+    """Return settings by which examples have keys of prompts; nothing is dropped."""
     return replace(config, dedup="pair")
 
 
@@ -287,24 +292,27 @@ def _read(
     projection: Projection | None = None,
     should_lint: bool = False,
 ) -> Report:
-    """Read all parts once; add their lengths to the projection, if there is one."""
+    """Read all blocks once; add their lengths to the projection, if there is one."""
     if isinstance(reader, RecordExampleReader):
         reader.announce()
     tally = Tally()
     broken_lines: list[Sample] = []
-    for examples, part_tally in lint_blocks(reader) if should_lint else reader:
-        tally.add(part_tally)
-        for sample in part_tally.rejected or ():
+    blocks: Iterable[TokenizedBlock] = lint_blocks(reader) if should_lint else reader
+    for examples, block_tally in blocks:
+        tally.add(block_tally)
+        for sample in block_tally.rejected or ():
             if sample.reason == "not_json":
                 broken_lines.append(sample)
         if projection is not None:
-            projection.add(examples, part_tally)
+            projection.add(examples, block_tally)
         if progress is not None:
             progress("read", tally.read, None, "records")
 
     if broken_lines:
         # All of them in place of the first few, so that a user can correct all at once.
-        other_samples = [s for s in tally.samples if s.reason != "not_json"]
+        other_samples = [
+            sample for sample in tally.samples if sample.reason != "not_json"
+        ]
         tally.samples = [*other_samples, *broken_lines]
     findings = list(find_in_tally(tally, config))
     return Report(kind=reader.kind, tally=tally, findings=findings)
@@ -333,7 +341,7 @@ def _find_version(destination: Location, config: PackConfig) -> Iterator[Finding
 
 
 def _find_drops(tally: Tally, config: PackConfig) -> Finding:
-    """Return whether refused records, or their share, would make a job fail."""
+    """Return a finding: a problem if dropped records would make a job fail."""
     for reason in tally.dropped:
         if config.on.get(reason) == "error":
             text = f"the job stops at the first {reason}; "
