@@ -1,6 +1,9 @@
 """Appends records to a dataset, and concatenates datasets.
 
-Existing shards are not rewritten; a new manifest names them.
+Existing shards are not rewritten: a new manifest names them. :func:`append` packs with
+the settings that the manifest of the dataset records, so that new packs are like the
+old ones. An *answer* is the value of the setting `on` for one reason to refuse a
+record, e.g. ``drop`` for ``overlong``.
 """
 
 from __future__ import annotations
@@ -82,10 +85,10 @@ def append(
         adapter: the function that read the dataset's records, or its name; never taken
             from the manifest, as whoever made that could name any function.
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
-        settings: fields of ``RunConfig``, `partitions` of the new records, `fields`,
-            `dedup`, and `on`, with answers that are added to the dataset's. It decides
-            all others. ``dedup="pair"`` leaves out records that the dataset
-            has; its packs are read for that.
+        settings: fields of ``RunConfig``, `partitions` (of the new records), `fields`,
+            `dedup` and `on`; the dataset decides all others. Answers of `on` are added
+            to those of the dataset. ``dedup="pair"`` reads the packs of the dataset,
+            and leaves out records that it has.
 
     Raises:
         CompatibilityError: another tokenizer, template or kind.
@@ -113,11 +116,15 @@ def append(
     if not is_packed:
         config, loaded_adapter = with_adapter(config, adapter)
         _check_reading(base, loaded_adapter)
-    with writing(base.location, True, "append") as job:
+    with writing(base.location, overwrite=True, call="append") as job:
         if job.version != base.version + 1:
-            rule = f"only its newest version, {job.version - 1}, can be extended"
             raise ConfigError(
-                sentence(base.url, rule, f"version {base.version}", "Open it again")
+                sentence(
+                    where=base.url,
+                    rule=f"only its newest version, {job.version - 1}, can be extended",
+                    found=f"version {base.version}",
+                    remedy="Open it again",
+                )
             )
         base.require_files()
         job.extends = base
@@ -132,7 +139,8 @@ def append(
             adapter=loaded_adapter,
         )
         try:
-            pack_into({None: job}, more, open_source, config, progress)
+            jobs = {None: job}  # the records are not split
+            pack_into(jobs, more, open_source, config, progress)
         except AppendedBefore as reason:
             log.info("%s: already there, %s", base.url, reason)
             return base
@@ -188,12 +196,13 @@ def concat(
 
     for dataset in loaded_datasets:
         dataset.require_files()
-    with writing(location, overwrite, "concat") as job:
+    with writing(location, overwrite, call="concat") as job:
         for argument, dataset in zip(datasets, loaded_datasets, strict=True):
             is_newest = dataset.version == job.version - 1
             is_at_out = _is_same_place(dataset.location, location)
             if is_at_out and not is_newest and not isinstance(argument, Dataset):
-                # A path means the newest version, and another was committed.
+                # A path stands for the newest version, and another job has committed
+                # a newer one since it was opened.
                 raise lost_commit_race(location)
         manifest = _copy_shards(job, loaded_datasets, progress)
         job.require_shards(manifest.shards)
@@ -210,7 +219,8 @@ def _open_base(
     """Open the dataset of :func:`append`.
 
     Raises:
-        ConfigError: the arguments are swapped: `more` is a dataset, or ends with one.
+        ConfigError: the arguments are swapped: `more` is a dataset, or a list that ends
+            with one, as in ``packstore append a.jsonl b.jsonl DATASET``.
     """
     rule = "must be the dataset, which comes before the records"
     require_path(dataset, "dataset", rule)
@@ -264,7 +274,8 @@ def _settings_for_append(
     values = _recorded_settings(base)
     answers = dict(base.manifest.provenance["settings"].get("on", {}))
     if is_packed:
-        # Its records were answered for, and its examples cannot be truncated.
+        # All other reasons to refuse were applied when its records were packed, and
+        # examples without their texts cannot be truncated.
         stops_at_overlong = answers.get("overlong") == "error"
         answers = {"overlong": "error"} if stops_at_overlong else {}
         for name in PackConfig.of(**values, on=answers).needing_records:
@@ -273,11 +284,15 @@ def _settings_for_append(
 
     config = PackConfig.of(**{**values, **settings, "on": answers})
     if config.dedup == "prompt":
-        rule = (
-            "dedup must be pair or none on append: the words of prompts are not stored"
+        raise ConfigError(
+            sentence(
+                where=base.url,
+                rule="dedup must be pair or none on append: the words of prompts are "
+                "not stored",
+                found="prompt",
+                remedy="Set it, or pack all records again",
+            )
         )
-        remedy = "Set it, or pack all records again"
-        raise ConfigError(sentence(base.url, rule, "prompt", remedy))
     if config.validation_fraction:
         raise ConfigError(
             "validation_fraction makes two datasets of its own: set it for pack()."
@@ -292,6 +307,7 @@ def _check_adjustable(base: Dataset, settings: Mapping[str, Any]) -> None:
             rule = "append packs with the settings of the dataset, "
             rule += f"so {name} must be left out"
             raise ConfigError(sentence(base.url, rule))
+    # Any other answer, e.g. to truncate, packs records unlike those of the dataset.
     for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
             rule = "append packs as the dataset does: "
@@ -321,6 +337,7 @@ def _recorded_settings(base: Dataset) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for name, value in recorded.items():
         if name not in undecided:
+            # Settings hold tuples, which JSON has as lists.
             values[name] = tuple(value) if isinstance(value, list) else value
     if values.get("chat_template") not in (None, "chatml", "plain"):
         # The path of a template may have changed: the manifest has its text.
@@ -341,7 +358,7 @@ def _recorded_settings(base: Dataset) -> dict[str, Any]:
 
 def _check_reading(base: Dataset, adapter: Adapter | None) -> None:
     """Raise ConfigError if the form or adapter that read a dataset's records has
-    changed.
+    changed, so that new records would be read in another way.
     """
     recorded = base.manifest.provenance.get("reading", {})
     if "form" in recorded:
@@ -380,14 +397,23 @@ def _check_adapter(
         argument = "adapter=FUNCTION"
         if ":" in name:  # it can be loaded by its name
             argument = spell(current_door(), {"adapter": name})
-        remedy = f"Give the function that reads them, if you trust it ({argument})"
         raise ConfigError(
-            sentence(base.url, _READING_RULE, f"no adapter {quote(name)}", remedy)
+            sentence(
+                where=base.url,
+                rule=_READING_RULE,
+                found=f"no adapter {quote(name)}",
+                remedy="Give the function that reads them, if you trust it "
+                f"({argument})",
+            )
         )
     if adapter.sha256 != sha256:
-        change = f"{adapter.name}, whose file has changed"
         raise ConfigError(
-            sentence(base.url, _READING_RULE, change, "Restore it, or pack anew")
+            sentence(
+                where=base.url,
+                rule=_READING_RULE,
+                found=f"{adapter.name}, whose file has changed",
+                remedy="Restore it, or pack anew",
+            )
         )
 
 
@@ -422,7 +448,10 @@ def _find_concatenation(
 def _copy_shards(
     job: WriteJob, datasets: Sequence[Dataset], progress: Progress | None
 ) -> Manifest:
-    """Copy the shards of all datasets, put the pack index, and return the manifest."""
+    """Copy the shards of all datasets, put the pack index, and return the manifest.
+
+    Shards of a dataset at `job.location` stay, and keep their names.
+    """
     run = fingerprint([dataset.manifest.fingerprint for dataset in datasets])[:12]
     members: list[Member] = []
     files: list[_FileToCopy] = []
@@ -467,7 +496,8 @@ def _copy_files(
     files: Sequence[_FileToCopy], target: Location, progress: Progress | None
 ) -> None:
     """Copy files into `target`."""
-    # Datasets may share further files, of one content and path.
+    # Files of a later release (`further_files`) have one content per path, and several
+    # datasets may have them.
     distinct_files = list({file.new_path: file for file in files}.values())
     num_copied = itertools.count(1)
     with Staging(target, (FOLDER, DATA)) as staging:
@@ -482,6 +512,8 @@ def _copy_files(
 
 def _copy(item: _FileToCopy, target: Location, staging: Staging) -> None:
     """Copy a file, inside the store if possible.
+
+    Its hash is checked only if its bytes pass through this machine, else its size.
 
     Raises:
         IntegrityError: its bytes are not the recorded ones.
@@ -515,6 +547,7 @@ def _damaged_file_error(item: _FileToCopy) -> IntegrityError:
 
 
 def _is_same_place(a: Location, b: Location) -> bool:
+    """Return True if both are one place; local ones may be links to it."""
     if a == b:
         return True
     return a.local_path is not None and real_place(a) == real_place(b)

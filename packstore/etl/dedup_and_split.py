@@ -1,9 +1,10 @@
 """Drops duplicates, and splits off examples for validation.
 
-Both compare 8-byte hashes, so the result does not depend on the number of workers, and
-memory is 8 bytes for each record. Prompts are compared by their words, as the last
-token of a prompt may depend on the text behind it. Pairs are compared by their tokens,
-which a dataset stores, so that appended records are compared with the stored ones.
+Both compare *keys*, hashes of 8 bytes, so the result does not depend on the number of
+workers, and memory is 8 bytes for each record. The key of a prompt is a hash of its
+words (:attr:`Examples.keys`), as its last token may depend on the text behind it. The
+key of a pair is a hash of its tokens, which a dataset stores, so that appended records
+are compared with the stored ones.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ class Selection:
 
     Args:
         config: settings.
-        duplicate_ids: int64, sorted; None: an example is a duplicate if an earlier one
-            has the same key, or `stored_keys` has it.
+        duplicate_ids: int64 `[n]`, sorted ids of all duplicates, found in an earlier
+            pass over the input; None: there was none, so an example is a duplicate if
+            an earlier one has the same key, or `stored_keys` has it.
         paths: ordinal of an input -> its path, for the places of duplicates.
-        stored_keys: keys of the examples of a dataset that grows.
+        stored_keys: uint64 `[n]`, keys of the examples of a dataset to which records
+            are appended.
     """
 
     def __init__(
@@ -69,8 +72,8 @@ class Selection:
             return [examples]
 
         # By the prompt, so that examples of equal prompts share a split.
-        draws = mixed(_prompt_keys(examples) ^ self._salt)
-        limit = np.uint64(int(fraction * 2.0**63) * 2)
+        draws = mixed(_prompt_keys(examples) ^ self._salt)  # uniform in 0 .. 2**64 - 1
+        limit = np.uint64(int(fraction * 2.0**63) * 2)  # fraction * 2**64
         is_validation = draws < limit
         return [
             examples.take(np.flatnonzero(~is_validation)),
@@ -94,15 +97,15 @@ class Selection:
 
 
 class Seen:
-    """A set of hashes.
+    """A set of keys.
 
-    They lie in sorted arrays, each at least twice as long as the next, as in a
-    log-structured merge tree: a lookup searches few arrays, and a hash is sorted again
-    only as often.
+    They lie in sorted arrays (runs), each at least twice as long as the next, as in a
+    log-structured merge tree: of n keys there are at most log2(n) runs to search, and a
+    key is sorted again at most log2(n) times.
     """
 
     def __init__(self) -> None:
-        self._runs: list[U64] = []
+        self._runs: list[U64] = []  # each sorted, without duplicates
 
     def add(self, keys: U64) -> Bool:
         """Add keys; return bool `[n]`, True for keys that are new."""
@@ -110,6 +113,7 @@ class Seen:
         is_known = np.zeros(len(distinct), np.bool_)
         for run in self._runs:
             positions = np.searchsorted(run, distinct)
+            # A key above all of the run has the position behind its end.
             positions = np.minimum(positions, len(run) - 1)
             is_known |= run[positions] == distinct
         is_new = np.zeros(len(keys), np.bool_)
@@ -134,11 +138,11 @@ def pair_keys(examples: Examples) -> U64:
     """Return uint64 `[E]`, hashes of tokens and supervision of each example."""
     keys = np.empty(examples.num_examples, np.uint64)
     lengths = examples.lengths
-    sequences = examples.example_offsets.tolist()
-    tokens = examples.sequence_offsets[examples.example_offsets].tolist()
+    sequence_starts = examples.example_offsets.tolist()
+    token_starts = examples.sequence_offsets[examples.example_offsets].tolist()
     for i in range(examples.num_examples):
-        sequence_range = slice(sequences[i], sequences[i + 1])
-        token_range = slice(tokens[i], tokens[i + 1])
+        sequence_range = slice(sequence_starts[i], sequence_starts[i + 1])
+        token_range = slice(token_starts[i], token_starts[i + 1])
         digest = hashlib.blake2b(lengths[sequence_range].data, digest_size=8)
         digest.update(examples.input_ids[token_range].data)
         digest.update(examples.supervised[token_range].data)
@@ -161,12 +165,13 @@ def find_duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
     partition.
 
     Args:
-        keys: uint64 `[n]` of each partition.
-        ids: int64 `[n]` of each partition.
+        keys: for each partition uint64 `[n]`, the keys of its examples.
+        ids: for each partition int64 `[n]`, the ids of the same examples.
     """
     all_keys = np.concatenate([np.empty(0, np.uint64), *keys])
     all_keys.sort()
-    shared_keys = np.unique(all_keys[1:][all_keys[1:] == all_keys[:-1]])
+    repeats_previous = all_keys[1:] == all_keys[:-1]
+    shared_keys = np.unique(all_keys[1:][repeats_previous])
     del all_keys  # 8 bytes for each record
 
     # Duplicates are few, mostly: only examples with shared keys are sorted with ids.
@@ -178,10 +183,11 @@ def find_duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
         candidate_ids.append(partition_ids[is_shared])
     joined_keys = np.concatenate(candidate_keys)
     joined_ids = np.concatenate(candidate_ids)
-    order = np.lexsort((joined_ids, joined_keys))
+    order = np.lexsort((joined_ids, joined_keys))  # by key, then by id
     has_earlier = np.zeros(len(joined_keys), np.bool_)
     has_earlier[order[1:]] = joined_keys[order[1:]] == joined_keys[order[:-1]]
 
+    # Take the joined flags apart again, by partition.
     ends = list(itertools.accumulate(len(ids_) for ids_ in candidate_ids))
     flags_of_partitions = np.split(has_earlier, ends[:-1])
     return [
@@ -193,5 +199,5 @@ def find_duplicates(keys: Sequence[U64], ids: Sequence[Int64]) -> list[Int64]:
 
 
 def _prompt_keys(examples: Examples) -> U64:
-    """Return uint64 `[E]`: hashes of the prompts."""
+    """Return uint64 `[E]`: hashes of the prompts; a block without examples has none."""
     return np.empty(0, np.uint64) if examples.keys is None else examples.keys

@@ -3,12 +3,18 @@
     input -> partitions, each: read -> tokenize -> spill -> plan -> fill -> write ->
     note -> commit
 
-A small input is one partition. Nothing is visible to a reader before the one commit.
-Shards and notes that a job put before it failed stay for its rerun, or until
-``packstore clean`` removes them.
+A *partition* is a part of the input that is packed on its own; a small input is one.
+*Spilling* keeps tokenized examples on the local disk until their packs are planned. A
+*note* is a small file beside a finished partition's shards, by which a rerun of the job
+finds and reuses them. Nothing is visible to a reader before the one commit. Shards and
+notes that a job put before it failed stay for its rerun, or until ``packstore clean``
+removes them.
 
 Duplicates may lie in different partitions. To drop them (`dedup`), all partitions are
 read once before, only for the keys of their examples.
+
+With `validation_fraction` a job makes two datasets, the *splits* ``train`` and
+``validation``; the only dataset of another job has the split None.
 """
 
 from __future__ import annotations
@@ -68,13 +74,14 @@ from packstore.tokenizer.records.adapters import Adapter, adapter_of, load_adapt
 log = logging.getLogger("packstore")
 
 MIN_TASKS = 4
-"""Partitions, and workers of this machine, from which on each worker process makes
-partitions on its own, like a task of a cluster. One process that reads and writes for
-all workers is never faster than about three cores (``benchmarks/scale.py``).
+"""Minimum number of partitions, and of workers of this machine, for which each worker
+process makes partitions on its own, like a task of a cluster. With fewer, one process
+reads and writes for all workers; that is never faster than about three cores
+(``benchmarks/scale.py``).
 """
 
 MIN_TASK_BYTES = 1 << 28
-"""Mean size of a partition from which on worker processes of this machine make them."""
+"""Minimum mean bytes of a partition that a worker process of this machine makes."""
 
 
 def pack(
@@ -124,8 +131,8 @@ def pack(
     config, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     require_path(
         out,
-        "out",
-        "must be the place of the new dataset, which comes after the records",
+        where="out",
+        rule="must be the place of the new dataset, which comes after the records",
     )
     STRATEGIES.check(config.strategy)
     ENGINES.check(config.engine)
@@ -157,6 +164,7 @@ def pack(
     with contextlib.ExitStack() as stack:
         jobs: dict[str | None, WriteJob] = {}
         for split, split_location in locations.items():
+            # A split that an earlier run has committed is the same dataset: pack again.
             overwrite = config.overwrite or split in existing
             jobs[split] = stack.enter_context(writing(split_location, overwrite))
         pack_into(jobs, source, open_source, config, progress)
@@ -183,15 +191,18 @@ def with_adapter(
         loaded_adapter = adapter_of(adapter)
     else:
         loaded_adapter = load_adapter(str(adapter))
-    if not loaded_adapter.is_importable:
+    if not loaded_adapter.is_importable:  # such as a lambda, which has no pickle
         log.info("the adapter %s runs in this process alone", loaded_adapter.name)
     return replace(config, adapter=loaded_adapter.name), loaded_adapter
 
 
 def require_path(value: object, where: str, rule: str) -> None:
-    """Raise ConfigError for a value that is no path or URL.
+    """Raise ConfigError if an argument is no path or URL, as arguments may be swapped.
 
-    The arguments of a call may be in the wrong order.
+    Args:
+        value: the argument.
+        where: its name in the message.
+        rule: the rule of the message.
     """
     if not isinstance(value, str | os.PathLike):
         raise ConfigError(sentence(where, rule, type(value).__name__, "Swap them"))
@@ -239,8 +250,11 @@ def _pack(
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
 
-    # A dataset that grows is not split: there is one job.
-    base = next(iter(jobs.values())).extends if config.dedup != "none" else None
+    # The dataset to append to, if new records are compared with its examples. Appended
+    # records are not split: there is one job.
+    base: Dataset | None = None
+    if config.dedup != "none":
+        base = next(iter(jobs.values())).extends
     notes = _open_notes(jobs, reader, base)
     shape = PackShape(
         kind=reader.kind,
@@ -273,7 +287,13 @@ def _pack(
 def _open_notes(
     jobs: Mapping[str | None, WriteJob], reader: ExampleReader, base: Dataset | None
 ) -> list[PartitionNotes]:
-    """Open the notes of each job; log if there are notes of other runs."""
+    """Open the notes of each job; log if there are notes of other runs.
+
+    Args:
+        jobs: split -> the job that writes its dataset.
+        reader: the source of examples.
+        base: the dataset with which new records are compared for duplicates.
+    """
     base_fingerprint = None if base is None else base.manifest.fingerprint
     notes = []
     for split, job in jobs.items():
@@ -292,7 +312,7 @@ def _open_notes(
 def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
     """Raise DatasetExistsError if a new dataset would lie in the folder of an input.
 
-    The folder could then not be read as an input again.
+    The folder would then be read as a packed dataset, and no more as an input.
     """
     folder = real_place(job.location).rstrip("/")
     neighbours = [
@@ -312,11 +332,15 @@ def _write_partitions(
     totals: RecordTotals,
     locations: Sequence[Location],
 ) -> list[list[WrittenPacks]]:
-    """Pack and write all partitions; return the packs of each, for each dataset."""
+    """Pack and write all partitions.
+
+    Returns:
+        For each dataset, in the order of `locations`, its packs of each partition.
+    """
     packs_of_datasets: list[list[WrittenPacks]] = [[] for _ in locations]
     with contextlib.closing(_partitions(packing, reader, totals)) as partitions:
         for number, partition in enumerate(partitions):
-            if number == 0:  # stop now, as the job would fail at its end
+            if number == 0:  # now, not at the end of a long job
                 _check_growth(partition, packing.config.partitions or 1, locations)
             for dataset_number, packs in enumerate(partition.packs):
                 packs_of_datasets[dataset_number].append(packs)
@@ -328,7 +352,8 @@ def _check_growth(
 ) -> None:
     """Raise if the manifests would be larger than readers accept.
 
-    The size is estimated from the first partition.
+    The size is estimated from the first partition, with a margin of one half, as
+    partitions differ.
     """
     for location, packs in zip(locations, first.packs, strict=True):
         shards = [shard.shard for shard in packs.shards]
@@ -342,7 +367,7 @@ def _partitions(
     packing: PartitionPacker, reader: ExampleReader, totals: RecordTotals
 ) -> Generator[Partition, None, None]:
     """Yield all partitions in order: packed and written, or reused from a note."""
-    totals.add_records(0)
+    totals.add_records(0)  # shows the progress before the first block is read
     if isinstance(reader, RecordExampleReader) and reader.inputs:
         yield from _partitions_of_files(packing, reader, totals)
     else:
@@ -368,6 +393,7 @@ def _partitions_of_files(
         duplicate_ids[:] = _find_duplicates(
             packing, reader, slices, run, in_tasks, totals
         )
+        # The ids have the duplicates of stored examples: tasks need no stored keys.
         packing = replace(packing, stored_keys=None)
     assignments = [
         Assignment(number, slices[number], duplicate_ids[number])
@@ -385,7 +411,7 @@ def _partitions_of_files(
             totals.add_finished(partition.contents, partition.num_packs)
         num_resumed += partition.is_resumed
         yield partition
-    totals.add_packs(0, 0)
+    totals.add_packs(packs=0, remaining=0)  # completes the progress
     if num_resumed:
         text = "took over %d of %d partitions of an interrupted run"
         log.info(text, num_resumed, len(slices))
@@ -394,11 +420,12 @@ def _partitions_of_files(
 def _assign_slices(
     reader: RecordExampleReader, num_partitions: int
 ) -> list[list[Slice]]:
-    """Return the slices of each partition."""
-    files = []
+    """Return the slices of each partition, that is, the blocks that it reads."""
+    files_and_sizes = []
     for item, size in zip(reader.inputs, reader.file_sizes, strict=True):
-        files.append((replace(item, location=_absolute(item.location)), size))
-    return assign_slices(files, num_partitions)
+        file = replace(item, location=_absolute(item.location))
+        files_and_sizes.append((file, size))
+    return assign_slices(files_and_sizes, num_partitions)
 
 
 def _should_run_in_tasks(
@@ -424,7 +451,7 @@ def _should_run_in_tasks(
 def _reads_per_file(
     reader: RecordExampleReader, slices: Sequence[Sequence[Slice]]
 ) -> float:
-    """Return the mean number of partitions that read a file."""
+    """Return the mean number of partitions that read a file, to take their blocks."""
     num_slices = sum(len(partition_slices) for partition_slices in slices)
     return num_slices / len(reader.inputs)
 
@@ -455,7 +482,11 @@ def _find_duplicates(
     in_tasks: bool,
     totals: RecordTotals,
 ) -> list[Int64]:
-    """Read all files for their keys; return the duplicate ids in each partition."""
+    """Read all files for the keys of their examples.
+
+    Returns:
+        For each partition the sorted ids of its duplicates, int64 `[n]`.
+    """
     read = partial(read_keys, reader.block_tokenizer(), packing.config)
     if in_tasks:
         results = run(partial(run_as_task, read), slices)
@@ -466,14 +497,19 @@ def _find_duplicates(
     for partition_keys, partition_ids in results:
         keys.append(partition_keys)
         ids.append(partition_ids)
+    # Tasks do not see the totals.
     num_uncounted = sum(len(ids_) for ids_ in ids) if in_tasks else 0
-    totals.add_keys(num_uncounted, 0, last=True)
+    totals.add_keys(num_uncounted, size=0, last=True)
 
     if packing.stored_keys is None:
         return find_duplicates(keys, ids)
-    # The examples of the dataset that grows come before all others.
+    # The examples of the dataset count as one more partition. With ids of -1 they come
+    # before all others, so that new examples are the duplicates.
     stored_ids = np.full(len(packing.stored_keys), -1)
-    return find_duplicates([packing.stored_keys, *keys], [stored_ids, *ids])[1:]
+    duplicate_ids = find_duplicates(
+        keys=[packing.stored_keys, *keys], ids=[stored_ids, *ids]
+    )
+    return duplicate_ids[1:]
 
 
 def _commit(
@@ -495,6 +531,7 @@ def _commit(
         packing.shape, config, shards, records, planning, provenance
     )
 
+    # The pack index has the sizes of all packs, after the packs that it appends to.
     new_sizes = (shard.sizes for shard in shards)
     pack_sizes = itertools.chain(job.base_sizes(), new_sizes)
     pack_index = put_index(job.location, pack_sizes, job.version)

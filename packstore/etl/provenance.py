@@ -1,4 +1,12 @@
-"""Names runs and the lineage of datasets, and finds jobs that have committed."""
+"""Names runs and the lineage of datasets, and finds jobs that have committed.
+
+The *provenance* of a dataset, in its manifest, says how it was made: its inputs,
+tokenizer, settings, and the version of packstore. Three hashes summarize it for
+different questions. The name of a *run* is equal for a job and its rerun; it is known
+before the input is read. The *lineage* is equal for datasets in which an example id
+stands for the same tokens, so that a side dataset of one can be joined to another. The
+fingerprint of a manifest covers all of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +41,10 @@ _DECIDING_SETTINGS = (
 )
 """Settings that change the tokens of an example."""
 
-_DECIDING_ANSWERS = ("special_tokens", "invalid_unicode")
-"""Reasons of the setting `on`, the answers to which change the tokens of an example."""
+_DECIDING_REASONS = ("special_tokens", "invalid_unicode")
+"""Reasons of the setting `on` for which some answers change the tokens of an example,
+e.g. ``special_tokens=control``.
+"""
 
 
 def run_name(
@@ -47,9 +57,10 @@ def run_name(
     Args:
         reader: the source of examples.
         split: name of the dataset, if the job makes several.
-        base_fingerprint: of the dataset that grows, if its duplicates are dropped.
+        base_fingerprint: fingerprint of the dataset that is appended to, if records
+            that it has are dropped.
     """
-    facts = reader.provenance([])
+    facts = reader.provenance(sources=[])  # their hashes are not known yet
     facts["bytes"] = []
     if isinstance(reader, RecordExampleReader):
         facts["bytes"] = reader.file_sizes
@@ -68,8 +79,8 @@ def provenance_of(
     """Return the provenance of a dataset, with its lineage, for the manifest.
 
     `lineage` is a hash of all that decides the ids of the examples and their tokens. It
-    covers neither the choice of examples nor of supervised tokens. A repacked dataset
-    keeps the lineage of its source.
+    covers neither the choice of examples (e.g. `dedup`) nor that of supervised tokens.
+    A repacked dataset keeps the lineage of its source.
 
     Args:
         reader: the source of examples.
@@ -81,6 +92,7 @@ def provenance_of(
     provenance = reader.provenance(sources)
     split_entry = {"part": split} if split else {}
     if "repacked_from" in provenance:
+        # The provenance of the source comes last: its lineage, if any, stays.
         lineage = provenance["repacked_from"]["fingerprint"]
         return {"lineage": lineage, **provenance, **split_entry}
 
@@ -93,8 +105,8 @@ def _lineage_facts(
 ) -> dict[str, Any]:
     """Return all that decides the ids of the examples and their tokens.
 
-    Settings that came later are left out where they have their defaults, so that the
-    lineage of earlier datasets does not change.
+    Settings of later releases, from `as_chat` on, are left out where they have their
+    defaults, so that the lineage of earlier datasets does not change.
     """
     tokenizer = provenance["tokenizer"] or {}
     recorded = config.recorded()
@@ -105,7 +117,7 @@ def _lineage_facts(
         ],
         "tokenizer": [tokenizer.get(name) for name in _DECIDING_TOKENIZER_FACTS],
         "settings": {name: recorded[name] for name in _DECIDING_SETTINGS},
-        "on": [config.on[reason] for reason in _DECIDING_ANSWERS],
+        "on": [config.on[reason] for reason in _DECIDING_REASONS],
     }
     if config.as_chat:
         facts["as_chat"] = True
@@ -141,7 +153,7 @@ def find_committed(
     The input is read only if all else agrees, and then hashed, not tokenized.
 
     Args:
-        locations: name of a dataset -> its location.
+        locations: split -> location of its dataset.
         open_source: opens the source of examples.
         config: settings.
 
@@ -162,7 +174,8 @@ def find_committed(
         _refuse_another(dataset, provenance, ignore=("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
         if len(existing) < len(locations) and not reader.inputs:
-            # Records in memory can be read only once, and one split is to be made.
+            # Records in memory can be read only once: to hash them for the split that
+            # is there would leave none to pack for the other.
             first = next(iter(existing.values()))
             raise _exists_error(first, " (only one part of two)")
         reader.read_through()
@@ -186,6 +199,7 @@ def _refuse_another(
 
     origins = dataset.manifest.provenance.get("combined_from", ())
     if origins and "combined_from" not in requested:
+        # Appended records have the path of the dataset that they were appended to.
         if origins[0]["path"] != origins[1]["path"]:
             raise _exists_error(dataset, f" that was joined from {len(origins)}")
         remedy = "Append what is new (packstore append), or name another place"
@@ -225,14 +239,18 @@ def _exists_error(
     difference: str,
     remedy: str = "Name another place, or overwrite it (overwrite=True, --overwrite)",
 ) -> DatasetExistsError:
-    version = f"version {dataset.version} of one{difference}"
     return DatasetExistsError(
-        sentence(dataset.url, "must not hold another dataset yet", version, remedy)
+        sentence(
+            where=dataset.url,
+            rule="must not hold another dataset yet",
+            found=f"version {dataset.version} of one{difference}",
+            remedy=remedy,
+        )
     )
 
 
 def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Yield the values of nested mappings under their dotted names."""
+    """Yield the values of nested mappings under dotted names, as ``settings.seed``."""
     for name, item in value.items():
         if _is_list_of_mappings(item):
             item = {str(number): entry for number, entry in enumerate(item)}

@@ -1,4 +1,8 @@
-"""Writes the file of dropped records: a JSON line for each, in input order."""
+"""Writes the file of dropped records (setting `rejects`): a JSON line for each.
+
+Lines are in the order of the input. Workers compress the lines of their blocks, so that
+the notes of partitions can hold them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from packstore.tokenizer.tally import Sample
 class RejectsFile:
     """Collects lines in a temporary file, and publishes them once all records are read.
 
-    A context manager.
+    A context manager, which removes the temporary file.
 
     Args:
         url: file to replace; None: nothing is published.
@@ -78,9 +82,13 @@ class RejectsFile:
 
 
 def compress_rejects(samples: Iterable[Sample]) -> bytes:
-    """Return a JSON line for each dropped record, in the order of places.
+    """Return a JSON line for each dropped record, in input order, compressed by gzip.
 
-    Its fields are `place`, `reason` and `detail`.
+    For example ``{"place": "prefs.jsonl, line 7", "reason": "overlong", "detail":
+    "9000 tokens"}``.
+
+    Args:
+        samples: the dropped records of one block.
     """
     lines = []
     for sample in sorted(samples, key=_ordinal):
@@ -92,16 +100,16 @@ def compress_rejects(samples: Iterable[Sample]) -> bytes:
         lines.append(json.dumps(reject, ensure_ascii=False) + "\n")
     # A lone surrogate, invalid in UTF-8, becomes its JSON escape.
     text = "".join(lines).encode(errors="backslashreplace")
-    return gzip.compress(text, 1)
+    return gzip.compress(text, compresslevel=1)
 
 
 def _ordinal(sample: Sample) -> int:
-    """Return the line, row or item of a record; 0 if its place has none."""
+    """Return the number of a record's line, row or item; 0 if its place has none."""
     match = re.search(r"([0-9]+)$", sample.where)
     return int(match[1]) if match else 0
 
 
 def real_place(location: Location) -> str:
-    """Return the same text for all names of one place."""
+    """Return the same text for all names of one place, such as links to a folder."""
     path = location.local_path
     return location.url if path is None else os.path.realpath(path)

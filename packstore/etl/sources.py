@@ -1,9 +1,19 @@
-"""Opens sources of examples: records to tokenize, or a packed dataset to repack."""
+"""Opens sources of examples: records to tokenize, or a packed dataset to repack.
+
+A source is read in *blocks*, runs of consecutive records of one file (or row groups of
+a dataset). Each block becomes examples, and a tally that counts what happened to its
+records. The first two blocks are read when a source is opened: they decide the kind
+and the types of carried columns, and show an error before a job begins.
+
+A tokenizer has *engines*, implementations that give equal ids. The *reference* engine,
+``tokenizers``, is loaded first; a faster one takes its place for a large input.
+"""
 
 from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +53,7 @@ from packstore.tokenizer.records.describe import (
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
 from packstore.tokenizer.refusals import Refused, Stop
-from packstore.tokenizer.tally import Sample, Tally
+from packstore.tokenizer.tally import Tally
 from packstore.tokenizer.tokenizer import FAST
 from packstore.version import VERSION
 
@@ -51,7 +61,7 @@ log = logging.getLogger("packstore")
 
 FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
 """Name of a tokenizer engine -> cores that threads of one process keep busy; more only
-wait for the GIL, or for each other.
+wait for the GIL, or for each other. None: records hold token ids.
 """
 
 SIZES_AT_ONCE = 16
@@ -67,6 +77,8 @@ def open_examples(
     adapter: Adapter | None = None,
 ) -> ExampleReader:
     """Open `source` for packing, its records in blocks of about `block_bytes`.
+
+    `source` and `tokenizer` are those of :func:`packstore.pack`.
 
     Raises:
         ConfigError: a setting does not suit the source.
@@ -93,7 +105,14 @@ def open_examples(
 
 @dataclass(frozen=True)
 class FirstRecord:
-    """The first record that can be read: it shows how the others are read."""
+    """The first record that can be read: it shows how the others are read.
+
+    Attributes:
+        place: e.g. ``prefs.jsonl, line 1``.
+        value: the record, as its file has it.
+        read: the form or adapter that reads it, and the columns that were read.
+        parsed: its prompt, responses and rewards.
+    """
 
     place: str
     value: Any
@@ -111,7 +130,8 @@ def open_records(
 ) -> RecordExampleReader:
     """Open a source of records, and read its first blocks.
 
-    A job that cannot succeed shall stop here, before it begins.
+    A job that cannot succeed shall stop here, before it begins. Arguments: see
+    :func:`open_examples`.
     """
     parse_carry(config)  # refuses a wrong setting before anything is read
     input_reader = InputReader(source, storage_options, config, block_bytes)
@@ -159,7 +179,7 @@ class PeekableBlocks:
         return next(self._blocks)
 
     def peek(self, number: int) -> list[Block]:
-        """Return the next blocks, fewer than `number` if there are no more."""
+        """Return the next `number` blocks, which stay; fewer if there are no more."""
         while len(self._ahead) < number:
             block = next(self._blocks, None)
             if block is None:
@@ -168,18 +188,24 @@ class PeekableBlocks:
         return list(self._ahead)[:number]
 
     def are_worth_loading(self, file_bytes: int) -> bool:
-        """Return True if a faster engine, of a file of so many bytes, saves time."""
+        """Return True if a faster engine saves time for so much text.
+
+        Reads ahead until the answer is known.
+
+        Args:
+            file_bytes: size of the tokenizer's file, from which the engine is built.
+        """
         text_bytes = 0
-        number = 0
+        num_counted = 0
         while not is_worthwhile(file_bytes, text_bytes):
-            blocks = self.peek(number + 1)
-            if len(blocks) == number:
+            blocks = self.peek(num_counted + 1)
+            if len(blocks) == num_counted:
                 return False
-            payload = blocks[number].payload
+            payload = blocks[num_counted].payload
             if not isinstance(payload, bytes):
-                payload = str(payload)
+                payload = str(payload)  # records in memory: about their size as text
             text_bytes += len(payload)
-            number += 1
+            num_counted += 1
         return True
 
 
@@ -206,7 +232,14 @@ def _load_reference(
 def _detect_kind(
     rows: Rows, config: PackConfig, adapter: Adapter | None, prefers_ids: bool
 ) -> str:
-    """Return the kind of the first record that has one.
+    """Return the kind of the first record that is not refused.
+
+    Args:
+        rows: the first block.
+        config: settings.
+        adapter: the function that reads records, if there is one.
+        prefers_ids: take token ids of a record that has text, too, as there is no
+            tokenizer.
 
     Raises:
         RecordError: no record of the block has a form, or fields that packstore knows.
@@ -253,8 +286,9 @@ def _read_first_blocks(
                 read, parsed = record_tokenizer.read(value)
             except Refused as refusal:
                 if _stops_at(refusal, config):
-                    # A record before it may stop the job at a later step: tokenize
-                    # them all, so that the error names the first.
+                    # A record before it may be read, but stop the job when it is
+                    # tokenized: tokenize all up to this one, so that the error names
+                    # the first.
                     first_place = first_record.place if first_record else ""
                     stopping_tokenizer = build_tokenizer(first_place=first_place)
                     stopping_tokenizer(rows.first(index + 1))
@@ -269,6 +303,8 @@ def _prepare_rendering(
 ) -> None:
     """Start a process that renders chats, and compile their templates.
 
+    Templates are code of others, so only worker processes render them.
+
     Raises:
         TokenizerError: a template does not compile.
     """
@@ -276,7 +312,7 @@ def _prepare_rendering(
     if renders and config.engine == "local":
         local.prepare()
     if reference and (renders or config.chat_template is not None):
-        _ = reference.template
+        _ = reference.template  # compiled at the first access
         _ = reference.tool_use_template
 
 
@@ -353,12 +389,17 @@ class RecordExampleReader:
         return block_tokenizer.tokenize(run, self._blocks)
 
     def block_tokenizer(self, lint: Lint | None = None) -> BlockTokenizer:
-        """Return the picklable function that tokenizes a block."""
+        """Return the picklable function that tokenizes a block.
+
+        Args:
+            lint: checks the text of each record; its findings are noted in the tally.
+        """
         name = self.tokenizer.engine_name if self.tokenizer else None
         # A template is rendered by Python code, which holds the GIL.
         in_threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
+        is_quick = not self._renders and name in (None, FAST)
         seconds_alone = local.SECONDS_ALONE
-        if not self._renders and name in (None, FAST):
+        if is_quick:
             seconds_alone = local.SECONDS_ALONE_IF_QUICK
 
         first_place = self._first_record.place if self._first_record else ""
@@ -383,10 +424,10 @@ class RecordExampleReader:
     def sample(
         self, records: int, seed: int, report: Callable[[int], None] | None = None
     ) -> Sampling:
-        """Reduce the source to a sample, which every iteration then yields.
+        """Reduce the source to a sample of blocks, which every iteration then yields.
 
-        The sample is from all of the source; of an iterable of unknown length, it is
-        the first records.
+        Blocks are drawn from all of the source. Of an iterable of unknown length, the
+        sample is the first records.
 
         Args:
             records: maximum number of records.
@@ -413,7 +454,8 @@ class RecordExampleReader:
 
     def read_through(self) -> None:
         """Read the rest of the input, to hash it; nothing is tokenized."""
-        deque(self._blocks, maxlen=0)
+        for _ in self._blocks:
+            pass
 
     @cached_property
     def file_sizes(self) -> list[int]:
@@ -436,7 +478,7 @@ class RecordExampleReader:
             return _single_partition(self._config)
         if self._config.partitions:
             return self._config.partitions
-        return max(1, -(-sum(self.file_sizes) // PARTITION_BYTES))
+        return max(1, math.ceil(sum(self.file_sizes) / PARTITION_BYTES))
 
     def provenance(
         self, sources: Sequence[Mapping[str, Any]] | None = None
@@ -474,7 +516,11 @@ def _single_partition(config: PackConfig) -> int:
     if (config.partitions or 1) > 1:
         rule = "the input must be files of records"
         raise ConfigError(
-            sentence(f"partitions={config.partitions}", rule, "another input")
+            sentence(
+                where=f"partitions={config.partitions}",
+                rule=rule,
+                found="another input",
+            )
         )
     return 1
 
@@ -483,9 +529,10 @@ def _single_partition(config: PackConfig) -> int:
 
 
 class DatasetExampleReader:
-    """Yields the examples of a packed dataset, in its order.
+    """Yields the examples of a packed dataset, in its order, a row group at a time.
 
-    Attributes: as of :class:`RecordExampleReader`.
+    Attributes: see :class:`RecordExampleReader`; there are no files of records, so
+    `inputs` and `paths` are empty.
 
     Raises:
         ConfigError: a setting needs records, or another kind.
@@ -509,10 +556,12 @@ class DatasetExampleReader:
 
     def __iter__(self) -> Iterator[TokenizedBlock]:
         first_packs = to_offsets(self._dataset.row_groups.rows)
+        lists_rejects = self._config.rejects is not None
         for group in self._groups:
             examples = unpack(self._dataset.read_packs(group))
-            rejected = None if self._config.rejects is None else list[Sample]()
-            tally = Tally(read=examples.num_examples, rejected=rejected)
+            tally = Tally(
+                read=examples.num_examples, rejected=[] if lists_rejects else None
+            )
             packs = f"{first_packs[group]}–{first_packs[group + 1] - 1}"
             place = f"{self._dataset.url}, packs {packs}"
             yield self._drop_overlong(examples, tally, place), tally
@@ -522,9 +571,11 @@ class DatasetExampleReader:
     ) -> Sampling:
         """Reduce the source to a sample of row groups, which every iteration then
         yields.
+
+        Nothing is read for that, so `report` is not called.
         """
-        examples = self._dataset.row_groups.examples.tolist()
-        groups = zip(examples, self._groups, strict=True)
+        examples_of_groups = self._dataset.row_groups.examples.tolist()
+        groups = zip(examples_of_groups, self._groups, strict=True)
         self._groups, sampling = sample_blocks(groups, records, seed)
         return sampling
 
@@ -557,6 +608,8 @@ class DatasetExampleReader:
         """Return the dataset's provenance, with this repacking and its settings."""
         manifest = self._dataset.manifest
         recorded = replace(self._config, partitions=self.partitions).recorded()
+
+        # Repacking replaces only the settings that have an effect without records.
         settings = dict(manifest.provenance.get("settings", {}))
         answers = {
             **settings.get("on", {}),

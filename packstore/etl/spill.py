@@ -1,8 +1,10 @@
 """Keeps tokenized examples on local disk between tokenizing and packing.
 
-A plan needs the lengths of all examples before the first pack can be filled, and reads
-them in another order. Tokens are written to flat files in segments, each read once, and
-whole. Several segments are shuffled on disk first: each is distributed to bucket files
+A plan (which examples go into which pack) needs the lengths of all examples before the
+first pack can be filled, and reads them in another order. Tokens are written to flat
+files in segments of about 32 MB of ids, each read once, from end to end. (These are not
+the segments of a pack.) If there are several, they are shuffled on disk before packs
+are filled: the examples of each segment are distributed to buckets, one for each range
 of neighbouring packs. So the disk does not seek, and at most one segment is on disk
 twice.
 """
@@ -65,7 +67,12 @@ class Spill:
         self._folder.cleanup()
 
     def append(self, examples: Examples, lengths: Int32) -> None:
-        """Append examples; `lengths`: int32 `[E]`, tokens of each in a pack."""
+        """Append examples.
+
+        Args:
+            examples: E examples.
+            lengths: int32 `[E]`, tokens that each takes up in a pack, with padding.
+        """
         if not examples.num_examples:
             return
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
@@ -82,7 +89,7 @@ class Spill:
     def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
         """Yield the packs in plan order, about a row group at a time.
 
-        Can be called only once.
+        Can be called only once, as it removes what it has read.
         """
         packs_at_once = max(1, config.row_group_tokens // config.pack_size)
         for bucket in self._buckets(packing.order, packing.offsets):
@@ -94,7 +101,12 @@ class Spill:
             del bucket  # before the examples of the next bucket are read
 
     def _buckets(self, order: Int32, offsets: Int64) -> Iterator[_Bucket]:
-        """Yield the examples of neighbouring packs, in plan order."""
+        """Yield the examples of neighbouring packs, in plan order.
+
+        Args:
+            order: int32 `[E]`, numbers of the examples in the spill, pack by pack.
+            offsets: int64 `[P + 1]`; pack p has ``order[offsets[p]:offsets[p + 1]]``.
+        """
         if len(self._segments) == 1:
             yield _Bucket(self._segments[0].examples(), order, offsets)
             return
@@ -112,7 +124,8 @@ class Spill:
             stores, first_packs[:-1], first_packs[1:], strict=True
         ):
             chosen = order[offsets[first] : offsets[end]]
-            # The examples of a bucket are in input order: rank them by their numbers.
+            # A bucket numbers its examples from 0, in input order: replace the numbers
+            # in the spill by their ranks. For example [7, 2, 9] becomes [1, 0, 2].
             ranks = np.empty(len(chosen), np.int32)
             ranks[chosen.argsort()] = np.arange(len(chosen), dtype=np.int32)
             bucket_offsets = offsets[first : end + 1] - offsets[first]
@@ -122,8 +135,9 @@ class Spill:
     def _scatter(self, order: Int32, ends: Int64, buckets: list[_Store]) -> None:
         """Move all segments into the buckets.
 
-        Bucket b gets the examples ``order[ends[b]:ends[b + 1]]``.
+        Bucket b gets the examples ``order[ends[b]:ends[b + 1]]``, in input order.
         """
+        # Number of each example's bucket; MAX_BUCKETS is the number of none.
         bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
         for number in range(len(buckets)):
             bucket_of[order[ends[number] : ends[number + 1]]] = number
@@ -148,8 +162,8 @@ class _Bucket:
 
     Attributes:
         examples: in input order.
-        order: int32 `[E]`, the examples pack by pack.
-        offsets: int64 `[P + 1]`, the packs in `order`.
+        order: int32 `[E]`, numbers of `examples`, pack by pack.
+        offsets: int64 `[P + 1]`; pack p has ``order[offsets[p]:offsets[p + 1]]``.
     """
 
     examples: Examples
@@ -158,7 +172,10 @@ class _Bucket:
 
 
 class _Store:
-    """Files with some examples, in the order in which they were added."""
+    """A file per array of some examples, in the order in which they were added.
+
+    Carried columns have one more file, as their types vary.
+    """
 
     def __init__(self, prefix: str) -> None:
         self._paths = {name: Path(f"{prefix}-{name}") for name in _DTYPES}
@@ -174,6 +191,7 @@ class _Store:
 
     def append(self, examples: Examples) -> None:
         """Append some examples."""
+        # Offsets of the new examples begin at 0: move them behind the earlier ones.
         previous_ends = {
             "sequence_offsets": self._num_tokens,
             "example_offsets": self._num_sequences,

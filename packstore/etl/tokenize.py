@@ -1,6 +1,8 @@
-"""The work of a worker process: blocks of records become examples.
+"""Tokenizes blocks of records in worker processes.
 
-A file of its own that imports little, as each process loads it anew.
+A file of its own that imports little, as each process loads it anew. A faster engine of
+a tokenizer is watched: a few records of each block are tokenized by it in the worker,
+and then by the reference engine in the process of the job, which compares the ids.
 """
 
 from __future__ import annotations
@@ -19,12 +21,18 @@ TokenizedBlock = tuple[Examples, Tally]
 
 
 class BlockTokenizer:
-    """Parses and tokenizes a block, and samples it for a comparison. Picklable.
+    """Parses and tokenizes a block, and samples it for the comparison of engines.
+
+    Picklable. The local engine reads `in_threads` and `seconds_alone`.
+
+    Args:
+        record_tokenizer: tokenizes records.
+        watch: draws the sample, and compares it.
+        in_threads: True if threads suffice, where the user sets no number of workers.
+        seconds_alone: seconds for which one worker works, before others are started.
 
     Attributes:
-        tokenizer: None: the records hold token ids.
-        in_threads: True if threads suffice, where the user sets no number of workers.
-        seconds_alone: time for which one worker works, before others are started.
+        tokenizer: the tokenizer; None: the records hold token ids.
     """
 
     def __init__(
@@ -49,8 +57,7 @@ class BlockTokenizer:
     def tokenize(self, run: Run, blocks: Iterable[Block]) -> Iterator[TokenizedBlock]:
         """Yield the examples and the tally of each block, computed by `run`.
 
-        This process compares the samples with the reference, which no worker has to
-        load.
+        This process compares the samples, so no worker has to load the reference.
         """
         items: Iterable[Block | Rows] = blocks
         if self._record_tokenizer.applies_adapter_here:
@@ -60,12 +67,13 @@ class BlockTokenizer:
             yield tokenized
 
     def _apply_adapter(self, blocks: Iterable[Block]) -> Iterator[Rows]:
+        """Yield records with the results of an adapter that workers cannot import."""
         for block in blocks:
             yield self._record_tokenizer.adapted(block.parse())
 
     def __call__(self, block: Block | Rows) -> tuple[TokenizedBlock, list[Encoded]]:
         """Return the examples and the tally of a block, and its sample to compare."""
         rows = block if isinstance(block, Rows) else block.parse()
-        sampled = self._watch.sample(rows)
-        examples, tally, encoded = self._record_tokenizer(rows, sampled)
-        return (examples, tally), encoded
+        sampled_indices = self._watch.sample(rows)
+        examples, tally, encoded_sample = self._record_tokenizer(rows, sampled_indices)
+        return (examples, tally), encoded_sample

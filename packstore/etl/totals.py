@@ -1,4 +1,9 @@
-"""Adds up the records of all partitions, and checks them against the settings."""
+"""Adds up the records of all partitions, and checks them against the settings.
+
+A :class:`Tally` counts records: read, dropped (by reason), or kept with a remark (by
+event). A task of a cluster counts its own partition; the process of the job adds the
+tallies up, logs them, and refuses to commit if too many records were dropped.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +87,12 @@ class Contents:
 class ProgressCounter:
     """Reports the progress over all partitions: records read, packs written.
 
+    A *size* is in bytes of the input, or in records if the input is not files. The
+    total number of records is estimated from the share of the size that was read.
+
     Args:
         report: called with the progress.
-        size: bytes of the input, or its number of records, if known.
+        size: size of the input, if known.
         num_partitions: number of partitions; each has about the same size.
     """
 
@@ -103,7 +111,10 @@ class ProgressCounter:
         self._total_packs: int | None = None
 
     def add_keys(self, examples: int, size: int, last: bool = False) -> None:
-        """Add examples of the pass that reads only keys, like :meth:`add_records`."""
+        """Add examples of the first pass of `dedup`, which reads only keys.
+
+        Arguments: see :meth:`add_records`.
+        """
         self._compared.add(examples, size)
         self._report_count("compare", self._compared, last)
 
@@ -111,8 +122,8 @@ class ProgressCounter:
         """Add records.
 
         Args:
-            records: their number.
-            size: their size in the input.
+            records: number of records.
+            size: size of these records in the input.
             last: True if no more will follow.
         """
         self._read.add(records, size)
@@ -125,13 +136,18 @@ class ProgressCounter:
         if last:
             total = count.records
         elif self._size and count.size:
-            # An estimate never reaches the end.
+            # More records may follow, so the estimate is above those that were read.
             estimate = round(count.records * self._size / count.size)
             total = max(count.records + 1, estimate)
         self._report(stage, count.records, total, "records")
 
     def add_packs(self, packs: int, remaining: int | None = None) -> None:
-        """Add packs; `remaining`: number of packs still to write, if known."""
+        """Add packs that were written.
+
+        Args:
+            packs: number of packs.
+            remaining: number of packs still to write, if known.
+        """
         self._packs_written += packs
         total: int | None = None
         if remaining is not None:
@@ -141,10 +157,10 @@ class ProgressCounter:
         self._total_packs = total
 
     def add(self, contents: Contents) -> None:
-        """Do nothing: a task of a cluster leaves the sums to the job."""
+        """Do nothing: in a task of a cluster, the process of the job adds them up."""
 
     def add_finished(self, contents: Contents, packs: int) -> None:
-        """Add a partition that was made elsewhere, or before."""
+        """Add a partition that a task made, or an earlier run of the job."""
         self.add_records(contents.tally.read, self._partition_size)
         self.add(contents)
         self.add_packs(packs)
@@ -214,7 +230,8 @@ class RecordTotals(ProgressCounter):
     def _finish(self) -> None:
         """Log the totals, and raise if the job must not commit."""
         self.add_records(0, last=True)
-        # Where the job appends records again, the report of the first time stays.
+        # If an earlier call appended these records, this one only returns the dataset,
+        # and the rejects of the earlier call stay.
         is_repeated = any(
             job.has_inputs(self.provenance(split)) for split, job in self._jobs.items()
         )
@@ -228,7 +245,7 @@ class RecordTotals(ProgressCounter):
         job = next(iter(self._jobs.values()))
         _check_drops(self._tally, self._config, self._reader.kind, job)
         if not self._tally.kept:
-            # A job keeps the first of duplicates: here, the dataset that grows has it.
+            # Of duplicates the first is kept, so all these are in the dataset already.
             raise AppendedBefore("every record to keep is a duplicate")
         _check_fields(self._tally, self._config, job)
         if isinstance(self._reader, RecordExampleReader):
@@ -246,10 +263,10 @@ class RecordTotals(ProgressCounter):
             if num_examples == 0:
                 raise DropRateError(
                     sentence(
-                        "input",
-                        rule,
-                        f"none for {split}, of {total:,}",
-                        "Choose another fraction, or seed",
+                        where="input",
+                        rule=rule,
+                        found=f"none for {split}, of {total:,}",
+                        remedy="Choose another fraction, or seed",
                     )
                 )
 
@@ -279,9 +296,11 @@ class RecordTotals(ProgressCounter):
 
 
 def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
-    """Warn about files with the same bytes.
+    """Warn about files with the same bytes, as when a glob matches a link and its
+    target.
 
-    Two globs may match one file, or a link and its target.
+    Args:
+        sources: path, bytes, sha256 and records of each input.
     """
     paths_by_hash: dict[str, list[str]] = {}
     for source in sources:
@@ -313,7 +332,11 @@ def _sorted_by_name(counts: Mapping[str, int]) -> dict[str, int]:
 
 
 def log_forms(tally: Tally, kind: str) -> None:
-    """Log the number of records of each form, and the number of chats."""
+    """Log the number of records of each form, the number of chats, and the ties.
+
+    Chats and ties are not counted by form: if there are several forms, they have a line
+    of their own.
+    """
     nouns = {"preference": "pairs", "scored": "records with scores"}
     noun = nouns.get(kind, "answers to learn")
     details = ""
@@ -348,7 +371,10 @@ def _log_events(tally: Tally) -> None:
 
 
 def _log_later_columns(tally: Tally, announced: Collection[str]) -> None:
-    """Log the columns that nothing reads, and that the first record lacks."""
+    """Log the columns that nothing reads, and that the first record lacks.
+
+    Those of the first record are in the description of how it is read.
+    """
     later_columns = sorted(tally.unused.keys() - set(announced))
     if later_columns:
         text = "columns not read that the first record lacks: %s"
@@ -364,6 +390,7 @@ def count_unrequested_drops(tally: Tally) -> int:
 
 
 def _unrequested(dropped: Counter[str]) -> Counter[str]:
+    """Return the counts for reasons other than :data:`REQUESTED_DROPS`."""
     return Counter(
         {
             reason: count
@@ -400,12 +427,12 @@ def _check_fields(tally: Tally, config: PackConfig, job: WriteJob) -> None:
 
 
 def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> None:
-    """Raise :class:`DropRateError` if too many records were dropped.
+    """Raise :class:`DropRateError` if no record remains, or too many were dropped.
 
-    Or if no record remains, and they are no duplicates of those in the dataset.
+    Duplicates do not count: if all records are in the dataset already, none may remain.
     """
-    duplicates = sum(tally.dropped[reason] for reason in DUPLICATES.values())
-    if not tally.kept and not duplicates:
+    num_duplicates = sum(tally.dropped[reason] for reason in DUPLICATES.values())
+    if not tally.kept and not num_duplicates:
         rule = "at least one record must remain"
         counted_drops = Counter(tally.dropped)
         remedy = _remedy_for_drops(counted_drops, kind, job)
@@ -445,6 +472,7 @@ def describe_drops(tally: Tally) -> str:
 
 
 def _describe(dropped: Counter[str], tally: Tally) -> str:
+    """Return :func:`describe_drops` for some of the reasons."""
     first = _first_drop(tally, dropped)
     example = f" (first: {first})" if first else ""
     return f"{dropped.total():,} of {tally.read:,} dropped: {_listed(dropped)}{example}"
@@ -459,4 +487,5 @@ def _first_drop(tally: Tally, reasons: Collection[str]) -> str:
 
 
 def _listed(dropped: Counter[str]) -> str:
+    """Return e.g. ``12 overlong, 3 tie``, the most frequent reason first."""
     return ", ".join(f"{count:,} {reason}" for reason, count in dropped.most_common())
