@@ -1,4 +1,7 @@
-"""The next version of a place, and the removal of old ones; see ``README.md``."""
+"""Writes the next version of a dataset, publishes one, and removes old ones.
+
+See ``README.md``.
+"""
 
 from packstore.io.versions.shard_writer import ShardWriter
 

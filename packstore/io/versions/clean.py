@@ -1,10 +1,15 @@
-"""Finds and removes files that no version of a dataset names.
+"""Finds and removes *leftovers*, files that no version of a dataset names.
 
-Killed jobs leave such files, and old versions that are no longer kept. Only the age by
-the store's timestamps protects files that a running job has not committed yet: markers
-do not, as a suspended job looks dead. Files with names that packstore never gives
-are kept, and each file is looked at again right before its removal. R1 to R6 are rules
-of ``schemas/format.md``.
+Killed jobs leave such files, and so do old versions that are no longer kept. A leftover
+is *spared* if it may belong to a running job that has not committed yet: if it is
+younger than jobs take, by the timestamps of the store. (The markers of jobs do not
+count, as a suspended job looks dead.) Files with names that packstore never gives are
+spared, too. All is checked again right before each removal. R1 to R6 are the rules of
+"Removing" in ``schemas/format.md``.
+
+All files of a *run* (a job, or an equal job that repeats it) have its name in their
+paths, and count as young as the youngest of them. A *part* is a piece of a side dataset
+(reference log-probs) that is not finished.
 """
 
 from __future__ import annotations
@@ -54,16 +59,18 @@ from packstore.io.store.staging import PREFIX
 from packstore.io.versions.write_job import WRITERS, Writer, list_writers
 
 OLD_SECONDS = 7 * 86_400.0
-"""Longer than a job takes from its last write to its commit, retries included."""
+"""Default of `older_than`: longer than a job takes from its last write to its commit,
+retries included.
+"""
 
 YOUNGEST_SECONDS = 3600.0
 """A smaller `older_than` is allowed only with `no_writers`."""
 
 BATCH = 1000
-"""Files removed between two looks at versions and ages (R4)."""
+"""Maximum number of files removed between two looks at versions and ages (R4)."""
 
 LOOK_SECONDS = 60.0
-"""Seconds between two looks at versions and ages (R4)."""
+"""Maximum seconds between a look at versions and ages and a removal (R4)."""
 
 _UPLOAD = "unfinished upload"
 _FOREIGN = "not a name of packstore's"
@@ -71,7 +78,7 @@ _UNKNOWN_AGE = -1.0
 
 _MANIFEST = rf"(?:{DATASET}|{SIDE})-(?:[0-9]{{6}}|[1-9][0-9]{{6,}})\.json"
 
-# Folder -> names of the files that packstore makes there.
+# Folder -> names of the files that packstore makes there; both are patterns.
 _NAMES_IN_FOLDER = {
     FOLDER: (
         rf"{_MANIFEST}|packs-[0-9]{{6,}}-[0-9a-f]{{16}}\.index"
@@ -154,9 +161,9 @@ def clean(
         delete: remove the files; by default they are only listed.
         keep_versions: number of newest versions to keep, besides versions replaced less
             than `older_than` ago; None: keep all.
-        older_than: seconds; spares younger files and files of unknown age. All files of
-            a run count as young as the youngest of them. Below 3600 only with
-            `no_writers`.
+        older_than: minimum age in seconds of files to remove; files of unknown age are
+            spared. All files of a run count as young as the youngest of them. Below
+            3600 only with `no_writers`.
         no_writers: asserts that no job writes there, on any machine. Allows any
             `older_than`; if the assertion is wrong, a running job may commit a version
             that lacks files.
@@ -169,8 +176,8 @@ def clean(
         ConfigError: `keep_versions` below 1; a small `older_than` without `no_writers`.
         DatasetBusyError: `no_writers`, but a job of this machine is writing there.
         DatasetNotFoundError: no dataset is there, nor an unfinished one.
-        FormatError: a manifest is not valid, or of a later release: its files are not
-            known.
+        FormatError: a manifest is not valid, or of a later release, so that the files
+            it names are not known.
         StorageError: the store refuses.
     """
     _check_settings(keep_versions, older_than, no_writers)
@@ -256,7 +263,8 @@ class _Cleaner:
         self._keep_versions = keep_versions
         self._older_than = older_than
 
-        # Prefix of manifests -> path of a file -> the newest version that names it.
+        # Prefix of manifests -> path of a file -> the newest version that names it. A
+        # place may hold a dataset and a side dataset, each with versions of its own.
         self._newest_version: dict[str, dict[str, int]] = {DATASET: {}, SIDE: {}}
         self._versions_read: set[tuple[str, int]] = set()
         self._listed: dict[str, ListedFile] = {}
@@ -269,7 +277,7 @@ class _Cleaner:
         listing = _list_place(self._location)
         self._listed = {file.path: file for file in listing.files}
         self.uploads = listing.uploads
-        run_ages = _youngest_by_run(listing.files_of_runs)
+        age_of_runs = _youngest_by_run(listing.files_of_runs)
 
         leftovers: dict[str, Leftover] = {}
         paths_of_versions: set[str] = set()
@@ -280,17 +288,18 @@ class _Cleaner:
         for file in listing.files:
             is_version = _VERSION_PATH.fullmatch(file.path) is not None
             if not is_version and file.path not in paths_of_versions:
-                leftovers[file.path] = self._leftover(file, _why(file.path), run_ages)
+                why = _why(file.path)
+                leftovers[file.path] = self._leftover(file, why, age_of_runs)
         for file in listing.unfinished:
-            leftovers[file.path] = self._leftover(file, _UPLOAD, run_ages)
+            leftovers[file.path] = self._leftover(file, _UPLOAD, age_of_runs)
         return list(leftovers.values())
 
     def _leftover(
-        self, file: ListedFile, why: str, run_ages: Mapping[str, float]
+        self, file: ListedFile, why: str, age_of_runs: Mapping[str, float]
     ) -> Leftover:
         """Return a file as a leftover, as young as the youngest file of its run."""
         if _PACKSTORE_PATH.fullmatch(file.path):
-            age = min(_age(file), run_ages.get(_run_of(file.path), math.inf))
+            age = min(_age(file), age_of_runs.get(_run_of(file.path), math.inf))
             spared = self._reason_to_spare(age)
         else:
             spared = _FOREIGN
@@ -307,17 +316,24 @@ class _Cleaner:
     def _split_versions(
         self, name: str, manifests: Sequence[ListedFile]
     ) -> tuple[list[Leftover], set[str]]:
-        """Return the versions not to be kept, and the files of all that stay (R1)."""
-        sizes = list_versions(self._location, name)
+        """Return the versions not to be kept, and the files of all that stay (R1).
+
+        Args:
+            name: prefix of the names of the manifests.
+            manifests: all files of the folder of manifests.
+        """
+        sizes = list_versions(self._location, name)  # version -> bytes, oldest first
         old_versions = self._old_versions(name, sizes, manifests)
 
         # Spared versions are behind removable ones in the list, as they are newer.
         num_removable = sum(not version.spared for version in old_versions)
-        staying = list(sizes)[num_removable:]
-        for number in staying:
+        staying_versions = list(sizes)[num_removable:]
+        for number in staying_versions:
             self._read_version(name, number, sizes)
 
-        oldest = min(staying, default=0)
+        # All versions from the oldest on stay, so a file stays if the newest version
+        # that names it is not older. (An earlier look may have read older versions.)
+        oldest = min(staying_versions, default=0)
         newest_versions = self._newest_version[name]
         paths = {path for path, newest in newest_versions.items() if newest >= oldest}
         return old_versions, paths
@@ -383,7 +399,11 @@ class _Cleaner:
         """
         spared: dict[str, str] = {}
         for stage in range(3):
-            pending = [x for x in leftovers if _removal_stage(x.path) == stage]
+            pending = [
+                leftover
+                for leftover in leftovers
+                if _removal_stage(leftover.path) == stage
+            ]
             while pending:
                 batch = pending[:BATCH]
                 pending = pending[BATCH:]
@@ -444,6 +464,7 @@ class _Cleaner:
         return self._remove_file(item.path)
 
     def _remove_staging_folder(self, path: str) -> bool:
+        """Remove a folder of unfinished files, unless its job has written meanwhile."""
         ages = {file.path: _age(file) for file in _list_staging_folders(self._location)}
         listed_age = _age(self._listed[path])
         if ages.get(path, math.inf) < listed_age:
@@ -453,17 +474,20 @@ class _Cleaner:
         return True
 
     def _remove_file(self, path: str) -> bool:
-        # A job that takes over an old shard first writes the note of its partition
-        # anew, and removes the note once that is committed: the note must not have
-        # changed, either.
-        watched = [self._listed[path]]
+        """Remove a file, unless it or the note of its partition has changed.
+
+        A rerun that reuses an old shard first writes the note of its partition anew,
+        and removes it after the commit. So a note that has changed or is gone means
+        that the shard is in use.
+        """
+        unchanged_files = [self._listed[path]]
         match = _RUN_PATH.fullmatch(path)
         if match is not None:
             note = f"{PARTITIONS}/{match['run']}-{match['partition']}.json"
             if note in self._listed:
-                watched.append(self._listed[note])
-        is_same = partial(is_unchanged, self._location, watched)
-        return self._location.remove(path, is_same)
+                unchanged_files.append(self._listed[note])
+        condition = partial(is_unchanged, self._location, unchanged_files)
+        return self._location.remove(path, condition)
 
 
 # Files of a place
@@ -474,6 +498,12 @@ class _Listing:
     """The files of a place.
 
     Attributes:
+        shards: files of the folder ``data``.
+        manifests: files of the folder of manifests, pack indices included.
+        markers: markers of jobs.
+        staged: folders of unfinished files; local places only.
+        notes: notes of partitions.
+        parts: files of unfinished side datasets.
         uploads: unfinished uploads; None if the store cannot list them.
     """
 
@@ -500,8 +530,10 @@ class _Listing:
     @property
     def unfinished(self) -> list[ListedFile]:
         """The unfinished uploads as files."""
-        uploads = self.uploads or ()
-        return [ListedFile(path=x.path, bytes=0, age=x.age) for x in uploads]
+        return [
+            ListedFile(path=upload.path, bytes=0, age=upload.age)
+            for upload in self.uploads or ()
+        ]
 
     @property
     def files_of_runs(self) -> list[ListedFile]:
@@ -538,8 +570,9 @@ def _part_folders(location: Location) -> list[str]:
 def _list_staging_folders(location: Location) -> Iterator[ListedFile]:
     """Yield the folders of unfinished files in a local dataset.
 
-    The age of a folder is the age of its newest file. In place of a folder that holds
-    files of others, these files are yielded.
+    The age of a folder is the age of its newest file. If it holds files of others, with
+    names that packstore never gives, these are yielded instead of the folder, which
+    then stays.
     """
     root = location.local_path
     if root is None:
@@ -585,7 +618,7 @@ def _run_of(path: str) -> str:
 
 
 def _why(path: str) -> str:
-    """Return the description of a file that no version names."""
+    """Return a description of a file that no version names, for the report."""
     if path.startswith(f"{WRITERS}/"):
         return "marker of a job"
     if path.startswith(f"{PARTITIONS}/") and _RUN_PATH.fullmatch(path):
@@ -596,7 +629,10 @@ def _why(path: str) -> str:
 
 
 def _removal_stage(path: str) -> int:
-    """Return the stage of removal: after each, remaining versions are still valid."""
+    """Return 0 for manifests, 2 for notes, 1 for all other files.
+
+    Files are removed in this order, so that versions are valid after each stage (R5).
+    """
     if _VERSION_PATH.fullmatch(path):
         return 0
     return 2 if path.startswith(f"{PARTITIONS}/") else 1

@@ -1,4 +1,9 @@
-"""Uploads a dataset to the Hugging Face hub, with a card that names its files."""
+"""Uploads a dataset to the Hugging Face hub, with a card that names its files.
+
+The *card* of a repository is its ``README.md``: a *head* of YAML fields, then Markdown.
+packstore writes the fields ``configs`` and ``tags``, and the Markdown between two
+comments; all else is the user's, and stays.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +36,14 @@ _FILES_AT_ONCE = 5  # as many as the client uploads at the same time
 
 
 class Published(NamedTuple):
-    """A dataset on the hub: its URL, its version, the commit, and its files."""
+    """A dataset on the hub.
+
+    Attributes:
+        url: ``hf://datasets/OWNER/NAME``.
+        version: its number on the hub, which may be higher than that of the source.
+        commit: hash of the commit.
+        files: number of files in the commit.
+    """
 
     url: str
     version: int
@@ -60,13 +72,13 @@ def publish(
 
     Args:
         dataset: folder or URL of a packed dataset.
-        repo: name of the repository, ``OWNER/NAME``; made if it is missing.
+        repo: name of the repository, ``OWNER/NAME``; created if it is missing.
         private: make a new repository private.
         storage_options: passed to fsspec's filesystem of `dataset`.
         progress: called with the number of uploaded files.
 
     Returns:
-        Where it is. Reading from that URL, also in training, needs no download
+        The published dataset. Reading from its URL, also in training, needs no download
         beforehand.
 
     Raises:
@@ -135,8 +147,12 @@ def _call_hub(repo: str, call: Callable[[], T]) -> T:
 def _prepare_repository(
     api: HfApi, repo: str, private: bool
 ) -> tuple[str | None, bytes | None]:
-    """Create the repository if it is missing; return its commit and its card."""
-    # None leaves the choice to the settings of the owner's organization.
+    """Create the repository if it is missing.
+
+    Returns:
+        The hash of its newest commit, and the bytes of its card; None: there is none.
+    """
+    # private=None leaves the choice to the settings of the owner's organization.
     api.create_repo(repo, repo_type="dataset", private=private or None, exist_ok=True)
     commit = api.repo_info(repo, repo_type="dataset").sha
     if not api.file_exists(repo, CARD, repo_type="dataset"):
@@ -146,7 +162,11 @@ def _prepare_repository(
 
 
 def _version_on_hub(target: Location, manifest: bytes, version: int) -> int:
-    """Return the number of the version on the hub: the same, or the next free one."""
+    """Return the number under which a version is published.
+
+    It is the newest number on the hub if that has the same manifest, else `version`, or
+    the next free number if `version` is not above those on the hub.
+    """
     newest = max(list_versions(target), default=0)
     if newest and target.read_bytes(manifest_path(newest)) == manifest:
         return newest  # it was published before
@@ -154,6 +174,7 @@ def _version_on_hub(target: Location, manifest: bytes, version: int) -> int:
 
 
 def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
+    """Return the operation that adds a file of a dataset under the same path."""
     from huggingface_hub import CommitOperationAdd
 
     place = dataset.location.join(path)
@@ -212,11 +233,12 @@ def _describe_in_card(card: DatasetCard, dataset: Dataset, repo: str) -> None:
     """Write the files and properties of this version into the card."""
     paths = [shard.path for shard in dataset.manifest.shards]
     data_files = [{"split": "train", "path": paths}]
-    head: Any = card.data  # any fields of YAML
+    head: Any = card.data  # its class allows any fields
     head.configs = [{"config_name": "default", "data_files": data_files}]
     head.tags = _with_tags(head.get("tags"), ("packstore", dataset.manifest.kind), repo)
 
     part = f"{_BEGIN}\n{_description(dataset.manifest, repo)}\n{_END}"
+    # From a begin to the nearest end, without another begin between them.
     old_part = re.search(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}", card.text, re.DOTALL)
     if old_part is None:
         card.text = f"{card.text.rstrip()}\n\n{part}\n"
@@ -257,17 +279,20 @@ def _description(manifest: Manifest, repo: str) -> str:
     return "\n".join(lines)
 
 
-def _with_tags(tags: Any, added: Iterable[str], repo: str) -> list[Any]:
-    """Return the tags of a card, and the added ones that it lacks."""
+def _with_tags(tags: Any, required: Iterable[str], repo: str) -> list[Any]:
+    """Return the tags of a card, and the required ones that it lacks."""
     if tags is None:
         tags = []
     if isinstance(tags, str):
         tags = [tags]
     if not isinstance(tags, list):
-        raise _unreadable_card(repo, "tags must be a list", type(tags).__name__)
-    return tags + [tag for tag in added if tag not in tags]
+        raise _unreadable_card(
+            repo, rule="tags must be a list", reason=type(tags).__name__
+        )
+    return tags + [tag for tag in required if tag not in tags]
 
 
 def _cell(value: object) -> str:
+    """Return a value as the text of a cell of a Markdown table."""
     text = f"{value:,}" if isinstance(value, int) else str(value)
     return markdown_text(text)

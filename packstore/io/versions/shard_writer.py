@@ -6,7 +6,9 @@
 4. At `shard_tokens` close it, hash it, and store it as ``data/<run>-<number>-<hash>``.
 
 Shards become part of a dataset when a manifest names them
-(:mod:`packstore.io.manifest.manifest`).
+(:mod:`packstore.io.manifest.manifest`). The *figures* of packs are numbers that are
+counted while they are written, such as tokens and examples; they become the totals,
+statistics and pack index of a manifest.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from packstore.io.store.staging import Staging
 from packstore.io.store.storage_errors import as_storage_errors
 
 AHEAD = 4
-"""Maximum row groups queued for encoding."""
+"""Maximum number of row groups that wait to be encoded, in memory."""
 
 
 class _PendingRows(NamedTuple):
@@ -58,13 +60,14 @@ class _PendingRows(NamedTuple):
 class ShardWriter:
     """Writes packs as the shards of a dataset; a context manager.
 
-    At its end nothing unfinished is left. Stored shards stay for `clean`: another run
-    of the same job may be committing them. The bytes depend only on packs, settings and
-    pyarrow's release. Memory: a few row groups.
+    At its end, unfinished files are removed. After an error, stored shards stay until
+    ``packstore clean``, as another run of the same job may be committing them. The
+    bytes depend only on packs, settings and pyarrow's release. Memory: a few row
+    groups.
 
     Args:
-        location: of the dataset.
-        shape: of its packs.
+        location: place of the dataset.
+        shape: shape of its packs.
         config: sizes of row groups and shards, and the format.
         run: prefix of the names of all shards.
     """
@@ -85,8 +88,9 @@ class ShardWriter:
         self._staging = Staging(location, (FOLDER, DATA))
 
         self._encoder = ThreadPoolExecutor(1, "packstore-write")
-        # Python does not wait for a thread if its start was interrupted, so it starts
-        # before there is a file that could be closed while it writes.
+        # Start the thread now, by a call of no use. If its start were interrupted
+        # (Ctrl-C), Python would not wait for it at the end, and a file could be closed
+        # while it writes; there is none yet.
         self._encoder.submit(int)
         self._encoding: deque[Future[None]] = deque()
 
@@ -135,7 +139,10 @@ class ShardWriter:
         self._hold(rows, packs, start, len(packs))
 
     def _hold(self, rows: _PendingRows, packs: Packs, start: int, stop: int) -> None:
-        """Keep the rows `start` to `stop` of `packs` for the next row group."""
+        """Keep the rows `start` to `stop` for the next row group.
+
+        `rows` and `packs` are the same packs.
+        """
         if start == stop:
             return
         first_sequence = packs.sequence_offsets[start]
@@ -175,13 +182,15 @@ class ShardWriter:
             self._close_shard(shard)
 
     def _wait(self, max_unwritten: int) -> None:
-        """Wait until few row groups are unwritten; raise errors of writing."""
+        """Wait until at most so many row groups are unwritten; raise errors of
+        writing.
+        """
         while len(self._encoding) > max_unwritten:
             self._encoding.popleft().result()
 
     def _close_shard(self, shard: ShardFile) -> None:
         """Store a finished shard: move or upload it into the dataset."""
-        self._wait(0)
+        self._wait(max_unwritten=0)
         hashes, crc32 = shard.finish(durable=self._staging.durable)
         number = len(self._finished_shards)
         content_hash = hashes["sha256"][:16]
@@ -199,9 +208,9 @@ class ShardFile:
     """A new Parquet or Arrow file at a local path.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         counter: totals of its packs.
-        figures: figures of the packs of each row group.
+        figures: for each row group the figures of its packs.
     """
 
     def __init__(self, path: str, schema: pa.Schema, config: WriteConfig) -> None:
@@ -223,7 +232,12 @@ class ShardFile:
                 )
 
     def count(self, figures: PackFigures, lengths: Int32) -> None:
-        """Count a row group: its packs, and logical lengths `[S]` of its sequences."""
+        """Count a row group.
+
+        Args:
+            figures: figures of its packs.
+            lengths: int32 `[S]`, logical lengths of its sequences.
+        """
         self.figures.append(figures)
         self.counter.add(figures, lengths)
 
@@ -256,7 +270,10 @@ class ShardFile:
 
 
 def row_group_crc32(path: str) -> Int64:
-    """Return the crc32 of each row group or batch of a finished local file, `[G]`."""
+    """Return the crc32 of each row group of a finished local file, int64 `[G]`.
+
+    In an Arrow file a row group is a record batch.
+    """
     # Arrow encodes texts as UTF-8, whatever the encoding of the filesystem is.
     with pa.OSFile(os.fsencode(path)) as source:
         is_parquet = source.read(4) == b"PAR1"

@@ -1,12 +1,14 @@
 """A job that writes the next version of a place.
 
-1. Check that a dataset may be written there, among no files of others and in no other
-   dataset, and choose the number of its manifest.
-2. Write a marker, and warn if another job has one.
+1. Check that a dataset may be written there: its folders hold no files of others, and
+   it would not lie inside another dataset. Choose the number of its manifest.
+2. Write a *marker*, a small file that stands for the running job, and warn if another
+   job has one.
 3. Before the commit, check that every shard exists.
 4. After the commit or an error, remove the marker. An error removes nothing else.
 
-Of several running jobs, the first to write the manifest of that number commits.
+Of several running jobs, the first to write the manifest of that number commits. A job
+that *extends* a dataset commits its shards behind the shards that are there.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ commits.
 """
 
 YOUNG_SECONDS = 3600.0
-"""Age from which on the job of a marker counts as ended, unless its process is seen
-running.
+"""Maximum age of a marker from another machine whose job counts as running; a job of
+this machine counts as running as long as its process does.
 """
 
 
@@ -74,9 +76,10 @@ def writing(
     """Open a job that writes the next version.
 
     Args:
-        location: a place without a dataset, or with one to `overwrite`.
-        overwrite: allow a version to be there.
-        call: name of the job in messages of others.
+        location: place of the dataset.
+        overwrite: allow a dataset to be there; its versions stay, and the new version
+            becomes the current one.
+        call: name of the job, e.g. ``append``, in the warnings of other jobs.
         name: prefix of the names of its manifests.
 
     Raises:
@@ -121,13 +124,15 @@ class WriteJob:
         """Raise CompatibilityError if packs cannot be appended to the extended dataset.
 
         Args:
-            kind: of the packs.
-            carry: their carried columns, name to type.
-            provenance: called only if there is an extended dataset.
+            kind: kind of the packs.
+            carry: their carried columns, name -> type.
+            provenance: returns their provenance, which may be slow to compute; called
+                only if there is an extended dataset.
         """
         if self.extends is None:
             return
         manifest = self.extends.manifest
+        # Compare two manifests that differ in kind, carried columns and tokenizer only.
         added_provenance = {
             **manifest.provenance,
             "tokenizer": provenance().get("tokenizer"),
@@ -148,7 +153,8 @@ class WriteJob:
         """Return the manifest to commit: the extended dataset, then this job's shards.
 
         Args:
-            manifest: of the packs of this job, with the index of all packs.
+            manifest: manifest of the packs of this job, but with the pack index of all
+                packs.
         """
         if self.extends is None:
             return manifest
@@ -163,6 +169,7 @@ class WriteJob:
 
     @property
     def _past_provenance(self) -> Mapping[str, Any]:
+        """Provenance of the extended dataset; empty if there is none."""
         return self.extends.manifest.provenance if self.extends else {}
 
     def refuse_repeated_append(self, provenance: Mapping[str, Any]) -> None:
@@ -207,7 +214,8 @@ class WriteJob:
     def commit(self, manifest: Manifest) -> None:
         """Write the manifest under the number of this job, then check its files."""
         text = manifest.to_json()
-        # A manifest that no reader accepts must fail before it is there for good.
+        # Parse it again: one that readers refuse must fail here, as a committed
+        # manifest cannot be corrected.
         as_read = Manifest.from_json(text, self.location.display)
         commit(self.location, text, self.version)
         require_committed(self.location, manifest.files, self.version)
@@ -215,7 +223,10 @@ class WriteJob:
 
 
 class AppendedBefore(DatasetExistsError):
-    """The dataset already has the records to append; the argument is the evidence."""
+    """The dataset already has the records to append.
+
+    Its argument says how this was found, e.g. ``same input and settings``.
+    """
 
 
 def _input_hashes(provenance: Mapping[str, Any]) -> set[str]:
@@ -233,7 +244,7 @@ def _refuse_foreign(location: Location) -> None:
         file.path
         for file in list_folder(location, DATA)
         if not SHARD.fullmatch(file.path) and not file.path.startswith(f"{DATA}/.")
-    ]
+    ]  # hidden files may be of the system, or of a running job
     if not foreign:
         return
     examples = foreign[0]
@@ -290,10 +301,10 @@ def _ancestors(location: Location) -> Iterator[Location]:
 class Writer(msgspec.Struct):
     """A job that is, or may be, writing to a location."""
 
-    call: str  # kind of the job
-    # hash of boot and process namespace; empty if unknown (without `/proc`)
+    call: str  # name of the job, e.g. "append"
+    # hash of the boot and the process namespace; empty if unknown (without `/proc`)
     machine: str = ""
-    pid: int = 0  # of its process
+    pid: int = 0  # number of its process
     # ticks from the boot to the start of the process, as a pid may be reused
     started: str = ""
 
@@ -319,7 +330,9 @@ class Writer(msgspec.Struct):
 
 @contextlib.contextmanager
 def writer_marker(location: Location, call: str) -> Iterator[None]:
-    """Write a marker for the context, and warn of other jobs.
+    """Have a marker while the context lasts, and warn about other jobs.
+
+    A store that refuses the marker may still take a dataset.
 
     Raises:
         StorageError: nothing can be written there.
@@ -344,14 +357,14 @@ def writer_marker(location: Location, call: str) -> Iterator[None]:
 
 
 def _require_rights(location: Location) -> None:
-    """Raise before any record is tokenized if nothing can be written."""
+    """Raise, before any record is tokenized, if no file can be written and removed."""
     path = f"{FOLDER}/.packstore-{uuid.uuid4().hex}"
     location.create_bytes(path, b"")
     location.remove(path)
 
 
-def _warn_about_other_writer(location: Location, path_of_ours: str) -> None:
-    writers = list_writers(location, besides=path_of_ours)
+def _warn_about_other_writer(location: Location, our_marker_path: str) -> None:
+    writers = list_writers(location, besides=our_marker_path)
     if writers:
         log.warning(
             "%s: another job may be writing here (%s); the one that commits last will "
@@ -365,7 +378,7 @@ def list_writers(location: Location, besides: str = "") -> list[Writer]:
     """Return the jobs that run or have a young marker; none if the store refuses.
 
     Args:
-        location: of the dataset.
+        location: place of the dataset.
         besides: path of a marker to ignore.
     """
     jobs = []
@@ -387,9 +400,9 @@ def _read_marker(location: Location, path: str) -> Writer | None:
     try:
         return msgspec.json.decode(location.read_bytes(path), type=Writer)
     except msgspec.DecodeError:
-        return Writer("")  # may be of any job
+        return Writer(call="")  # unreadable: a job of unknown name and machine
     except PackstoreError:
-        return None  # its job has just ended
+        return None  # its job has just ended, and removed it
 
 
 def _machine_hash() -> str:
