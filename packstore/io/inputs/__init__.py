@@ -1,4 +1,4 @@
-"""Files, tables and frames as blocks of records; see ``README.md``."""
+"""Reads files, tables and frames as blocks of records; see ``README.md``."""
 
 from packstore.io.inputs.files import InputReader
 from packstore.io.inputs.formats import COMPRESSIONS, FORMATS, SUFFIXES, ReadOptions

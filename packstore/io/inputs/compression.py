@@ -1,4 +1,9 @@
-"""Streams of input files: hashed as stored, decompressed, and limited in size."""
+"""Streams of input files: hashed as stored, decompressed, and limited in size.
+
+The *stored* bytes of a file may be compressed; its *plain* bytes are decompressed. A
+file of some formats is several compressed streams one after another (*members*), whose
+plain bytes are joined.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +20,16 @@ CHUNK_BYTES = 1 << 20
 """Bytes read or copied at once."""
 
 MAX_RATIO = 400
-"""Maximum of decompressed bytes for each compressed one, beyond the free ones. Text
-has a ratio of 3 to 20.
+"""Maximum plain bytes for each compressed byte, after the first :data:`FREE_BYTES`.
+Text has a ratio of 3 to 20; a file that fills a disk on purpose has thousands.
 """
 
 FREE_BYTES = 1 << 28
-"""Decompressed bytes that are allowed at any ratio."""
+"""Plain bytes that are allowed at any ratio."""
 
 
 class HashedStream(io.RawIOBase):
-    """Counts and hashes the bytes read from `raw`."""
+    """A stream that counts and hashes the bytes read from the stream `raw`."""
 
     def __init__(self, raw: Any) -> None:
         self._raw = raw
@@ -57,8 +62,8 @@ def decompress(
     """Open a buffered stream of a file's plain bytes.
 
     Args:
-        file: the file as stored.
-        compression: one of the values of `COMPRESSIONS`, or None for plain files.
+        file: the stored bytes.
+        compression: one of the values of `COMPRESSIONS`; None: the file is plain.
         path: the file's name in errors.
 
     Raises:
@@ -71,7 +76,7 @@ def decompress(
 
 
 class _PlainStream(io.RawIOBase):
-    """The decompressed bytes of all concatenated members of a file."""
+    """The plain bytes of a compressed file, of all its members."""
 
     def __init__(self, file: HashedStream, compression: str, path: str) -> None:
         self._file = file
@@ -79,7 +84,7 @@ class _PlainStream(io.RawIOBase):
         self._path = path
         self._num_bytes = 0
         self._plain: Any
-        if compression == "xz":  # pyarrow has none
+        if compression == "xz":  # pyarrow does not read it
             self._plain = _XzStream(file)
         else:
             source = pa.PythonFile(file, mode="r")
@@ -116,6 +121,7 @@ class _PlainStream(io.RawIOBase):
             )
 
     def _damage(self, error: Exception) -> InputError:
+        """Return the error for a file that cannot be decompressed."""
         is_truncated = isinstance(error, EOFError) or "Truncated" in str(error)
         if is_truncated:
             damage = "an end in the middle of the compressed stream"
@@ -132,10 +138,10 @@ class _PlainStream(io.RawIOBase):
 
 
 class _XzStream(io.RawIOBase):
-    """The plain bytes of all concatenated streams of an xz file.
+    """The plain bytes of an xz file, of all its members.
 
-    ``lzma.LZMAFile`` stops silently at the zeros that may stand between two streams,
-    and at garbage behind one.
+    Not by ``lzma.LZMAFile``: it stops silently at the padding (zeros) that may stand
+    between two members, and at damage behind one.
     """
 
     def __init__(self, file: HashedStream) -> None:
@@ -149,7 +155,7 @@ class _XzStream(io.RawIOBase):
         data = b""
         while True:
             if self._decompressor.eof:
-                data = self._start_of_next_stream()
+                data = self._start_of_next_member()
                 if not data:
                     return 0
                 self._decompressor = lzma.LZMADecompressor(lzma.FORMAT_XZ)
@@ -164,8 +170,8 @@ class _XzStream(io.RawIOBase):
                 return len(plain)
             data = b""
 
-    def _start_of_next_stream(self) -> bytes:
-        """Return the first bytes of the next stream, behind any padding; b"" at the end
+    def _start_of_next_member(self) -> bytes:
+        """Return the first bytes of the next member, behind any padding; b"" at the end
         of the file.
         """
         data = self._decompressor.unused_data

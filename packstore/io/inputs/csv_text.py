@@ -1,4 +1,8 @@
-"""CSV and TSV files (RFC 4180), read by Python's ``csv``; reasons: ``README.md``."""
+"""Reads CSV and TSV files (RFC 4180) by Python's ``csv``; reasons: ``README.md``.
+
+The first row is the header, with the names of the columns. Cells are text, except in
+columns of JSON (numbers, token ids, messages), which workers parse.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,13 @@ from packstore.io.inputs.json_text import encoding_error, refusal
 
 
 class _Rows(NamedTuple):
-    """The payload of a piece."""
+    """The payload of a piece: some rows, and the header that all pieces share.
+
+    Attributes:
+        names: names of all columns.
+        json_columns: names of the columns of JSON.
+        cells: for each row the text of its cells.
+    """
 
     names: list[str]
     json_columns: frozenset[str]
@@ -54,7 +64,7 @@ def _read_csv(
 
 
 def _read_text_lines(text: io.TextIOWrapper, path: str) -> Iterator[str]:
-    """Yield the lines of a file; raise at a line that is too long."""
+    """Yield the lines of a file; raise at one that is too long, as of no text file."""
     limit = formats.MAX_RECORD_BYTES
     number = 0
     while True:

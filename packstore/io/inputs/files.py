@@ -1,8 +1,11 @@
-"""Read the user's input as a stream of blocks: source -> files -> blocks -> (workers)
+"""Reads the user's input as a stream of blocks: source -> files -> blocks -> (workers)
 -> rows.
 
-One process reads, decompresses, hashes and cuts; :meth:`Block.parse` runs in workers.
-The cuts do not depend on the number of workers, and do not affect records or ordinals.
+A *block* has some consecutive records of one file, as bytes. One process reads,
+decompresses, hashes and cuts files; workers parse the blocks (:meth:`Block.parse`). The
+cuts do not depend on the number of workers, and do not affect records or ordinals. An
+*ordinal* counts from 0: of a file, its position among the inputs; of a record, its
+line, row or item in the file.
 """
 
 from __future__ import annotations
@@ -52,8 +55,8 @@ from packstore.io.store.location import Entry, Location
 from packstore.io.store.storage_errors import as_storage_errors
 
 BLOCK_BYTES = 2 << 20
-"""Approximate bytes of a block, a worker's unit of work. Its records take ten times as
-much memory; at this size they stay in the processor's cache.
+"""Approximate bytes of a block, a worker's unit of work. Parsed records take ten times
+as much memory; at this size they stay in the processor's cache.
 """
 
 _MAX_LOGGED_FILES = 8
@@ -68,7 +71,15 @@ log = logging.getLogger("packstore")
 
 @dataclass(frozen=True)
 class Input:
-    """One input file: its position from 0, and its path as the user would write it."""
+    """One input file.
+
+    Attributes:
+        ordinal: its position among the inputs, from 0.
+        path: its path as the user would write it.
+        location: its place in a store or on the disk.
+        format: its format, a key of `FORMATS`.
+        compression: its compression, a value of `COMPRESSIONS`; None: it is plain.
+    """
 
     ordinal: int
     path: str
@@ -83,13 +94,13 @@ class Block:
 
     Attributes:
         source: ordinal of the input.
-        path: its path, for error texts.
-        format: name of its format.
+        path: path of the input, for messages.
+        format: name of the format of the input.
         unit: `line`, `row` or `item`.
-        first: ordinal, from 0, of its first unit.
-        num_records: number of its records.
-        payload: the input of the format's parser.
-        bytes: approximate bytes of the file in this block.
+        first: ordinal of the first line, row or item of the block.
+        num_records: number of records; fewer than lines if some are blank.
+        payload: the argument of the format's parser.
+        bytes: approximate bytes that the block takes up in the stored file.
     """
 
     source: int
@@ -129,9 +140,9 @@ class InputReader:
         block_bytes: approximate bytes of a block.
 
     Attributes:
-        inputs: its files; none for a source that is not in files.
+        inputs: its files; none for records in memory.
         paths: ordinal of an input -> its path.
-        num_records: number of records, if they are not in files and it is known.
+        num_records: number of records in memory; None: unknown, or in files.
         is_finite: False for an iterable that may be endless.
         sources: path, bytes, sha256 and records of each input that was read to its end.
 
@@ -194,14 +205,14 @@ class InputReader:
             stream: Any
             if file_format.check is None:
                 stream = decompress(file, item.compression, item.path)
-            else:
+            else:  # the format has a footer, which is read first
                 stream = _open_seekable(file_format, item, raw, file, stack)
 
             for piece in file_format.read(stream, item.path, self._options):
                 num_records += piece.num_records
                 if piece.share is None:
-                    # The buffer is ahead of the piece: of the plain bytes that came
-                    # out of the file, this share was consumed.
+                    # The stream's buffer is ahead of the piece: only this share of the
+                    # plain bytes that were read so far is in pieces.
                     consumed_share = stream.tell() / stream.raw.tell()
                     stored_bytes = file.num_bytes * consumed_share
                 else:
@@ -229,6 +240,7 @@ class InputReader:
         return self._read_records(memory.path, memory.records)
 
     def _read_records(self, path: str, values: Iterable[object]) -> Iterator[Block]:
+        """Yield the blocks of records in memory, as JSON lines; these are hashed."""
         num_records = 0
         num_bytes = 0
         digest = hashlib.sha256()
@@ -302,14 +314,16 @@ def _open_seekable(
 ) -> BinaryIO:
     """Return a seekable stream of a file's plain bytes, after hashing the file.
 
+    It is the file itself if that is plain and local, else a temporary copy.
+
     Args:
-        file_format: a format with a `check`.
+        file_format: a format with a footer, that is, with a `check`.
         item: the file.
-        raw: its bytes as stored.
+        raw: its stored bytes.
         file: hashes `raw`.
         stack: closes a temporary file.
     """
-    # A footer that declares too much is refused before terabytes are read.
+    # Refuse a footer that declares too many bytes now, before terabytes are hashed.
     if file_format.check and not item.compression and raw.seekable():
         file_format.check(raw, item.path)
         raw.seek(0)
@@ -400,6 +414,7 @@ def _list_files(location: Location) -> list[tuple[str, Location]]:
 
 
 def _is_pattern(url: str) -> bool:
+    """Return True if a path or URL has wildcards."""
     # In a URL a question mark starts the query.
     wildcards = "*[" if "://" in url else "*?["
     return any(wildcard in url for wildcard in wildcards)
@@ -430,7 +445,10 @@ def _is_hidden(path: str) -> bool:
 
 
 def _list_folder(folder: Location) -> list[Location]:
-    """Return the files of records in a folder."""
+    """Return the files of records in a folder, by name.
+
+    In a folder that ``save_to_disk`` of ``datasets`` wrote, these are its data files.
+    """
     if folder.is_dir(FOLDER):
         raise InputError(
             sentence(
@@ -470,7 +488,10 @@ def _has_records(name: str) -> bool:
 
 
 def _refuse_unsupported_compression(folder: Location, names: Iterable[str]) -> None:
-    """Raise if a file of records has a compression that cannot be read."""
+    """Raise if a file of records has a compression that cannot be read.
+
+    Without that it would be ignored, like other files of an unknown suffix.
+    """
     for name in names:
         stem, suffix = os.path.splitext(name)
         is_unsupported = suffix.lower() in UNSUPPORTED_COMPRESSIONS

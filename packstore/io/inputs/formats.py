@@ -1,7 +1,9 @@
 """Input formats: their names and suffixes, and the contract of a reader and a parser.
 
-One process reads a file and cuts it into pieces (:attr:`Format.read`); workers parse
-these (:attr:`Format.parse`).
+One process reads a file and cuts it into *pieces* of whole records, which are bytes or
+anything else that can be pickled quickly (:attr:`Format.read`). Workers turn a piece
+into records, Python values (:attr:`Format.parse`). A *block* (:mod:`.files`) is a piece
+together with its file.
 """
 
 from __future__ import annotations
@@ -23,11 +25,11 @@ class Piece(NamedTuple):
     """A part of a file: whole records of about `block_bytes`.
 
     Attributes:
-        first: ordinal of the first record, from 0.
+        first: ordinal of the first line, row or item, from 0.
         num_records: number of records.
-        payload: the input of :attr:`Format.parse`.
-        share: share of the file in this piece; None if the file is read from start to
-            end, so that the position in the stream shows it.
+        payload: the argument of :attr:`Format.parse`.
+        share: share of the file in this piece, 0..1; None if the file is read from
+            start to end, so that the position in the stream shows it.
     """
 
     first: int
@@ -55,9 +57,9 @@ class Format:
     Attributes:
         unit: noun for a record's place in a file: `line`, `row` or `item`.
         read: ``(stream, path, options)`` -> pieces up to the end of the stream.
-        parse: ``(payload, path, first)`` -> ordinals and values of a piece.
-        check: ``(stream, path)`` validates the footer before the rest is read. A format
-            with a footer needs a seekable stream.
+        parse: ``(payload, path, first)`` -> ordinals and values of a piece's records.
+        check: ``(stream, path)``: validates the footer before all else is read; None:
+            the format has no footer. One with a footer needs a seekable stream.
     """
 
     unit: str
@@ -126,7 +128,7 @@ MAGIC = {
 """First bytes of a compressed file -> the suffix of such files."""
 
 UNITS = {"<table>": "row", "<iterable>": "item", "<standard input>": "line"}
-"""Path shown for records that are in no file -> the unit of their ordinals."""
+"""Name of a source without a file, which stands for its path -> unit of its records."""
 
 
 def format_of(path: str) -> tuple[str | None, str | None]:
@@ -153,8 +155,9 @@ def compressed_suffix(start: bytes) -> str:
 
 
 def place_of(path: str, ordinal: int) -> str:
-    """Return the place of a record, spelled as by
-    :meth:`packstore.format.arrays.Rows.where`.
+    """Return the place of a record, e.g. ``prefs.jsonl, line 7`` for ordinal 6.
+
+    Spelled as by :meth:`packstore.format.arrays.Rows.where`.
     """
     file_format, _ = format_of(path)
     if file_format is None:

@@ -18,7 +18,9 @@ from packstore.errors import InputError, sentence
 from packstore.io.store.location import Location
 
 STATE = "state.json"
-"""File of a saved dataset: its data files, and any view of their rows and columns."""
+"""File of a saved dataset: its data files, and its view of them if it shows only some
+of their rows or columns.
+"""
 
 INFO = "dataset_info.json"
 """File of a saved dataset: its columns."""
@@ -31,11 +33,15 @@ FILES_WITHOUT_RECORDS = (INFO, "dataset_infos.json")
 
 T = TypeVar("T")
 _FileName = Annotated[str, Meta(pattern=r"^(?!\.{1,2}$)[^/\\]+$")]
+"""A name in the folder itself: a path could lead out of it."""
 
 _SPLIT = re.compile(
     r"(training|train|testing|test|validation|valid|val|dev|eval)(?=[-_.])"
 )
+"""Start of a file name that names a split, as ``train.jsonl``."""
+
 _SHARD = re.compile(r"(\w+)-[0-9]{5}-of-[0-9]{5}")
+"""File name of one of several files of a split, as ``test_sft-00000-of-00002``."""
 
 
 def _with_underscore(name: str) -> str:
@@ -67,13 +73,13 @@ class _Splits(msgspec.Struct):
 
 
 def class_labels(metadata: Mapping[bytes, bytes] | None) -> dict[str, list[str]]:
-    """Return the names of the values of each column of class labels.
+    """Return column -> names of its values, for columns of class labels.
 
-    The stored numbers have no meaning of their own: a dataset may use 0 for its good
-    answers.
+    A class label is a number on disk, with a name: ``["good", "bad"]`` names 0 and 1.
+    Only the names show which answers are good.
 
     Args:
-        metadata: metadata of an Arrow schema.
+        metadata: metadata of an Arrow schema, to which ``datasets`` adds the names.
     """
     if metadata is None or b"huggingface" not in metadata:
         return {}
@@ -92,15 +98,17 @@ def class_labels(metadata: Mapping[bytes, bytes] | None) -> dict[str, list[str]]
 
 
 def require_one_split(folder: Location, names: Iterable[str]) -> None:
-    """Raise if files of a folder belong to different splits, by their names:
-    ``train.jsonl``, ``test_sft-00000-of-00002.parquet``.
+    """Raise if the names of a folder's files name different splits.
+
+    ``train.jsonl`` is of the split ``train``, and ``test_sft-00000-of-00002.parquet``
+    of ``test_sft``.
     """
     splits = set()
     for name in names:
-        split = _SPLIT.match(name)
-        if split is not None:
-            shard = _SHARD.match(name)
-            splits.add(split[1] if shard is None else shard[1])
+        split_match = _SPLIT.match(name)
+        if split_match is not None:
+            shard_match = _SHARD.match(name)
+            splits.add(split_match[1] if shard_match is None else shard_match[1])
     if len(splits) <= 1:
         return
 
@@ -116,20 +124,21 @@ def saved_files(folder: Location, names: Collection[str]) -> list[Location] | No
 
     Args:
         folder: any folder.
-        names: its files.
+        names: names of its files.
 
     Returns:
         None if ``save_to_disk`` did not write the folder.
 
     Raises:
-        InputError: there are several splits, or the rows are not those of the files.
+        InputError: there are several splits, or the saved dataset is a view of its
+            files.
     """
     if SPLITS in names:
         splits = _read_json(folder, SPLITS, _Splits).splits
         if len(splits) > 1:
             remedy = f"Give the folder of one, e.g. {folder.join(splits[0]).display}"
             raise several_splits(folder.display, splits, remedy)
-        folder = folder.join(splits[0])
+        folder = folder.join(splits[0])  # each split has a folder of its own
         names = [entry.name for entry in folder.files()]
     if STATE not in names or INFO not in names:
         return None

@@ -1,4 +1,10 @@
-"""JSON lines, and JSON documents: an array of records, or records one after another."""
+"""Reads JSON lines, and JSON documents: an array of records, or records one after
+another.
+
+Of JSON lines, pieces are cut at line ends without parsing, so only workers parse them.
+A document has no such places: it is parsed once to find where each record ends, and
+again in a worker.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +29,7 @@ _LINE_REMEDY = "Correct the line (a file that is one JSON document must be named
 _FILE_REMEDY = "Correct the file; records one a line belong into a .jsonl file"
 
 _IS_INK = np.array([not bytes([byte]).isspace() for byte in range(256)])
-"""Byte -> whether it is not white space."""
+"""bool `[256]`: False for bytes of white space."""
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
@@ -37,17 +43,22 @@ _CONTENT_FIELDS = (
     "text",
     "messages",
 )
-"""Fields of a record with one text, one list of messages, or one list of ids."""
+"""Fields that hold one text, one list of messages, or one list of ids in a record, so
+that a list of texts or of lists shows a whole column of a table.
+"""
 
 _WRAPPERS = ("data", "rows", "records", "examples", "items", "instances")
-"""Fields of a one-object document under which its records lie; no record has them."""
+"""Fields with the list of records in a document that is one object, as
+``{"data": [{…}, {…}]}``. No record has fields of these names.
+"""
 
 
 # JSON lines
 
 
 def _read_lines(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator[Piece]:
-    """Yield pieces that end with the last line end of every `block_bytes`.
+    """Yield pieces of whole lines: the stream is read in chunks of `block_bytes`, and a
+    piece ends with the last line end of each.
 
     Only the last line of a file may lack its line end.
     """
@@ -87,10 +98,11 @@ def _count_lines(payload: bytes) -> tuple[int, int]:
     if payload.endswith(b"\n"):
         line_starts = line_starts[:-1]
 
-    # A shortcut: no line begins with white space.
+    # A shortcut for most files: no line begins with white space, so none is blank.
     if payload and data[line_starts].min() > ord(" "):
         return len(line_ends), len(line_starts)
 
+    # The line number of each byte that is not white space; count the distinct ones.
     line_numbers = np.cumsum(is_line_end, dtype=np.int32)[_IS_INK[data]]
     if not len(line_numbers):
         return len(line_ends), 0
@@ -112,8 +124,10 @@ def _parse_lines(
 
 
 def _parse_line(line: bytes) -> object:
-    """Return the value of a line; a :class:`BrokenLine`, which the setting `on`
-    decides about, if it is not JSON.
+    """Return the value of a line.
+
+    If it is not JSON, that is a :class:`BrokenLine`, about which the setting `on`
+    decides (reason ``not_json``).
     """
     try:
         return _load_json(line, _LINE_REMEDY)
@@ -157,6 +171,7 @@ def _record_texts(window: _Window) -> Iterator[bytes]:
 
 
 def _array_items(window: _Window) -> Iterator[bytes]:
+    """Yield the records of a document ``[{…}, {…}]``."""
     window.skip_character()
     character = window.next_character()
     if character == "]":
@@ -177,6 +192,7 @@ def _array_items(window: _Window) -> Iterator[bytes]:
 
 
 def _consecutive_records(window: _Window) -> Iterator[bytes]:
+    """Yield the records of a document ``{…} {…}``."""
     while window.next_character():
         if window.next_character() == "]":
             raise window.refusal("a record must stand here")
@@ -186,7 +202,13 @@ def _consecutive_records(window: _Window) -> Iterator[bytes]:
 
 
 class _Window:
-    """A part of a document's text, which grows until it holds the next record."""
+    """A part of a document's text, which grows until it holds the next record.
+
+    Args:
+        stream: the document.
+        path: its name in messages.
+        chunk_bytes: minimum bytes to read at once.
+    """
 
     def __init__(self, stream: BinaryIO, path: str, chunk_bytes: int) -> None:
         self.path = path
@@ -194,9 +216,9 @@ class _Window:
         self._chunk_bytes = chunk_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._text = ""
-        self._start = 0
+        self._start = 0  # position in the text up to which it is consumed
         self._is_at_end = False
-        self._item = 1
+        self._item = 1  # number of the next record, for messages
 
     def next_character(self) -> str:
         """Skip white space, and return the next character; "" at the document's end."""
@@ -224,8 +246,9 @@ class _Window:
             except ValueError as error:
                 self._require_more_text(error)
             else:
-                # The window may end inside a number, with all but 1 of 1e+5 beyond it
-                # or cut.
+                # A value at the end of the window may be the start of a longer one: of
+                # the number 1e+5, the decoder takes 1 if the window ends at 1, 1e or
+                # 1e+. Three more characters show that it is complete.
                 is_whole = end + len("e+5") <= len(self._text)
                 if is_whole or self._is_at_end:
                     break
@@ -237,7 +260,11 @@ class _Window:
         return text, value
 
     def _require_more_text(self, error: ValueError) -> None:
-        """Raise unless the rest of a record may follow in the stream."""
+        """Raise unless the end of the record may still follow in the stream.
+
+        Args:
+            error: the error of parsing the text of the window.
+        """
         num_characters = len(self._text) - self._start
         if self._is_at_end or num_characters > formats.MAX_RECORD_BYTES:
             limit = f"{formats.MAX_RECORD_BYTES:,} bytes a record"
@@ -260,11 +287,11 @@ class _Window:
         self._start = 0
 
     def refusal(self, rule: str, problem: str = "") -> InputError:
-        """Return the error for the next item.
+        """Return the error for the next record.
 
         Args:
             rule: the broken rule.
-            problem: excerpt or cause; default: the next characters.
+            problem: cause, to be named as found; empty: the next characters.
         """
         if not problem:
             excerpt = self._text[self._start : self._start + 20]
@@ -280,6 +307,7 @@ def _refuse_wrapper(value: object, path: str) -> None:
     for name in _WRAPPERS:
         if not _is_list_of_objects(value.get(name)):
             continue
+        # A record may have its messages under such a name.
         is_dialogue = any(item.keys() & {"role", "from"} for item in value[name])
         if is_dialogue:
             return
@@ -301,6 +329,7 @@ def _refuse_whole_table(value: object, path: str) -> None:
     """Raise if the first value is a table by column or index, as pandas writes it."""
     if not isinstance(value, dict):
         return
+    # pandas' orient="split"
     is_split_table = value.keys() == {"columns", "index", "data"}
     if is_split_table or _is_table_of_objects(value) or _is_table_of_lists(value):
         raise refusal(
@@ -313,7 +342,10 @@ def _refuse_whole_table(value: object, path: str) -> None:
 
 
 def _is_table_of_objects(value: dict[str, Any]) -> bool:
-    """Return True for ``{"0": {"prompt": …}}`` and ``{"prompt": {"0": …}}``."""
+    """Return True for ``{"0": {"prompt": …}}`` and ``{"prompt": {"0": …}}``.
+
+    pandas writes these with ``orient="index"`` and ``orient="columns"``, its default.
+    """
     members = [member for member in value.values() if member]
     if not members or not all(isinstance(member, dict) for member in members):
         return False
@@ -338,7 +370,12 @@ def _is_table_of_lists(value: dict[str, Any]) -> bool:
 
 
 class _JsonError(Exception):
-    """Text is not JSON, or not in UTF-8; `place` is in the text, and may be empty."""
+    """Text is not JSON, or not in UTF-8.
+
+    Args:
+        rule, found, remedy: parts of the message, see :func:`sentence`.
+        place: position in the text, e.g. ``column 7``; empty if it is not known.
+    """
 
     def __init__(self, rule: str, found: str, remedy: str, place: str = "") -> None:
         super().__init__(rule, found, remedy, place)
@@ -351,12 +388,13 @@ class _JsonError(Exception):
 def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> object:
     """Return the value of JSON text.
 
-    Lone surrogates, NaN and infinities are accepted: later rules decide about them.
+    Lone surrogates, NaN and infinities, which are no JSON, are accepted, and checked
+    when records are read.
 
     Args:
         data: the text, in UTF-8.
-        where: the place that errors name.
-        remedy: the end of errors.
+        where: place of the text in messages.
+        remedy: remedy in messages.
 
     Raises:
         InputError: the text is not JSON, or nested too deeply.
@@ -377,16 +415,21 @@ def _load_json(data: bytes, remedy: str) -> object:
             raise _nested_too_deeply() from None
         return _parse_strictly(data, remedy)
 
-    # orjson drops repeated names silently. To compare two counts is cheaper than to
-    # parse twice; they also differ if a text quotes JSON.
+    # orjson takes the last of repeated names silently. Comparing two counts is cheaper
+    # than parsing each text twice. They may differ without a repeated name, if a text
+    # quotes JSON or a space precedes a colon: then parsing strictly finds no error.
     if data.count(b'":') != _count_names(value):
         _parse_strictly(data, remedy)
     return value
 
 
 def _parse_strictly(data: bytes, remedy: str) -> object:
-    """Return the value of JSON text, as Python reads it; raise if a name has two
-    values.
+    """Return the value of JSON text by Python's own parser, which is slower.
+
+    It accepts NaN, infinities and lone surrogates.
+
+    Raises:
+        _JsonError: the text is not JSON, or an object has two values for one name.
     """
     build_object = partial(_object_of_pairs, remedy=remedy)
     try:
@@ -417,7 +460,11 @@ def _count_names(value: object) -> int:
 
 
 def _object_of_pairs(pairs: list[tuple[str, object]], remedy: str) -> dict[str, object]:
-    """Return an object; raise if one name has two values, as parsers take the last."""
+    """Return the object of these names and values.
+
+    Raises:
+        _JsonError: a name has two different values, of which parsers take the last.
+    """
     members: dict[str, object] = {}
     for name, value in pairs:
         # As texts: 1, 1.0 and true are equal in Python, and NaN is not equal to itself.
@@ -465,6 +512,7 @@ def _not_utf8(error: UnicodeDecodeError) -> _JsonError:
 
 
 def _describe(error: ValueError) -> str:
+    """Return the message of an error, with an excerpt of the text around it."""
     if not isinstance(error, json.JSONDecodeError):
         return str(error)
     excerpt = error.doc[max(0, error.pos - 10) : error.pos + 20]

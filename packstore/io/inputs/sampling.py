@@ -1,4 +1,9 @@
-"""Samples of the input: blocks from all over it, chosen by a seed."""
+"""Draws samples of the input: blocks from all over it, chosen by a seed.
+
+The input is cut into *runs* of neighbouring blocks, and one block of each run is drawn.
+As the length of the input is not known before its end, runs begin with one block, and
+two neighbouring runs are joined whenever the drawn blocks become too many.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +21,14 @@ B = TypeVar("B")
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Figures of a sample.
+    """Describes how a sample was drawn.
 
     Attributes:
         records: number of records in the sample.
-        total: records of the full input; None if only its start was read.
-        places: blocks or row groups; the records of each are neighbours.
-        run: neighbouring blocks behind each place, one of them drawn.
-        last_run: neighbouring blocks behind the last place.
+        total: number of records in the full input; None if only its start was read.
+        places: number of drawn blocks (or row groups of a dataset).
+        run: number of neighbouring blocks from which each of these was drawn.
+        last_run: the same for the last of them, whose run may be shorter.
         seed: seed of the draw.
     """
 
@@ -42,7 +47,7 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class _Draw(Generic[B]):
-    """A block, and its random number: the lowest of a run is drawn."""
+    """A block, and its random number: of a run, the block of the lowest is drawn."""
 
     number: int
     num_records: int
@@ -65,7 +70,7 @@ def sample_blocks(
     last. Only the drawn blocks are in memory.
 
     Args:
-        blocks: each block with the number of its records.
+        blocks: number of records of each block, and the block.
         records: maximum records of the sample, unless a single block has more.
         seed: random seed.
         report: called with the number of records read.
@@ -78,12 +83,16 @@ def sample_blocks(
     num_drawn = 0
     total = 0
     position = 0
-    for position, (size, block) in enumerate(blocks):
-        total += size
+    for position, (block_records, block) in enumerate(blocks):
+        total += block_records
         if report:
             report(total)
 
-        draw = _Draw(derive(seed, "sample", position), size, block)
+        draw = _Draw(
+            number=derive(seed, "sample", position),
+            num_records=block_records,
+            block=block,
+        )
         is_start_of_run = position % run == 0
         if not is_start_of_run:
             previous = draws.pop()
@@ -123,7 +132,7 @@ def head_blocks(
     """Take the first blocks of an input that may be endless.
 
     Args:
-        blocks: each block with the number of its records.
+        blocks: number of records of each block, and the block.
         records: number of records at which to stop, at least 1.
         seed: recorded as the seed of the sample.
 
@@ -134,9 +143,9 @@ def head_blocks(
     stream = iter(blocks)
     head: list[B] = []
     num_records = 0
-    for size, block in stream:
+    for block_records, block in stream:
         head.append(block)
-        num_records += size
+        num_records += block_records
         if num_records >= records:
             break
 

@@ -1,7 +1,10 @@
-"""Parquet and Arrow files as records.
+"""Reads Parquet and Arrow files as records.
 
 A file is read in batches, each cast to plain types and written as Arrow IPC bytes for
-the workers, which convert its rows to Python values.
+the workers, which convert its rows to Python values. *Plain types* are the types that
+Arrow slices cheaply and converts to Python values as JSON has them: no dictionaries,
+views or dates. A *dictionary* of a Parquet or Arrow column lists its distinct values
+once; rows hold numbers of these.
 """
 
 from __future__ import annotations
@@ -27,15 +30,15 @@ from packstore.io.inputs.hugging_face import class_labels
 from packstore.io.inputs.json_text import parse_json
 
 BATCH_ROWS = 1024
-"""Rows decoded at once."""
+"""Maximum number of rows decoded at once."""
 
 BATCH_BYTES = 1 << 30
-"""Maximum bytes of a batch's values in a column, if each is the longest of its
-dictionary.
+"""Maximum bytes of a decoded column of a batch in the worst case, that is, if each row
+has the longest value of its dictionary: a small file may name a long text many times.
 """
 
 MAX_FOOTER_BYTES = 1 << 26
-"""Maximum bytes of a file's footer: half a million column chunks."""
+"""Maximum bytes of a file's footer: enough for half a million column chunks."""
 
 _PARQUET_RULE = "must be a readable Parquet file"
 _ARROW_RULE = "must be a readable Arrow IPC file or stream"
@@ -47,15 +50,18 @@ _STREAM_MARK = b"\xff\xff\xff\xff"
 _PARQUET_MAGICS = (b"PAR1", b"PARE")
 """Last bytes of a Parquet file with a plain or an encrypted footer."""
 
-# Type and uncompressed size: the first two fields, always present, of a page header
-# (PageHeader in parquet.thrift of apache/parquet-format) in Thrift's compact protocol.
 _DICTIONARY_HEADER = re.compile(
     rb"\x15\x04\x15([\x80-\xff]{0,4}[\x00-\x7f])", re.DOTALL
 )
+"""Start of the header of a dictionary page, in Thrift's compact protocol: its type and
+its uncompressed size, the first two fields of ``PageHeader`` (``parquet.thrift`` of
+apache/parquet-format), which are always present. The group is the size.
+"""
 
 _JSON_MARK = {b"packstore": b"json"}
 """Metadata of a text field that holds JSON."""
 
+# Class of a list type -> function that makes such a type.
 _LIST_FACTORIES = {
     pa.ListType: pa.list_,
     pa.LargeListType: pa.large_list,
@@ -114,7 +120,7 @@ def _open_arrow(stream: BinaryIO, path: str) -> Any:
                 _require_small_footer(end[:4], path, _ARROW_RULE)
             return open_ipc_file(stream)
 
-        # Streams of old releases begin with the size of the schema at once.
+        # Streams of Arrow before 0.15 begin with the size of the schema, without mark.
         schema_size = head.removeprefix(_STREAM_MARK)[:4]
         _require_small_footer(schema_size, path, _ARROW_RULE)
         if not head:
@@ -134,7 +140,10 @@ def _ipc_options() -> pa.ipc.IpcReadOptions:
 
 
 def iterate_batches(reader: Any) -> Iterator[pa.RecordBatch]:
-    """Yield the record batches of a reader of a file or stream; none of None."""
+    """Yield the record batches of a reader of a file or stream.
+
+    `reader` None stands for an empty file.
+    """
     if reader is None:
         return
     if isinstance(reader, pa.ipc.RecordBatchFileReader):
@@ -165,6 +174,7 @@ def _read_parquet(stream: BinaryIO, path: str, options: ReadOptions) -> Iterator
 
 
 def _read_footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
+    """Read the footer of a Parquet file; raise if it is damaged, or too large."""
     with as_input_error(path, _PARQUET_RULE):
         end = _last_bytes(stream, 8)
         if end[4:] in _PARQUET_MAGICS:
@@ -173,9 +183,10 @@ def _read_footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
 
 
 def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
-    """Return the bytes of the largest dictionary of texts, an upper bound of a value.
+    """Return the bytes of the largest dictionary of texts in a file.
 
-    The bound is at least the size at which a batch has `BATCH_ROWS` rows.
+    No value of a dictionary is longer. Smaller dictionaries than the one for which a
+    batch may have :data:`BATCH_ROWS` rows count as that size.
     """
     largest = BATCH_BYTES // BATCH_ROWS
     for group_number in range(metadata.num_row_groups):
@@ -185,7 +196,8 @@ def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
             is_text = column.physical_type.endswith("BYTE_ARRAY")
             if not is_text or not column.has_dictionary_page:
                 continue
-            # All of the column, an upper bound, saves most reads of page headers.
+            # A dictionary is part of its column: a small column needs no further look,
+            # which saves most reads of page headers.
             if column.total_uncompressed_size > largest:
                 largest = max(largest, _dictionary_size(stream, column))
     return largest
@@ -214,7 +226,7 @@ def _require_small_footer(size: bytes, where: str, rule: str) -> None:
     """Raise if a footer or schema declares too many bytes for memory.
 
     Args:
-        size: its size, as stored.
+        size: the declared size, four bytes as stored (little-endian).
         where: place of the error.
         rule: the start of the broken rule.
     """
@@ -246,7 +258,8 @@ def _batch_pieces(
         batches: all batches of a file.
         path: the file's name in errors.
         block_bytes: maximum bytes of a piece of more than one row.
-        share_read: returns the share of the file that was read, after a number of rows.
+        share_read: returns the share of the file, 0..1, that was read by the time so
+            many rows (its argument) were.
     """
     first = 0
     share_before = 0.0
@@ -265,7 +278,10 @@ def _batch_pieces(
 
 
 def _halve(batch: pa.RecordBatch, block_bytes: int) -> Iterator[pa.RecordBatch]:
-    """Yield slices of at most `block_bytes`, or of one row."""
+    """Yield slices of at most `block_bytes`, or of one row.
+
+    A batch that is too large is halved, again and again.
+    """
     if batch.num_rows > 1 and batch.nbytes > block_bytes:
         middle = batch.num_rows // 2
         yield from _halve(batch.slice(0, middle), block_bytes)
@@ -299,7 +315,7 @@ def simplify_batch(batch: pa.RecordBatch, path: str) -> pa.RecordBatch:
         require_distinct_columns(batch.schema.names, path)
         batch = _name_class_labels(batch)
         batch = pa.record_batch(_StorageView(batch))
-        # Some types take several casts.
+        # Some types take several casts, e.g. a dictionary of views.
         schema = _plain_schema(batch.schema)
         while not batch.schema.equals(schema):
             batch = batch.cast(schema)
@@ -317,7 +333,7 @@ def _name_class_labels(batch: pa.RecordBatch) -> pa.RecordBatch:
         if not pa.types.is_integer(batch.schema.field(index).type):
             continue
         numbers = batch.column(index)
-        # -1 stands for no label: it takes the null behind the names.
+        # -1 stands for no label: take the null that is appended to the names.
         positions = pc.if_else(pc.equal(numbers, -1), len(label_names), numbers)
         labels = pa.array([*label_names, None]).take(positions)
         batch = batch.set_column(index, column, labels)
@@ -325,10 +341,12 @@ def _name_class_labels(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class _StorageView:
-    """A batch, seen as the storage types of its extension types.
+    """A batch whose extension types are replaced by their storage types.
 
-    Arrow's casts of nested extension types may read memory outside of their buffers, so
-    the types are replaced without a cast.
+    An extension type, such as ``arrow.json``, gives a name to values of another type,
+    its storage. Arrow's casts of nested extension types may read memory outside of
+    their buffers, so the types are replaced without a cast: ``pa.record_batch`` reads
+    this object by Arrow's C interface, and gets the arrays with another schema.
     """
 
     def __init__(self, batch: pa.RecordBatch) -> None:
@@ -405,7 +423,7 @@ def _with_fields(type_: Any, change: Callable[[pa.Field], pa.Field]) -> Any:
     return list_factory(change(type_.value_field))
 
 
-# Rows: Python values, with JSON parsed and absent members of structs left out
+# Rows: Python values, with JSON parsed, and without null members of structs
 
 
 def rows_of(batch: pa.RecordBatch, where: str) -> list[object]:
@@ -440,7 +458,9 @@ def _conversion(field: pa.Field, column: pa.Array, where: str) -> Conversion | N
 
 def _json_conversion(where: str) -> Conversion:
     def convert(text: str | None) -> object:
-        return text and parse_json(text.encode(), where)
+        if not text:  # null, or no text
+            return text
+        return parse_json(text.encode(), where)
 
     return convert
 
@@ -448,7 +468,7 @@ def _json_conversion(where: str) -> Conversion:
 def _struct_conversion(
     type_: pa.StructType, column: pa.Array, where: str
 ) -> Conversion | None:
-    conversions = {}
+    conversions = {}  # name of a member -> conversion of its values
     has_nulls = False
     for index, field in enumerate(type_):
         member = column.field(index)
@@ -462,7 +482,7 @@ def _struct_conversion(
     def convert(struct: dict[str, Any] | None) -> dict[str, Any] | None:
         if not struct:
             return struct
-        # Arrow gives all structs of a column the same members: null stands for absent.
+        # All structs of a column have the same members: null stands for an absent one.
         members = {name: value for name, value in struct.items() if value is not None}
         for name in conversions.keys() & members.keys():
             members[name] = conversions[name](members[name])
