@@ -1,4 +1,4 @@
-"""Export datasets as files of other trainers; see ``README.md``."""
+"""Exports datasets as files of other trainers; see ``README.md``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Exported:
 
     Attributes:
         files: URLs of the files, without secrets.
-        facts: name -> value, to be printed.
+        facts: label -> value, to be printed, e.g. the number of rows.
     """
 
     files: list[str]
@@ -46,7 +46,8 @@ class Exporter:
         out_name, out_help: name of the destination on the command line, and its help.
         kind: kind of the datasets that the format can hold.
         options: class of the options.
-        run: ``(dataset, place, options, progress)`` -> the result.
+        run: ``(dataset, place, options, progress)`` -> the result; writes the files at
+            the location `place`.
     """
 
     help: str
@@ -84,7 +85,8 @@ def export(
         out: path or URL of the file or folder to write.
         storage_options: passed to the fsspec filesystems of `dataset` and `out`.
         progress: called with the progress.
-        options: options of the format.
+        options: fields of the format's options, e.g. of
+            :class:`packstore.exchange.megatron.MegatronOptions`.
 
     Raises:
         CompatibilityError: the format cannot hold such a dataset.

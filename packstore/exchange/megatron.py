@@ -1,21 +1,25 @@
-"""Megatron-Bridge's packed Parquet for supervised fine-tuning, and its metadata.
+"""Exports packed Parquet for supervised fine-tuning by Megatron-Bridge.
 
 The rules were read in NVIDIA-NeMo/Megatron-Bridge at commit 067f987 (2026-08-22):
 ``src/megatron/bridge/data/packing/`` (``parquet.py`` and ``gpt_sft.py``, which read the
 files, ``offline.py`` and ``algorithms.py``, which write them) and
 ``docs/training/packed-sequences.md``.
 
-- A row holds whole sequences. The reader splits each into inputs (all tokens but the
-  last) and targets (all but the first), so a sequence of L tokens occupies L - 1.
+- A row holds whole sequences. The reader (Megatron-Bridge) splits each into inputs (all
+  tokens but the last) and targets (all but the first), so a sequence of L tokens
+  *occupies* L - 1 tokens of a row.
 - `loss_mask` belongs to the inputs: it is 1 where the *next* token of the sequence is
   supervised.
 - `seq_start_id` holds the start of each sequence, without the end of the last.
 - With context or sequence parallelism, the size of each sequence must be a multiple of
   `pad_seq_to_mult`: sequences are padded with EOS. The reader treats all EOS at the end
   of the inputs as padding.
-- The metadata is a JSON list with one object. With `pad_cu_seqlens` (static shapes for
-  CUDA graphs) the reader takes from it the maximum number of sequences in a row, the
-  longest sequence and the shortest row.
+- The metadata, a file of its own, is a JSON list with one object. With `pad_cu_seqlens`
+  (static shapes for CUDA graphs) the reader takes from it the maximum number of
+  sequences in a row, the longest sequence and the shortest row.
+
+The dataset is of kind ``sft``, so each example is one sequence. A row is a pack, unless
+padding makes it too long.
 """
 
 from __future__ import annotations
@@ -104,6 +108,8 @@ class MegatronOptions(ExportOptions):
     def parallel_multiple(self) -> int:
         """The multiple that the parallelism requires.
 
+        It is the least common multiple of 2 * context_parallel (if context_parallel is
+        above 1) and context_parallel * tensor_parallel (with sequence_parallel).
         Source: ``docs/training/packed-sequences.md`` of Megatron-Bridge.
         """
         context_multiple = 1
@@ -116,7 +122,7 @@ class MegatronOptions(ExportOptions):
 
     @property
     def multiple(self) -> int:
-        """The multiple in effect."""
+        """The multiple to which sequences are padded; 1: they are not padded."""
         return self.pad_seq_to_mult or self.parallel_multiple
 
 
@@ -127,7 +133,9 @@ def _export(
         raise ConfigError(
             sentence(dataset.url, rule="must hold at least one pack", found="none")
         )
-    earlier_files = [entry.name for entry in place.files() if _is_ours(entry.name)]
+    earlier_files = [
+        entry.name for entry in place.files() if _is_export_file(entry.name)
+    ]
     if earlier_files and not options.overwrite:
         raise exists_error(place, f"{earlier_files[0]} in it")
 
@@ -159,14 +167,15 @@ def _export(
     )
 
 
-def _is_ours(name: str) -> bool:
-    """Return True for the name of a file that an export writes."""
+def _is_export_file(name: str) -> bool:
+    """Return True for the name of a file that this export writes."""
     return name == METADATA or fnmatchcase(name, "packed_*-*.idx.parquet")
 
 
 def _facts(
     figures: Figures, place: Location, pack_size: int, options: MegatronOptions
 ) -> dict[str, object]:
+    """Return counts, and the settings with which Megatron-Bridge reads the files."""
     data_path = place.join(f"packed_{pack_size}-*.idx.parquet").display
     return {
         "rows": figures.rows,
@@ -191,10 +200,10 @@ def _publish(
     files: Mapping[str, str],
     earlier_files: Sequence[str],
 ) -> None:
-    """Replace the files of an earlier export.
+    """Move or upload new files to `place`, and remove those of an earlier export.
 
     The earlier metadata is removed first, and the new metadata written last: metadata
-    always mark a complete export.
+    always mark a complete export. After an error, none of the new files stay.
 
     Args:
         files: name -> local path, the metadata last.
@@ -218,7 +227,12 @@ def _publish(
 
 
 def _row_size(dataset: Dataset, options: MegatronOptions) -> int:
-    """Return the maximum tokens per row, a multiple that holds the longest sequence."""
+    """Return the maximum tokens per row.
+
+    Raises:
+        ConfigError: it is no multiple of the padding, or the longest sequence, padded,
+            does not fit.
+    """
     size = options.pack_size or dataset.manifest.pack_size
     multiple = options.multiple
     if size % multiple:
@@ -237,6 +251,7 @@ def _row_size(dataset: Dataset, options: MegatronOptions) -> int:
 
 
 def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
+    """Return the token id of padding: as set, else EOS of the dataset's tokenizer."""
     if options.pad_id is not None:
         return options.pad_id
     tokenizer = dataset.manifest.provenance.get("tokenizer") or {}
@@ -257,28 +272,40 @@ def _pad_id(dataset: Dataset, options: MegatronOptions) -> int:
 
 @dataclass
 class Figures:
-    """Sums over the rows written, in tokens that rows occupy."""
+    """Counts of the rows that are written.
+
+    Sizes are tokens that sequences occupy in rows: inputs and padding.
+
+    Attributes:
+        rows: number of rows.
+        sequences: number of sequences.
+        tokens: size of all rows.
+        padding: number of padding tokens.
+        longest_sequence: size of the longest sequence.
+        max_sequences: maximum number of sequences in a row.
+        shortest_row: size of the shortest row.
+        moved_sequences: number of sequences that, once padded, did not fit the row of
+            their pack.
+        hidden: number of supervised tokens that the reader treats as padding.
+    """
 
     rows: int = 0
     sequences: int = 0
     tokens: int = 0
     padding: int = 0
-    """Tokens of padding."""
     longest_sequence: int = 0
     max_sequences: int = 0
-    """Maximum number of sequences in a row."""
-    shortest_row: int = 2**31
+    shortest_row: int = 2**31  # above any size
     moved_sequences: int = 0
-    """Sequences that did not fit the row of their pack, once padded."""
     hidden: int = 0
-    """Supervised tokens that the reader treats as padding."""
 
     def add(self, sizes: Int64, row_offsets: Int64) -> None:
         """Add rows.
 
         Args:
-            sizes: `[S]`, tokens that each sequence occupies.
-            row_offsets: `[R + 1]`, the first sequence of each row, and the end.
+            sizes: int64 `[S]`, tokens that each sequence occupies.
+            row_offsets: int64 `[R + 1]`; row r has the sequences
+                ``row_offsets[r]:row_offsets[r + 1]``.
         """
         row_sizes = np.add.reduceat(sizes, row_offsets[:-1])
         most_sequences = int(np.diff(row_offsets).max())
@@ -304,7 +331,11 @@ class Figures:
 def _write_files(
     batches: Iterator[pa.RecordBatch], staging: Staging, stem: str
 ) -> dict[str, str]:
-    """Write each batch as a row group; return the local path of each file, by name."""
+    """Write each batch as a row group.
+
+    Returns:
+        Name of each file -> its local path.
+    """
     files: dict[str, str] = {}
     batch = next(batches, None)
     while batch is not None:
@@ -330,6 +361,11 @@ class RowMaker:
 
     Padding can make the sequences of a pack too long for one row. Those that do not fit
     wait until they fill rows of their own.
+
+    Args:
+        pack_size: maximum tokens that the sequences of a row occupy.
+        multiple: multiple to which each sequence is padded.
+        pad_id: token id of padding.
     """
 
     def __init__(self, pack_size: int, multiple: int, pad_id: int) -> None:
@@ -347,6 +383,7 @@ class RowMaker:
         num_waiting = self._waiting.num_examples
         if num_waiting:
             sizes = self._sizes(self._waiting)
+            # They fit one row: fuller ones have been written.
             yield self._batch(self._waiting, sizes, rows=[list(range(num_waiting))])
 
     def _convert(self, packs: Packs) -> pa.RecordBatch:
@@ -358,7 +395,7 @@ class RowMaker:
         examples = Examples.concat([self._waiting, new_examples])
         sizes = self._sizes(examples)
 
-        rows = []
+        rows: list[list[int]] = []  # indices of `examples`
         waiting = list(range(num_waiting))
         offsets = (packs.example_offsets + num_waiting).tolist()
         for first, stop in pairwise(offsets):
@@ -374,7 +411,12 @@ class RowMaker:
     def _split(
         self, sequences: Iterable[int], sizes: Int64
     ) -> tuple[list[int], list[int]]:
-        """Return the sequences that fit one row, taken in order, and the others."""
+        """Return the sequences that fit one row, taken in order, and the others.
+
+        Args:
+            sequences: indices of sequences.
+            sizes: int64 `[S]`, tokens that each sequence occupies.
+        """
         row = []
         overflow = []
         room = self._pack_size
@@ -387,7 +429,10 @@ class RowMaker:
         return row, overflow
 
     def _next_fit(self, sequences: Iterable[int], sizes: Int64) -> list[list[int]]:
-        """Return rows of sequences in order; the last one may have room."""
+        """Return rows of sequences in order; the last one may have room.
+
+        Arguments: see :meth:`_split`.
+        """
         rows: list[list[int]] = [[]]
         room = self._pack_size
         for i in sequences:
@@ -405,10 +450,10 @@ class RowMaker:
         if self._multiple == 1:
             return sizes
 
-        # The reader treats all EOS at the end of the inputs as padding. Some templates
-        # end a turn with EOS and a line break: then EOS is the last input, and is read
-        # only if the line break becomes an input too. So a sequence that needs no
-        # padding gets some.
+        # The reader treats all EOS at the end of the inputs as padding, and inputs lack
+        # the last token. Some templates end a turn with EOS and a line break: then EOS
+        # is the last input, and lost as padding, unless the line break becomes an input
+        # behind it. Padding does that, so a sequence that needs none gets some.
         last = examples.sequence_offsets[1:] - 1
         is_eos = examples.input_ids == self._pad_id
         continues = ~is_eos[last] & examples.supervised[last]
@@ -420,8 +465,12 @@ class RowMaker:
     def _batch(
         self, examples: Examples, sizes: Int64, rows: list[list[int]]
     ) -> pa.RecordBatch:
-        """Return rows of the sequences with these indices, in Megatron-Bridge's
-        columns.
+        """Return rows in Megatron-Bridge's columns, and count them.
+
+        Args:
+            examples: sequences, one per example.
+            sizes: int64 `[S]`, tokens that each sequence occupies.
+            rows: for each row the indices of its sequences.
         """
         order = np.array([i for row in rows for i in row], np.int64)
         row_offsets = to_offsets(np.array([len(row) for row in rows]))
@@ -429,8 +478,9 @@ class RowMaker:
         sizes = sizes[order]
         lengths = examples.lengths.astype(np.int64)
 
-        offsets = to_offsets(sizes + 1)  # of the stored tokens, inputs and last target
-        places = range_indices(offsets[:-1], lengths)
+        # Stored are the inputs, the padding, and one more token, the last target.
+        offsets = to_offsets(sizes + 1)  # [S + 1]
+        places = range_indices(offsets[:-1], lengths)  # of tokens that are no padding
         ids = np.full(offsets[-1], self._pad_id, np.int32)
         ids[places] = examples.input_ids
         mask = np.zeros(offsets[-1], np.int8)
@@ -465,7 +515,15 @@ def _lists(values: Any, offsets: Int64, column: str) -> pa.ListArray:
 
 
 def _is_hidden(ids: Int32, offsets: Int64, pad_id: int) -> Bool:
-    """Return bool `[N]`: True after the last input of a sequence that is not EOS."""
+    """Return the tokens that the reader treats as padding: bool `[N]`.
+
+    In each sequence, these are all tokens after the last input that is not EOS.
+
+    Args:
+        ids: int32 `[N]`, stored tokens of all sequences.
+        offsets: int64 `[S + 1]`, the sequences in `ids`.
+        pad_id: token id of EOS.
+    """
     is_input = np.ones(len(ids), np.bool_)
     is_input[offsets[1:] - 1] = False
     real_inputs = np.where((ids != pad_id) & is_input, np.arange(len(ids)), -1)

@@ -1,8 +1,12 @@
-"""NeMo-Aligner's packed DPO file: ``numpy.save`` of an array of dicts of lists.
+"""Exports NeMo-Aligner's packed DPO file: ``numpy.save`` of an array of dicts of lists.
 
 It is read with ``numpy.load`` by `DPOPackedDataset` (NVIDIA/NeMo-Aligner,
-``nemo_aligner/data/nlp/datasets.py``) with ``data.data_impl: packed_jsonl``. Rows are
-written one by one, so memory is bounded here; the reader loads the whole file.
+``nemo_aligner/data/nlp/datasets.py``) with ``data.data_impl: packed_jsonl``.
+
+Such a file is the header of an array, and one pickle of all its rows. ``numpy.save``
+would need all rows in memory, so the pickle is written piece by piece: opcodes that
+rebuild the array and begin a list, the rows, and opcodes that end both (opcodes:
+``pickletools.opcodes`` of Python).
 """
 
 from __future__ import annotations
@@ -27,6 +31,15 @@ PICKLE_PROTOCOL = 3
 
 PICKLE_HEADER = b"\x80\x03"
 """Opcode and number of the protocol, which begin every pickle."""
+
+_MARK = b"("
+"""Opcode: the values up to the next append belong together."""
+
+_APPENDS = b"e"
+"""Opcode: append the values since the last mark to the list."""
+
+_END_OF_ARRAY = b"tb."
+"""Opcodes: the list completes the state of the array; set it; stop."""
 
 BATCH = 1000
 """Rows between two marks, as in Python's own pickler."""
@@ -70,18 +83,21 @@ def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
             packs = convert(packs, "concat")
         for i in range(len(packs)):
             if num_rows % BATCH == 0:
-                file.write(b"e(" if num_rows else b"(")
+                if num_rows > 0:
+                    file.write(_APPENDS)
+                file.write(_MARK)
             file.write(_pickled_row(packs.row(i)))
             num_rows += 1
         longest = max(longest, int(np.diff(packs.token_offsets).max()))
         progress("export", num_rows, len(dataset), "packs")
-    if num_rows:
-        file.write(b"e")
-    file.write(b"tb.")
+    if num_rows > 0:
+        file.write(_APPENDS)
+    file.write(_END_OF_ARRAY)
     return longest
 
 
 def _pickled_row(pack: Packs) -> bytes:
+    """Return the opcodes of one pack as a dict of lists."""
     row = {name: getattr(pack, name).tolist() for name in COLUMNS}
     return _without_header_and_stop(pickle.dumps(row, PICKLE_PROTOCOL))
 
@@ -89,7 +105,9 @@ def _pickled_row(pack: Packs) -> bytes:
 def _array_header(num_rows: int) -> bytes:
     """Return the bytes before the rows of an array of objects.
 
-    They are in the form of numpy 1, which numpy 2 reads, too.
+    They are in the form of numpy 1, which numpy 2 reads, too: the header, then the
+    opcodes of ``_reconstruct(ndarray, (0,), b"b")``, and of the start of its state,
+    ``(1, (num_rows,), dtype("O8"), False, [``.
     """
     header = io.BytesIO()
     np.lib.format.write_array_header_1_0(
