@@ -236,7 +236,12 @@ def _open_base(
             raise
         place = display(os.fspath(dataset))
         raise ConfigError(
-            sentence(place, rule, f"one in {swapped.url}", "Swap them")
+            sentence(
+                where=place,
+                rule=rule,
+                found=f"one in {swapped.url}",
+                remedy="Swap them",
+            )
         ) from None
 
 
@@ -312,7 +317,7 @@ def _check_adjustable(base: Dataset, settings: Mapping[str, Any]) -> None:
         if answer not in ("drop", "error"):
             rule = "append packs as the dataset does: "
             rule += f"on, {reason}, may be drop or error"
-            raise ConfigError(sentence(base.url, rule, quote(answer)))
+            raise ConfigError(sentence(where=base.url, rule=rule, found=quote(answer)))
 
 
 def _recorded_settings(base: Dataset) -> dict[str, Any]:
@@ -328,7 +333,9 @@ def _recorded_settings(base: Dataset) -> dict[str, Any]:
         rule = "append packs with the settings of the dataset, so all must be known"
         names = ", ".join(repr(name) for name in unknown_names)
         remedy = "Append with the version of packstore that made it"
-        raise ConfigError(sentence(base.url, rule, names, remedy))
+        raise ConfigError(
+            sentence(where=base.url, rule=rule, found=names, remedy=remedy)
+        )
 
     # The number of partitions follows from the bytes of the new records. The name of an
     # adapter is not taken from a manifest, because a forged one would make append run

@@ -205,7 +205,11 @@ def require_path(value: object, where: str, rule: str) -> None:
         rule: the rule of the message.
     """
     if not isinstance(value, str | os.PathLike):
-        raise ConfigError(sentence(where, rule, type(value).__name__, "Swap them"))
+        raise ConfigError(
+            sentence(
+                where=where, rule=rule, found=type(value).__name__, remedy="Swap them"
+            )
+        )
 
 
 def pack_into(
@@ -322,7 +326,12 @@ def _refuse_among_inputs(job: WriteJob, inputs: Iterable[Location]) -> None:
         rule = "a dataset needs a folder without its inputs"
         remedy = "Name another folder for it, e.g. one below this one"
         raise DatasetExistsError(
-            sentence(job.location.display, rule, neighbours[0], remedy)
+            sentence(
+                where=job.location.display,
+                rule=rule,
+                found=neighbours[0],
+                remedy=remedy,
+            )
         )
 
 
@@ -528,7 +537,12 @@ def _commit(
     records = count_records(totals.tally_for_split(split))
     provenance = totals.provenance(split)
     manifest = build_manifest(
-        packing.shape, config, shards, records, planning, provenance
+        packing.shape,
+        config,
+        shards,
+        records=records,
+        planning=planning,
+        provenance=provenance,
     )
 
     # The pack index has the sizes of all packs, after the packs that it appends to.

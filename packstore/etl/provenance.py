@@ -170,7 +170,7 @@ def find_committed(
 
     reader = open_source()
     for split, dataset in existing.items():
-        provenance = provenance_of(reader, split, config, [])
+        provenance = provenance_of(reader, split, config, sources=[])
         _refuse_another(dataset, provenance, ignore=("sources", "lineage"))
     if isinstance(reader, RecordExampleReader):
         if len(existing) < len(locations) and not reader.inputs:
@@ -180,7 +180,8 @@ def find_committed(
             raise _exists_error(first, " (only one part of two)")
         reader.read_through()
     for split, dataset in existing.items():
-        _refuse_another(dataset, provenance_of(reader, split, config, None))
+        provenance = provenance_of(reader, split, config, sources=None)
+        _refuse_another(dataset, provenance)
         dataset.require_files()
     return existing
 

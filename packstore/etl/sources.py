@@ -265,7 +265,9 @@ def _detect_kind(
     remedy = first_refusal.spell_remedy(door, config)
     remedy += f", or say the kind of the others ({kind_flag})"
     rule = REASONS[first_refusal.reason].rule
-    raise RecordError(sentence(place, rule, first_refusal.detail, remedy))
+    raise RecordError(
+        sentence(where=place, rule=rule, found=first_refusal.detail, remedy=remedy)
+    )
 
 
 def _read_first_blocks(
@@ -407,8 +409,8 @@ class RecordExampleReader:
             self.tokenizer,
             self._config,
             self.kind,
-            lint,
-            self._adapter,
+            lint=lint,
+            adapter=self._adapter,
             first_place=first_place,
         )
         watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
@@ -598,7 +600,9 @@ class DatasetExampleReader:
             if config.on["overlong"] == "error":
                 rule = f"an example must fit pack_size {config.pack_size}"
                 remedy = "Raise pack_size or max_length"
-                raise RecordError(sentence(place, rule, detail, remedy))
+                raise RecordError(
+                    sentence(where=place, rule=rule, found=detail, remedy=remedy)
+                )
             tally.drop("overlong", place, detail)
         return examples.take(np.flatnonzero(fits))
 
@@ -652,7 +656,7 @@ def _require_repackable(dataset: Dataset, config: PackConfig) -> None:
     kind = dataset.manifest.kind
     if config.kind not in ("auto", kind):
         rule = f"kind must be auto or that of the dataset, {kind}"
-        raise ConfigError(sentence(dataset.url, rule, config.kind))
+        raise ConfigError(sentence(where=dataset.url, rule=rule, found=config.kind))
 
 
 ExampleReader = RecordExampleReader | DatasetExampleReader

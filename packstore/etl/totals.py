@@ -221,7 +221,12 @@ class RecordTotals(ProgressCounter):
             if self._sources.setdefault(ordinal, source) != source:
                 rule = "must stay as it is while it is packed"
                 raise InputError(
-                    sentence(source["path"], rule, "that it changed", "Run it again")
+                    sentence(
+                        where=source["path"],
+                        rule=rule,
+                        found="that it changed",
+                        remedy="Run it again",
+                    )
                 )
         self._remaining_partitions -= 1
         if self._remaining_partitions == 0:
@@ -448,7 +453,7 @@ def _check_drops(tally: Tally, config: PackConfig, kind: str, job: WriteJob) -> 
     other_drops = tally.dropped - counted_drops
     if other_drops:
         drops += f", beside {_listed(other_drops)}, which do not count"
-    raise DropRateError(sentence("input", rule, drops, remedy))
+    raise DropRateError(sentence(where="input", rule=rule, found=drops, remedy=remedy))
 
 
 def _remedy_for_drops(dropped: Counter[str], kind: str, job: WriteJob) -> str:

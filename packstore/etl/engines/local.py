@@ -97,7 +97,9 @@ def run(
         contextlib.closing(_ProcessPool(work, threads, max_workers)) as processes,
     ):
         if num_workers is None and getattr(work, "in_threads", False):
-            yield from in_order(processes.submit_here, items, 2 * max_workers)
+            yield from in_order(
+                processes.submit_here, items, max_pending=2 * max_workers
+            )
         else:
             seconds_alone = getattr(work, "seconds_alone", 0.0)
             if max_workers == 1:
@@ -123,7 +125,7 @@ def _run_in_processes(
             remaining_items = itertools.chain([item], remaining_items)
             break
         yield processes.work_here(item)
-    yield from in_order(processes.submit, remaining_items, 2 * max_workers)
+    yield from in_order(processes.submit, remaining_items, max_pending=2 * max_workers)
 
 
 def prepare() -> None:

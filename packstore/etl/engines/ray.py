@@ -46,7 +46,9 @@ def run(
         task: Any = ray.remote(_work_on).options(max_retries=MAX_RETRIES, num_cpus=1)
         submit = partial(task.remote, shared_work)
         cancel = partial(ray.cancel, force=True)
-        yield from in_order(submit, items, 2 * max_tasks, _result_of, cancel)
+        yield from in_order(
+            submit, items, max_pending=2 * max_tasks, result=_result_of, cancel=cancel
+        )
     finally:
         if starts_ray:
             # A worker of this call would keep its tokenizer in memory.
@@ -71,7 +73,9 @@ def _cluster_cores() -> int:
 def _start_error(error: Exception) -> PackstoreError:
     rule = "must start, or be reached (RAY_ADDRESS)"
     remedy = "Set engine local, or see its logs"
-    return PackstoreError(sentence("Ray", rule, str(error), remedy))
+    return PackstoreError(
+        sentence(where="Ray", rule=rule, found=str(error), remedy=remedy)
+    )
 
 
 def _result_of(task: Any) -> Any:

@@ -78,7 +78,12 @@ class SpilledPartition:
         self.spills = [Spill() for _ in split_names(config)]
         self.versions: dict[int, str] = {}
         self._config = config
-        self._select = Selection(config, assignment.duplicate_ids, paths, stored_keys)
+        self._select = Selection(
+            config,
+            duplicate_ids=assignment.duplicate_ids,
+            paths=paths,
+            stored_keys=stored_keys,
+        )
         self._tally = Tally()
         self._sources: dict[int, dict[str, Any]] = {}
         self._rejects: list[bytes] = []

@@ -122,11 +122,21 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
     problems += [(event, count) for event, count in events if event in PROBLEMS]
     remarks = [(event, count) for event, count in events if event not in PROBLEMS]
     for check, count in problems:
-        meaning = _meaning_of(check)
-        yield Finding(check, "problem", meaning, count, tuple(places[check]))
+        yield Finding(
+            check,
+            level="problem",
+            text=_meaning_of(check),
+            records=count,
+            examples=tuple(places[check]),
+        )
     for check, count in remarks:
-        meaning = _meaning_of(check)
-        yield Finding(check, "remark", meaning, count, tuple(places[check]))
+        yield Finding(
+            check,
+            level="remark",
+            text=_meaning_of(check),
+            records=count,
+            examples=tuple(places[check]),
+        )
 
     for name in sorted(tally.unused):
         check = f"field_not_used: {name}"

@@ -76,8 +76,8 @@ def doctor(
         tokenizer,
         config,
         storage_options or {},
-        BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES,
-        loaded_adapter,
+        block_bytes=BLOCK_BYTES if sample is None else SAMPLE_BLOCK_BYTES,
+        adapter=loaded_adapter,
     )
     if sample is not None:
         _draw_sample(reader, sample, config.seed, progress)
@@ -151,8 +151,8 @@ def estimate(
         tokenizer,
         base if truncates else _without_limits(base),
         storage_options or {},
-        SAMPLE_BLOCK_BYTES,
-        loaded_adapter,
+        block_bytes=SAMPLE_BLOCK_BYTES,
+        adapter=loaded_adapter,
     )
     sampling = _draw_sample(reader, sample, base.seed, progress)
     total = max(sampling.total or sampling.records, records or 0)
@@ -163,7 +163,14 @@ def estimate(
     if not report.tally.kept:
         rule = "at least one record of the sample must be usable"
         remedy = "Correct the records, or the settings that read them"
-        raise InputError(sentence("input", rule, describe_drops(report.tally), remedy))
+        raise InputError(
+            sentence(
+                where="input",
+                rule=rule,
+                found=describe_drops(report.tally),
+                remedy=remedy,
+            )
+        )
 
     choices: list[Choice] = []
     for combination in configs:
@@ -214,13 +221,15 @@ def dry_run(
         tokenizer,
         read_config,
         source_options or {},
-        SAMPLE_BLOCK_BYTES,
-        loaded_adapter,
+        block_bytes=SAMPLE_BLOCK_BYTES,
+        adapter=loaded_adapter,
     )
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
     projection = Projection(sampling, total, [config.layout], config.pad_to_multiple)
-    report = _read(reader, read_config, progress, projection, should_lint)
+    report = _read(
+        reader, read_config, progress, projection=projection, should_lint=should_lint
+    )
     choice = projection.choice(config, BatchConfig())
     report = replace(report, sample=sampling, scale=projection.scale, choices=[choice])
 
@@ -261,10 +270,16 @@ def _values_of(
 ) -> Sequence[Any]:
     """Return the values of a setting to combine."""
     if requested is not None and not requested:
-        raise ConfigError(sentence(f"values of {name}", "must be at least one", "none"))
+        raise ConfigError(
+            sentence(
+                where=f"values of {name}", rule="must be at least one", found="none"
+            )
+        )
     if name in settings and requested is not None:
         conflict = f"{settings[name]!r}, and {list(requested)} to try"
-        raise ConfigError(sentence(f"setting {name}", "must be given once", conflict))
+        raise ConfigError(
+            sentence(where=f"setting {name}", rule="must be given once", found=conflict)
+        )
     if name in settings:
         return (settings[name],)
     return defaults if requested is None else requested
@@ -275,7 +290,11 @@ def _draw_sample(
 ) -> Sampling:
     """Reduce the source of a reader to a sample."""
     if sample < 1:
-        raise ConfigError(sentence("setting sample", "must be at least 1", str(sample)))
+        raise ConfigError(
+            sentence(
+                where="setting sample", rule="must be at least 1", found=str(sample)
+            )
+        )
     if progress is None:
         return reader.sample(sample, seed)
 

@@ -185,7 +185,11 @@ class InputReader:
         if not any(source["records"] for source in self.sources):
             where = ", ".join(source["path"] for source in self.sources)
             raise InputError(
-                sentence(where, "must hold at least one record", "no records")
+                sentence(
+                    where=where,
+                    rule="must hold at least one record",
+                    found="no records",
+                )
             )
 
     def read_file(self, item: Input) -> Iterator[Block]:
@@ -410,7 +414,14 @@ def _list_files(location: Location) -> list[tuple[str, Location]]:
             "; of a dataset on the Hugging Face hub, give "
             f"hf://datasets/{location.url}/FILES"
         )
-    raise InputError(sentence(location.display, "must exist", "no such file", remedy))
+    raise InputError(
+        sentence(
+            where=location.display,
+            rule="must exist",
+            found="no such file",
+            remedy=remedy,
+        )
+    )
 
 
 def _is_pattern(url: str) -> bool:

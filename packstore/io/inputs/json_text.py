@@ -297,7 +297,7 @@ class _Window:
             excerpt = self._text[self._start : self._start + 20]
             problem = quote(excerpt) if excerpt else "the end"
         where = f"{self.path}, item {self._item}"
-        return refusal(where, rule, problem, _FILE_REMEDY)
+        return refusal(where=where, rule=rule, found=problem, remedy=_FILE_REMEDY)
 
 
 def _refuse_wrapper(value: object, path: str) -> None:
@@ -404,7 +404,9 @@ def parse_json(data: bytes, where: str, remedy: str = "Correct the text") -> obj
     except _JsonError as error:
         if error.place:
             where = f"{where}, {error.place}"
-        raise refusal(where, error.rule, error.found, error.remedy) from None
+        raise refusal(
+            where=where, rule=error.rule, found=error.found, remedy=error.remedy
+        ) from None
 
 
 def _load_json(data: bytes, remedy: str) -> object:
@@ -521,18 +523,18 @@ def _describe(error: ValueError) -> str:
 
 def _nesting_error(where: str) -> InputError:
     cause = _nested_too_deeply()
-    return refusal(where, cause.rule, cause.found, cause.remedy)
+    return refusal(where=where, rule=cause.rule, found=cause.found, remedy=cause.remedy)
 
 
 def encoding_error(error: UnicodeDecodeError, where: str) -> InputError:
     """Return the error for a file that is not in UTF-8."""
     cause = _not_utf8(error)
-    return refusal(where, cause.rule, cause.found, cause.remedy)
+    return refusal(where=where, rule=cause.rule, found=cause.found, remedy=cause.remedy)
 
 
 def refusal(where: str, rule: str, found: str, remedy: str = "") -> InputError:
     """Return the error for text that breaks a rule."""
-    return InputError(sentence(where, rule, found, remedy))
+    return InputError(sentence(where=where, rule=rule, found=found, remedy=remedy))
 
 
 JSONL = Format(unit="line", read=_read_lines, parse=_parse_lines)
