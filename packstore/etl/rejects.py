@@ -1,7 +1,7 @@
 """Writes the file of dropped records (setting `rejects`): a JSON line for each.
 
-Lines are in the order of the input. Workers compress the lines of their blocks, so that
-the notes of partitions can hold them.
+Lines are in the order of the input. They are compressed block by block, so that the
+notes of partitions can hold them.
 """
 
 from __future__ import annotations

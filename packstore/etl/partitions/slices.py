@@ -1,10 +1,10 @@
 """Assigns blocks of an input to partitions, and reads them and their keys.
 
-A *block* is a run of consecutive records of one file, some MB long. A *slice* is every
-m-th block of a file, e.g. the blocks 2, 7, 12, … for m = 5. A partition has slices of
-files from all over the input, as real data is often sorted. The choice follows from the
-sizes of the inputs and the number of partitions, so every machine reads the same
-blocks.
+A *block* is a run of consecutive records of one file, about 2 MB or less. A *slice* is
+every m-th block of a file, e.g. the blocks 2, 7, 12, … for m = 5. A partition has
+slices of files from all over the input, as real data is often sorted. The choice
+follows from the sizes of the inputs and the number of partitions, so every machine
+reads the same blocks.
 """
 
 from __future__ import annotations
