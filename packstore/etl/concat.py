@@ -87,7 +87,7 @@ def append(
         storage_options, source_storage_options, progress: see :func:`packstore.pack`.
         settings: fields of ``RunConfig``, `partitions` (of the new records), `fields`,
             `dedup` and `on`; the dataset decides all others. Answers of `on` are added
-            to those of the dataset. ``dedup="pair"`` reads the packs of the dataset,
+            to the dataset's answers. ``dedup="pair"`` reads the packs of the dataset,
             and leaves out records that it has.
 
     Raises:
@@ -312,7 +312,7 @@ def _check_adjustable(base: Dataset, settings: Mapping[str, Any]) -> None:
             rule = "append packs with the settings of the dataset, "
             rule += f"so {name} must be left out"
             raise ConfigError(sentence(base.url, rule))
-    # Any other answer, e.g. to truncate, packs records unlike those of the dataset.
+    # Any other answer, e.g. to truncate, packs records unlike the dataset's.
     for reason, answer in settings.get("on", {}).items():
         if answer not in ("drop", "error"):
             rule = "append packs as the dataset does: "

@@ -44,8 +44,8 @@ class Selection:
             pass over the input; None: there was none, so an example is a duplicate if
             an earlier one has the same key, or `stored_keys` has it.
         paths: ordinal of an input -> its path, for the places of duplicates.
-        stored_keys: uint64 `[n]`, keys of the examples of a dataset to which records
-            are appended.
+        stored_keys: uint64 `[n]`, keys of the examples of the dataset that is
+            appended to.
     """
 
     def __init__(

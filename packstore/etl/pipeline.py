@@ -296,7 +296,7 @@ def _open_notes(
     Args:
         jobs: split -> the job that writes its dataset.
         reader: the source of examples.
-        base: the dataset with which new records are compared for duplicates.
+        base: the dataset that new records are compared with, to find duplicates.
     """
     base_fingerprint = None if base is None else base.manifest.fingerprint
     notes = []

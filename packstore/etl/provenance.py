@@ -1,6 +1,6 @@
 """Names runs and the lineage of datasets, and finds jobs that have committed.
 
-The *provenance* of a dataset, in its manifest, says how it was made: its inputs,
+The *provenance* of a dataset, in its manifest, records how it was made: its inputs,
 tokenizer, settings, and the version of packstore. Three hashes summarize it for
 different questions. The name of a *run* is equal for a job and its rerun; it is known
 before the input is read. The *lineage* is equal for datasets in which an example id
@@ -79,7 +79,7 @@ def provenance_of(
     """Return the provenance of a dataset, with its lineage, for the manifest.
 
     `lineage` is a hash of all that decides the ids of the examples and their tokens. It
-    covers neither the choice of examples (e.g. `dedup`) nor that of supervised tokens.
+    covers neither the choice of examples (e.g. `dedup`) nor of supervised tokens.
     A repacked dataset keeps the lineage of its source.
 
     Args:

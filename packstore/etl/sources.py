@@ -78,7 +78,7 @@ def open_examples(
 ) -> ExampleReader:
     """Open `source` for packing, its records in blocks of about `block_bytes`.
 
-    `source` and `tokenizer` are those of :func:`packstore.pack`.
+    `source` and `tokenizer`: see :func:`packstore.pack`.
 
     Raises:
         ConfigError: a setting does not suit the source.
@@ -193,7 +193,7 @@ class PeekableBlocks:
         Reads ahead until the answer is known.
 
         Args:
-            file_bytes: size of the tokenizer's file, from which the engine is built.
+            file_bytes: size of the tokenizer's file; the engine is built from it.
         """
         text_bytes = 0
         num_counted = 0

@@ -172,7 +172,7 @@ class _Bucket:
 
 
 class _Store:
-    """A file per array of some examples, in the order in which they were added.
+    """A file per array of some examples, in the order of :meth:`append`.
 
     Carried columns have one more file, as their types vary.
     """

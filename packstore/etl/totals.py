@@ -136,7 +136,7 @@ class ProgressCounter:
         if last:
             total = count.records
         elif self._size and count.size:
-            # More records may follow, so the estimate is above those that were read.
+            # More records may follow, so the estimate is above the number read.
             estimate = round(count.records * self._size / count.size)
             total = max(count.records + 1, estimate)
         self._report(stage, count.records, total, "records")
@@ -378,7 +378,7 @@ def _log_events(tally: Tally) -> None:
 def _log_later_columns(tally: Tally, announced: Collection[str]) -> None:
     """Log the columns that nothing reads, and that the first record lacks.
 
-    Those of the first record are in the description of how it is read.
+    Unread columns of the first record are in the log before the work.
     """
     later_columns = sorted(tally.unused.keys() - set(announced))
     if later_columns:

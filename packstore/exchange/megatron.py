@@ -122,7 +122,7 @@ class MegatronOptions(ExportOptions):
 
     @property
     def multiple(self) -> int:
-        """The multiple to which sequences are padded; 1: they are not padded."""
+        """Sequences are padded to this multiple; 1: they are not padded."""
         return self.pad_seq_to_mult or self.parallel_multiple
 
 
@@ -175,7 +175,7 @@ def _is_export_file(name: str) -> bool:
 def _facts(
     figures: Figures, place: Location, pack_size: int, options: MegatronOptions
 ) -> dict[str, object]:
-    """Return counts, and the settings with which Megatron-Bridge reads the files."""
+    """Return counts, and settings for Megatron-Bridge to read the files."""
     data_path = place.join(f"packed_{pack_size}-*.idx.parquet").display
     return {
         "rows": figures.rows,
@@ -200,7 +200,7 @@ def _publish(
     files: Mapping[str, str],
     earlier_files: Sequence[str],
 ) -> None:
-    """Move or upload new files to `place`, and remove those of an earlier export.
+    """Move or upload new files to `place`, and remove an earlier export.
 
     The earlier metadata is removed first, and the new metadata written last: metadata
     always mark a complete export. After an error, none of the new files stay.
@@ -364,7 +364,7 @@ class RowMaker:
 
     Args:
         pack_size: maximum tokens that the sequences of a row occupy.
-        multiple: multiple to which each sequence is padded.
+        multiple: each sequence is padded to this multiple.
         pad_id: token id of padding.
     """
 

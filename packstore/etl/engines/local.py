@@ -4,7 +4,7 @@ the GIL.
 Each worker process loads the *work* once: a function with its data, such as a
 tokenizer. Then it applies it to one *item* after another, such as blocks of records,
 while one thread here waits for its answers. Requests and answers are pickles in pipes.
-A process whose job is done is kept for the next job of this process, in the reserve.
+When a job is done, one process is kept for the next job, in the reserve.
 
 Why not multiprocessing: its forks break numba's OpenMP layer, s3fs and obstore, and its
 other children run a user's script again. Why not loky: a daemon of multiprocessing may

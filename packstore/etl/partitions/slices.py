@@ -162,8 +162,8 @@ def read_blocks(
     """Yield the blocks of several partitions, reading each file once for all.
 
     Args:
-        partitions: the slices of each partition, with its owner: the object or number
-            to which its blocks are yielded.
+        partitions: the slices of each partition, with its owner: any object or number,
+            which is yielded with each of its blocks.
         config: settings.
         on_file: called for each owner of a file that was read to its end, with the
             ordinal of the file, its entry of `sources`, and its version in the store

@@ -147,8 +147,8 @@ class PartitionPacker:
         shape: the shape of the packs.
         config: settings.
         paths: ordinal of an input -> its path.
-        stored_keys: uint64 `[n]`, keys of the examples of a dataset to which records
-            are appended, among which a partition looks for duplicates.
+        stored_keys: uint64 `[n]`, keys of the examples of the dataset that is appended
+            to. A partition looks among them for duplicates.
     """
 
     notes: Sequence[PartitionNotes]

@@ -2,7 +2,7 @@
 
 A *location* is a folder or URL for datasets. The tests write two small files there, and
 remove them. They find errors that a job would otherwise hit after an hour. The result
-of each is a :class:`Finding`, with which lint reports its checks of records, too.
+of each is a :class:`Finding`; lint has findings about records, too.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ MAX_SIMULATED_PACKS = 10_000
 """Maximum packs that are cut into steps; the steps of more are scaled from these."""
 
 UNSEEN = 3
-"""95 % upper limit of the expected number of drops in a sample in which none was found
-(rule of three: ``exp(-3)`` is about 0.05).
+"""95 % upper limit of the expected number of drops in a sample that has none (rule of
+three: ``exp(-3)`` is about 0.05).
 """
 
 
@@ -119,7 +119,7 @@ class Projection:
         sample: how the sample was drawn.
         total: number of all records.
         layouts: the layouts for which :meth:`choice` is called.
-        multiple: setting `pad_to_multiple`, to which sequences are padded at load.
+        multiple: setting `pad_to_multiple`: sequences are padded to it at load.
     """
 
     def __init__(

@@ -195,7 +195,7 @@ def dry_run(
 ) -> tuple[Report, list[Finding]]:
     """Lint and plan a sample of the records in one pass, and try the destination.
 
-    At most `sample` records are tokenized. The report names every line of theirs that
+    At most `sample` records are tokenized. The report names every line among them that
     is no JSON, and a few records for each other finding. All other arguments: see
     :func:`packstore.pack`.
 

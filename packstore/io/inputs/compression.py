@@ -1,7 +1,7 @@
 """Streams of input files: hashed as stored, decompressed, and limited in size.
 
 The *stored* bytes of a file may be compressed; its *plain* bytes are decompressed. A
-file of some formats is several compressed streams one after another (*members*), whose
+file of some formats is several compressed streams one after another (*members*); their
 plain bytes are joined.
 """
 

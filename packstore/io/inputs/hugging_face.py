@@ -79,7 +79,7 @@ def class_labels(metadata: Mapping[bytes, bytes] | None) -> dict[str, list[str]]
     Only the names show which answers are good.
 
     Args:
-        metadata: metadata of an Arrow schema, to which ``datasets`` adds the names.
+        metadata: metadata of an Arrow schema; ``datasets`` adds the names there.
     """
     if metadata is None or b"huggingface" not in metadata:
         return {}

@@ -126,8 +126,8 @@ def _parse_lines(
 def _parse_line(line: bytes) -> object:
     """Return the value of a line.
 
-    If it is not JSON, that is a :class:`BrokenLine`, about which the setting `on`
-    decides (reason ``not_json``).
+    If it is not JSON, that is a :class:`BrokenLine`: the setting `on` decides (reason
+    ``not_json``).
     """
     try:
         return _load_json(line, _LINE_REMEDY)
@@ -216,7 +216,7 @@ class _Window:
         self._chunk_bytes = chunk_bytes
         self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
         self._text = ""
-        self._start = 0  # position in the text up to which it is consumed
+        self._start = 0  # position of the first character that is not consumed
         self._is_at_end = False
         self._item = 1  # number of the next record, for messages
 
@@ -465,7 +465,7 @@ def _object_of_pairs(pairs: list[tuple[str, object]], remedy: str) -> dict[str, 
     """Return the object of these names and values.
 
     Raises:
-        _JsonError: a name has two different values, of which parsers take the last.
+        _JsonError: a name has two different values. (Parsers take the last.)
     """
     members: dict[str, object] = {}
     for name, value in pairs:

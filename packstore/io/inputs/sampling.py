@@ -27,8 +27,8 @@ class Sampling:
         records: number of records in the sample.
         total: number of records in the full input; None if only its start was read.
         places: number of drawn blocks (or row groups of a dataset).
-        run: number of neighbouring blocks from which each of these was drawn.
-        last_run: the same for the last of them, whose run may be shorter.
+        run: number of neighbouring blocks; one of them was drawn.
+        last_run: number of neighbouring blocks in the last run, which may be shorter.
         seed: seed of the draw.
     """
 

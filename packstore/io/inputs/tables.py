@@ -185,8 +185,8 @@ def _read_footer(stream: BinaryIO, path: str) -> pq.FileMetaData:
 def _largest_dictionary(stream: BinaryIO, metadata: pq.FileMetaData) -> int:
     """Return the bytes of the largest dictionary of texts in a file.
 
-    No value of a dictionary is longer. Smaller dictionaries than the one for which a
-    batch may have :data:`BATCH_ROWS` rows count as that size.
+    No value of a dictionary is longer. The result is at least ``BATCH_BYTES //
+    BATCH_ROWS``, so that a batch has at most :data:`BATCH_ROWS` rows.
     """
     largest = BATCH_BYTES // BATCH_ROWS
     for group_number in range(metadata.num_row_groups):
@@ -341,7 +341,7 @@ def _name_class_labels(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 class _StorageView:
-    """A batch whose extension types are replaced by their storage types.
+    """A batch with storage types in place of its extension types.
 
     An extension type, such as ``arrow.json``, gives a name to values of another type,
     its storage. Arrow's casts of nested extension types may read memory outside of

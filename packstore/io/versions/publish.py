@@ -40,7 +40,7 @@ class Published(NamedTuple):
 
     Attributes:
         url: ``hf://datasets/OWNER/NAME``.
-        version: its number on the hub, which may be higher than that of the source.
+        version: its number on the hub, which may be higher than the source's.
         commit: hash of the commit.
         files: number of files in the commit.
     """

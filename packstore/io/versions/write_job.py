@@ -64,7 +64,7 @@ commits.
 """
 
 YOUNG_SECONDS = 3600.0
-"""Maximum age of a marker from another machine whose job counts as running; a job of
+"""Maximum age of a marker from another machine, if its job counts as running; a job of
 this machine counts as running as long as its process does.
 """
 
@@ -225,7 +225,7 @@ class WriteJob:
 class AppendedBefore(DatasetExistsError):
     """The dataset already has the records to append.
 
-    Its argument says how this was found, e.g. ``same input and settings``.
+    Its argument is the evidence, e.g. ``same input and settings``.
     """
 
 
