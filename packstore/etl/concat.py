@@ -139,7 +139,7 @@ def append(
             adapter=loaded_adapter,
         )
         try:
-            jobs = {None: job}  # the records are not split
+            jobs: dict[str | None, WriteJob] = {None: job}  # no split
             pack_into(jobs, more, open_source, config, progress)
         except AppendedBefore as reason:
             log.info("%s: already there, %s", base.url, reason)
