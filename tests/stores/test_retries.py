@@ -70,6 +70,18 @@ def test_refusals_have_a_bound_of_their_own(transient: bool | None, tries: int) 
     assert not hasattr(caught.value, "__notes__")
 
 
+def test_a_setting_of_the_s3_client_leaves_its_retries_off(s3: Store) -> None:
+    """Only `retries` among its settings turns them on."""
+    packstore.pack(RECORDS, s3.url, storage_options=s3.options, **SETTINGS)
+    faults = Faults(1.0, kinds=["slow down"], path="manifest-")
+    with faulty(s3.endpoint, faults) as endpoint:
+        options = {**through(s3, endpoint), "retry_attempts": 1}
+        options["config_kwargs"] = {"s3": {"addressing_style": "path"}}
+        with pytest.raises(StorageError):
+            packstore.open(s3.url, options)
+    assert faults.counts["slow down"] == 1
+
+
 def test_a_commit_whose_answer_is_lost_has_won(store: Store) -> None:
     """Whoever asks again, the client or packstore."""
     faults = Faults(1.0, kinds=["done but lost"], path="manifest-", most=1)

@@ -50,9 +50,10 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         return fs, path
 
     fs, path = url_to_fs(url, **_with_s3_settings(options))
-    if "config_kwargs" not in options:
-        # s3fs retries, too, besides botocore. Setting an attribute affects nobody else:
-        # fsspec caches instances by their options, and packstore's are unique.
+    if "retries" not in options.get("config_kwargs", {}):
+        # s3fs tries a request several times, besides botocore. One try is no retry.
+        # Setting an attribute affects nobody else: fsspec caches instances by their
+        # options, and packstore's are unique.
         fs.retries = 1
     return fs, path
 
