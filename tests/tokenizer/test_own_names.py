@@ -205,6 +205,10 @@ PATHS = [
         {"in": '{"q": "Q"}', "responses": ["x", "y"], "scores": [2, 1]},
         {"prompt": "in.q"},
     ),
+    (
+        {"prompt": "Q", "out": '[{"a": "x", "s": 2}, {"a": "y", "s": 1}]'},
+        {"responses": "out[].a", "scores": "out[].s"},
+    ),
 ]
 
 
@@ -232,7 +236,7 @@ def test_a_path_without_a_value_names_the_missing_part(
     assert mentioned in str(caught.value)
 
 
-@pytest.mark.parametrize("path", ["a..b", "[].a", "a[0]", ".a", 'a."b'])
+@pytest.mark.parametrize("path", ["a..b", "[].a", "a[0]", ".a", 'a."b', r'a."\q"'])
 def test_a_path_that_is_malformed(pack, byte_level, path):
     with pytest.raises(ConfigError, match="path"):
         pack(

@@ -35,16 +35,23 @@ def parse_path(text: str) -> Path:
     end = 0
     match = _PART.match(text)
     while match:
-        parts.append(_part_of(match))
+        try:
+            parts.append(_part_of(match))
+        except json.JSONDecodeError:  # an escape that JSON does not have
+            raise _malformed(text, match[2]) from None
         end = match.end()
         match = _PART.match(text, end)
     if end < len(text) or not parts or parts[0] is EACH:
-        rule = (
-            'it must be names, with . between them, [] behind lists, and "" around '
-            "odd names"
-        )
-        raise ConfigError(sentence(f"path {quote(text)}", rule, quote(text[end:])))
+        raise _malformed(text, text[end:])
     return tuple(parts)
+
+
+def _malformed(text: str, part: str) -> ConfigError:
+    rule = (
+        'it must be names, with . between them, [] behind lists, and "" around '
+        "odd names"
+    )
+    return ConfigError(sentence(f"path {quote(text)}", rule, quote(part)))
 
 
 def _part_of(match: re.Match[str]) -> str | None:
@@ -73,6 +80,7 @@ def follow(value: Any, path: Path) -> Any:
 
 
 def _follow_each(items: Any, path: Path) -> list[Any] | None:
+    items = parse_json_text(items)
     if not isinstance(items, list):
         return None
     values = [follow(item, path) for item in items]
@@ -105,6 +113,7 @@ def describe_missing(value: Any, path: Path, before: str = "") -> str:
 
 
 def _missing_in_items(items: Any, path: Path, before: str) -> str:
+    items = parse_json_text(items)
     if not isinstance(items, list):
         return f"{before} is no list: {quote(items)}"
     for number, item in enumerate(items):
