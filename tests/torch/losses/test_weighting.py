@@ -187,6 +187,20 @@ def test_single_answers(kit: SimpleNamespace, name: str) -> None:
     ]
 
 
+@pytest.mark.parametrize("name", SINGLE)
+def test_answers_of_pairs_are_good_and_bad_in_turn(
+    kit: SimpleNamespace, name: str
+) -> None:
+    """Whatever their rewards: each good one is learned, and each bad one unlearned."""
+    batch, logps, ref = make(kit, [3, 2, 4], "preference")
+    batch.rewards.neg_()
+    logps = logps.detach().requires_grad_()
+    PreferenceLoss(name)(logps, batch, ref).loss.backward()
+    assert logps.grad is not None
+    is_learned = (logps.grad < 0).tolist()
+    assert is_learned == [True, False] * 9
+
+
 def test_a_baseline_may_be_a_tensor_that_the_loop_updates(kit: SimpleNamespace) -> None:
     batch, logps, ref = make(kit, [3])
     baseline = torch.tensor(0.0, dtype=torch.float64)
