@@ -207,16 +207,20 @@ json_values = st.recursive(
     st.lists(json_values), st.integers(1, 40), st.sampled_from([None, 1]), st.booleans()
 )
 @example([12], 1, None, False)
+@example([{"0": None}], 1, None, False)
+@example([{"0": {"a": 1}}], 1, None, False)
 def test_json_cut_anywhere(
     records: list[object], block_bytes: int, indent: int | None, escape: bool
 ) -> None:
+    if records:
+        records = [0, *records]  # the first may else be refused as a whole table
     text = json.dumps(records, indent=indent, ensure_ascii=escape)
     parts = pieces("json", f" {text}\n ".encode(), block_bytes)
     assert flat(parts) == (list(range(len(records))), records)
-    if objects := [
-        {"a": record} for record in records
-    ]:  # one after another, without an array
-        text = "\n".join(map(json.dumps, objects))
+
+    objects = [{"a": record} for record in records]
+    if objects:  # one after another, without an array
+        text = "\n".join(json.dumps(record) for record in objects)
         assert flat(pieces("json", text.encode(), 7))[1] == objects
 
 
