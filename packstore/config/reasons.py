@@ -10,7 +10,7 @@ from packstore.registry import choice
 
 
 class Reason(NamedTuple):
-    """A rule that records must follow, and what may happen to one that breaks it.
+    """A rule for records, and the possible answers to a record that breaks it.
 
     Attributes:
         rule: the rule, in words.

@@ -1,6 +1,6 @@
 """The fields of records in packstore's own form: their roles and column names.
 
-A role is what a field means, such as `prompt` or `chosen`. Each role has the column
+A role is the meaning of a field, such as `prompt` or `chosen`. Each role has the column
 names that are known for it, its spellings; the setting `fields` maps any other column
 to a role.
 """

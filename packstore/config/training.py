@@ -1,5 +1,5 @@
-"""Settings of a training run with their defaults, from which the flags of ``packstore
-train`` are derived.
+"""Settings of a training run with their defaults; they define the flags of
+``packstore train``.
 
 Needs no torch, so that the command line can be parsed without it. A run is described by
 keywords, by a YAML file with the same names, or by both: the names are arguments of

@@ -1,1 +1,1 @@
-"""Storage: inputs, shards, the manifest, and the order in which packs are read."""
+"""Storage: inputs, shards, the manifest, and the order of the packs."""

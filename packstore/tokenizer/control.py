@@ -126,9 +126,7 @@ def beginning_of_template(text: str) -> str:
 
 
 def foreign_patterns(is_foreign: Callable[[str], bool]) -> tuple[re.Pattern[str], ...]:
-    """Return patterns that together match those of `TEMPLATE_CONTROLS` for which
-    `is_foreign` returns True.
-    """
+    """Return patterns of those `TEMPLATE_CONTROLS` that `is_foreign` accepts."""
     return _patterns(name for name in _ALL_TEMPLATE_CONTROLS if is_foreign(name))
 
 

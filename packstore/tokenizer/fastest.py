@@ -1,7 +1,7 @@
 """Uses ``fastokens`` where it gives the same ids as the reference, ``tokenizers``.
 
-Before a job, both encode probes, texts on which engines are known to differ. During the
-job, the first records and a sample of all others are encoded by both.
+Before a job, both encode probes, which are texts that engines are known to encode differently.
+During the job, the first records and a sample of all others are encoded by both.
 """
 
 from __future__ import annotations

@@ -233,8 +233,8 @@ class RecordTokenizer:
             return _apply(self._render_one, records)
 
     def _set_plain_texts(self, records: list[Record]) -> None:
-        """Set the sequences of records of text to which no setting about control
-        strings or Unicode applies.
+        """Set the sequences of text records that need no setting about control strings
+        or Unicode.
 
         Text without the beginning of any control string, and of valid Unicode, only has
         to be encoded. One test of all such texts of a block costs less than one for

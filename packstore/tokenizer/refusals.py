@@ -1,8 +1,8 @@
 """The refusal of a record, for one of the reasons in
 :data:`packstore.config.REASONS`.
 
-A *way out* is advice with settings: they are spelled for the *door* by which the user
-came, as flags in the shell (``--ignore NAME``), as arguments in Python.
+A *way out* is advice with settings: they are spelled for the user's *door*: as flags
+in the shell (``--ignore NAME``), as arguments in Python.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Refused(Exception):
     Args:
         reason: a name of `REASONS`.
         detail: the broken rule, and the value.
-        remedy: the way out; each ``{}`` stands for one of `settings`. If empty, that of
-            `WAYS_OUT`.
+        remedy: the way out; each ``{}`` stands for one of `settings`. If empty, the
+            entry of `WAYS_OUT`.
         settings: of the remedy, which are spelled as the job's user types them.
     """
 
@@ -101,7 +101,7 @@ class Stop(Refused):
         self, rule: str, detail: str, remedy: str = "", *settings: Mapping[str, Any]
     ) -> None:
         super().__init__("wrong_type", detail, remedy, *settings)
-        self.remedy = remedy  # without advice, `Refused` would say "Correct it"
+        self.remedy = remedy  # without advice, `Refused` advises "Correct it"
         self.rule = rule
 
     def as_error(self, where: str, door: Door, config: TokenizeConfig) -> RecordError:

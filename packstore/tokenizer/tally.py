@@ -1,4 +1,4 @@
-"""Counts of what happened to each record: packed, dropped, or packed with a remark."""
+"""Counts of records by outcome: packed, dropped, or packed with a remark."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Tally:
     noted: Counter[str] = field(default_factory=Counter)
     # the first few records of each reason or event
     samples: list[Sample] = field(default_factory=list)
-    # field name -> records kept in which it was used
+    # field name -> packed records that used it
     used: Counter[str] = field(default_factory=Counter)
-    # field name -> records kept in which it has a value that was not used
+    # field name -> packed records with a value in it that was not used
     unused: Counter[str] = field(default_factory=Counter)
     # form or adapter -> records kept that it read; own field names: empty text
     forms: Counter[str] = field(default_factory=Counter)

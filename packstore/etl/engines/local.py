@@ -397,8 +397,8 @@ def serve(seconds: float, memory: int) -> None:
     """Answer requests in a worker process, until the process that started it ends.
 
     Args:
-        seconds: processor time in which a record must be rendered.
-        memory: bytes in which a record must be rendered.
+        seconds: maximum processor time to render a record.
+        memory: maximum bytes to render a record.
     """
     requests = sys.stdin.buffer
     answers = os.fdopen(os.dup(1), "wb")
