@@ -20,12 +20,13 @@ CHUNK_BYTES = 1 << 20
 """Bytes read or copied at once."""
 
 MAX_RATIO = 400
-"""Maximum plain bytes for each compressed byte, after the first :data:`FREE_BYTES`.
-Text has a ratio of 3 to 20; a file that fills a disk on purpose has thousands.
+"""Highest allowed ratio of plain to compressed bytes; the first :data:`FREE_BYTES` of
+the plain bytes are exempt. Text has a ratio of 3 to 20; a file that fills a disk on
+purpose has thousands.
 """
 
 FREE_BYTES = 1 << 28
-"""Plain bytes that are allowed at any ratio."""
+"""Plain bytes of a file that are allowed at any ratio."""
 
 
 class HashedStream(io.RawIOBase):
@@ -63,7 +64,7 @@ def decompress(
 
     Args:
         file: the stored bytes.
-        compression: one of the values of `COMPRESSIONS`; None: the file is plain.
+        compression: ``gzip``, ``zstd``, ``bz2`` or ``xz``; None: the file is plain.
         path: the file's name in errors.
 
     Raises:
@@ -72,10 +73,10 @@ def decompress(
     """
     if compression is None:
         return io.BufferedReader(file, CHUNK_BYTES)
-    return io.BufferedReader(_PlainStream(file, compression, path), CHUNK_BYTES)
+    return io.BufferedReader(_DecompressedStream(file, compression, path), CHUNK_BYTES)
 
 
-class _PlainStream(io.RawIOBase):
+class _DecompressedStream(io.RawIOBase):
     """The plain bytes of a compressed file, of all its members."""
 
     def __init__(self, file: HashedStream, compression: str, path: str) -> None:
@@ -83,12 +84,12 @@ class _PlainStream(io.RawIOBase):
         self._compression = compression
         self._path = path
         self._num_bytes = 0
-        self._plain: Any
+        self._decompressed: Any
         if compression == "xz":  # pyarrow does not read it
-            self._plain = _XzStream(file)
+            self._decompressed = _XzStream(file)
         else:
             source = pa.PythonFile(file, mode="r")
-            self._plain = pa.CompressedInputStream(source, compression)
+            self._decompressed = pa.CompressedInputStream(source, compression)
 
     def readable(self) -> bool:
         return True
@@ -98,9 +99,9 @@ class _PlainStream(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         try:
-            count = int(self._plain.readinto(buffer))
+            count = int(self._decompressed.readinto(buffer))
         except PackstoreError:
-            raise
+            raise  # the storage failed (also an OSError): the file is not damaged
         except (OSError, EOFError, lzma.LZMAError) as error:
             raise self._damage(error) from error
         self._num_bytes += count
@@ -122,6 +123,7 @@ class _PlainStream(io.RawIOBase):
 
     def _damage(self, error: Exception) -> InputError:
         """Return the error for a file that cannot be decompressed."""
+        # pyarrow has no class for it: "Truncated compressed stream".
         is_truncated = isinstance(error, EOFError) or "Truncated" in str(error)
         if is_truncated:
             damage = "an end in the middle of the compressed stream"
@@ -152,7 +154,6 @@ class _XzStream(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        data = b""
         while True:
             if self._decompressor.eof:
                 data = self._start_of_next_member()
@@ -163,12 +164,13 @@ class _XzStream(io.RawIOBase):
                 data = self._file.read(CHUNK_BYTES) or b""
                 if not data:
                     raise EOFError
+            else:
+                data = b""  # the decompressor holds input for more plain bytes
 
             plain = self._decompressor.decompress(data, max_length=len(buffer))
             if plain:
                 buffer[: len(plain)] = plain
                 return len(plain)
-            data = b""
 
     def _start_of_next_member(self) -> bytes:
         """Return the first bytes of the next member, behind any padding; b"" at the end

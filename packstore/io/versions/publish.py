@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from yaml import YAMLError
 
 from packstore.errors import FormatError, StorageError, markdown_text, quote, sentence
-from packstore.io.dataset.dataset import Dataset, open
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.commit import list_versions, manifest_path
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.store.location import Location
@@ -85,12 +86,12 @@ def publish(
         StorageError: the hub refuses, for example without a token, or a file cannot be
             read.
         MissingFilesError: the dataset lacks a file of its version.
-        FormatError: the card of the repository cannot be read, so that it could not be
-            kept.
+        FormatError: the card of the repository is invalid, so that its text cannot be
+            preserved.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
-    source = open(dataset, storage_options)
+    source = open_dataset(dataset, storage_options)
     source.require_files()
     api = HfApi()
 
@@ -134,7 +135,8 @@ def _call_hub(repo: str, call: Callable[[], T]) -> T:
         return call()
     except Exception as error:
         if not is_of_client(error):
-            raise
+            raise  # a bug of packstore
+        # The client's errors may show a token; client_text and client_cause hide it.
         text = sentence(
             where=f"hf://datasets/{client_text(repo)}",
             rule="the hub must take it",
@@ -164,8 +166,8 @@ def _prepare_repository(
 def _version_on_hub(target: Location, manifest: bytes, version: int) -> int:
     """Return the number under which a version is published.
 
-    It is the newest number on the hub if that has the same manifest, else `version`, or
-    the next free number if `version` is not above those on the hub.
+    If the newest version on the hub has this manifest, it is the hub's number. Else it
+    is the local number `version`, or the hub's next number if that is higher.
     """
     newest = max(list_versions(target), default=0)
     if newest and target.read_bytes(manifest_path(newest)) == manifest:
@@ -178,6 +180,7 @@ def _addition(dataset: Dataset, path: str) -> CommitOperationAdd:
     from huggingface_hub import CommitOperationAdd
 
     place = dataset.location.join(path)
+    # The upload reads the stream of a remote file, which therefore stays open here.
     return CommitOperationAdd(path, place.local_path or place.open_read())
 
 
@@ -209,6 +212,8 @@ def _parse_card(content: bytes | None, repo: str) -> DatasetCard:
             f"---\ntags: [packstore]\n---\n\n# {title}\n\n{_BEGIN}\n{_END}\n"
         )
     try:
+        # The client's rules for the values of fields do not matter here. A head that is
+        # no YAML mapping raises all the same.
         return DatasetCard(content.decode(), ignore_metadata_errors=True)
     except UnicodeDecodeError as error:
         raise _unreadable_card(repo, "it must be UTF-8", str(error)) from error
@@ -238,8 +243,9 @@ def _describe_in_card(card: DatasetCard, dataset: Dataset, repo: str) -> None:
     head.tags = _with_tags(head.get("tags"), ("packstore", dataset.manifest.kind), repo)
 
     part = f"{_BEGIN}\n{_description(dataset.manifest, repo)}\n{_END}"
-    # From a begin to the nearest end, without another begin between them.
-    old_part = re.search(f"{_BEGIN}(?:(?!{_BEGIN}).)*?{_END}", card.text, re.DOTALL)
+    # A begin without an end is the user's text: the part has no second begin within.
+    text_without_begin = f"(?:(?!{_BEGIN}).)*?"
+    old_part = re.search(f"{_BEGIN}{text_without_begin}{_END}", card.text, re.DOTALL)
     if old_part is None:
         card.text = f"{card.text.rstrip()}\n\n{part}\n"
     else:
