@@ -2,8 +2,8 @@
 ``response_b``.
 
 Names of siblings do not decide which answer is better, so another column must: the
-*verdict*. Its value may name a side (``a``, ``model_b``, ``left``), or the settings
-list its values.
+*verdict*. Its value may name a side (``a``, ``model_b``, ``left``); for other values
+the settings state the value of each side.
 """
 
 from __future__ import annotations
@@ -25,12 +25,16 @@ from packstore.tokenizer.records.judgements import (
 )
 
 _PART = re.compile(
-    r"\d+(?:st|nd|rd|th)(?![a-z])"
-    r"|\d+"
-    r"|[A-Z]+(?![a-z])"
-    r"|[A-Z]?[a-z]+"
-    r"|[^\W\d_]+"
+    r"""
+    \d+(?:st|nd|rd|th)(?![a-z])  # an ordinal: 1st
+    | \d+                        # a number
+    | [A-Z]+(?![a-z])            # capitals: A, LLM
+    | [A-Z]?[a-z]+               # a word: answer, Answer
+    | [^\W\d_]+                  # letters of other scripts
+    """,
+    re.VERBOSE,
 )
+"""A part of a column's name: ``firstAnswer`` has ``first`` and ``Answer``."""
 
 _FAMILIES = (
     ("one", "two", "three", "four", "five", "six"),
@@ -39,7 +43,7 @@ _FAMILIES = (
     ("left", "right"),
     ("lhs", "rhs"),
 )
-"""Words that count, or that name a side."""
+"""Groups of words that number the sides or name them; each group in counting order."""
 
 _FAMILY_OF = {word: family for family in _FAMILIES for word in family}
 
@@ -58,11 +62,13 @@ LONGEST_VERDICT = 20
 """Characters of a text that may be a verdict."""
 
 _JUDGEMENT_NAMES = names_of(JUDGEMENTS)
+"""Names of columns that judge an answer, such as ``label`` or ``score``."""
 
 
 class Siblings(NamedTuple):
-    """Two columns that are siblings, in the order of the record, and the parts that
-    differ.
+    """Two columns that are siblings, and the part of each name that differs.
+
+    They stand in counting order: ``a`` before ``b``, 1 before 2, first before second.
     """
 
     first: str
@@ -82,7 +88,7 @@ def find_siblings(first: str, second: str) -> Siblings | None:
     parts = _differing_parts(_split(first), _split(second))
     if parts is None:
         return None
-    if _order(parts[0]) <= _order(parts[1]):
+    if _counting_key(parts[0]) <= _counting_key(parts[1]):
         return Siblings(first, second, parts)
     return Siblings(second, first, (parts[1], parts[0]))
 
@@ -99,8 +105,11 @@ def _differing_parts(first: list[str], second: list[str]) -> tuple[str, str] | N
     return None
 
 
-def _order(part: str) -> tuple[int, str]:
-    """Return a key that sorts parts as they count: 2 before 10, two before three."""
+def _counting_key(part: str) -> tuple[int, str]:
+    """Return a key that sorts parts as they count: 2 before 10, two before three.
+
+    All other parts, also an absent one (an empty text), count as 0.
+    """
     if part.isdecimal():
         return int(part), ""
     if part in _FAMILY_OF:
@@ -142,6 +151,7 @@ def side_names(first: str, second: str) -> dict[str, set[str]]:
     names = {"first": {first.casefold()}, "second": {second.casefold()}}
     parts = _differing_parts(_split(first), _split(second))
     if parts is None:
+        # No siblings: the settings may name any two columns.
         parts = (_differing_text(first, second), _differing_text(second, first))
     for side, part in zip(names, parts, strict=True):
         if not part:
@@ -167,7 +177,7 @@ def _differing_text(name: str, sibling: str) -> str:
 
 def _shared_length(first: str, second: str) -> int:
     """Return the length of the beginning that two texts share."""
-    return len(os.path.commonprefix((first, second)))  # noqa: RUF071  (of characters)
+    return len(os.path.commonprefix((first, second)))  # noqa: RUF071  (not of paths)
 
 
 def side_named(value: Any, siblings: Siblings) -> str | None:
@@ -189,21 +199,29 @@ def is_id_or_source(path: str, siblings: Siblings | None = None) -> bool:
 
     A name with the part of one sibling counts, too: ``model_a`` is a source of side a.
     """
-    last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
-    parts = fold(last).split("_")
-    if "_".join(parts) in IDS_AND_SOURCES:
+    name = _last_name(path)
+    if name in IDS_AND_SOURCES:
         return True
     if siblings is None:
         return False
-    general = [part for part in parts if part not in siblings.parts]
-    return "_".join(general) in IDS_AND_SOURCES
+    common_parts = [part for part in name.split("_") if part not in siblings.parts]
+    return "_".join(common_parts) in IDS_AND_SOURCES
+
+
+def _last_name(path: str) -> str:
+    """Return the last name of a path in snake case: ``votes[].modelName`` gives
+    ``model_name``.
+    """
+    names = re.split(r"[.\[\]]+", path.rstrip("[]"))
+    return fold(names[-1])
 
 
 def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
-    """Return the column that decides between two siblings, or None if several may.
+    """Return the column that decides between two siblings, or None if none is clear.
 
-    It is one with a value that names a side, one with a name of a judgement, or the
-    only one with a short value beside ids, sources and packstore's own fields.
+    It is the first with a value that names a side, else the first with the name of a
+    judgement, else the only one with a short value. Ids, sources and packstore's own
+    fields do not count.
 
     Args:
         values: column or path -> value, without the two sides.
@@ -212,18 +230,22 @@ def verdict_column(values: Mapping[str, Any], siblings: Siblings) -> str | None:
     candidates = {
         path: value
         for path, value in values.items()
-        if path not in SPELLINGS
-        and not is_id_or_source(path, siblings)
-        and _is_short(value)
+        if _may_be_verdict(path, value, siblings)
     }
     for path, value in candidates.items():
         if side_named(value, siblings) is not None:
             return path
     for path in candidates:
-        last = re.split(r"[.\[\]]+", path.rstrip("[]"))[-1]
-        if fold(last) in _JUDGEMENT_NAMES:
+        if _last_name(path) in _JUDGEMENT_NAMES:
             return path
     return next(iter(candidates)) if len(candidates) == 1 else None
+
+
+def _may_be_verdict(path: str, value: Any, siblings: Siblings) -> bool:
+    is_own_field = path in SPELLINGS
+    if is_own_field or is_id_or_source(path, siblings):
+        return False
+    return _is_short(value)
 
 
 def _is_short(value: Any) -> bool:
@@ -235,10 +257,17 @@ def _is_short(value: Any) -> bool:
 def spell_verdict(
     siblings: Siblings, verdict: str, value: Any, door: Door, needs_prompt: bool = False
 ) -> str:
-    """Return the settings that read a pair by its verdict, with the real names.
+    """Return the text of the settings that read pairs by their verdict.
 
-    A value that names a side needs no mapping. Of others the usual one is shown, which
-    the user must check.
+    Unless the verdict's value names a side, the settings state the usual values of each
+    side, or placeholders, for the user to check.
+
+    Args:
+        siblings: the columns of the two sides.
+        verdict: name of the column that decides.
+        value: a value of this column.
+        door: syntax of the settings: ``shell`` or ``python``.
+        needs_prompt: add a placeholder for the column of the prompt.
     """
     fields = {"first": siblings.first, "second": siblings.second, "verdict": verdict}
     if needs_prompt:
@@ -276,18 +305,18 @@ def sibling_columns(record: Mapping[str, Any]) -> Siblings | None:
         siblings = find_siblings(first, second)
         if siblings is not None and not is_id_or_source(first, siblings):
             couples[frozenset((first, second))] = siblings
-    couples = {
+    separate_couples = {
         names: couple
         for names, couple in couples.items()
         if _stands_alone(names, couples)
     }
-    if not couples:
+    if not separate_couples:
         return None
 
     def length(names: Iterable[str]) -> int:
         return sum(len(str(record[name])) for name in names)
 
-    return couples[max(couples, key=length)]
+    return separate_couples[max(separate_couples, key=length)]
 
 
 def _may_be_answer(name: str, value: Any) -> bool:
@@ -305,7 +334,8 @@ def advise_siblings(record: Mapping[str, Any], door: Door) -> str:
     """Return how to read a record with two sibling answers, or an empty text for any
     other record.
 
-    For the refusal of a record of unknown form.
+    For the refusal of a record of unknown form. `door` is the syntax of settings in the
+    text: ``shell`` or ``python``.
     """
     siblings = sibling_columns(record)
     if siblings is None:

@@ -1,9 +1,9 @@
 """Forms: the structures of public sets and of other trainers' records, each read by a
 function.
 
-A form is a plain function from the fields it declares to a reading. Its decorator names
-the fields that a record must have, with their types; a record has a form if all of them
-are there and fit::
+A form is a plain function from the fields it declares to a *reading*: a `Pair`,
+`Answers`, a `Chat`, or a `Drop`. Its decorator names the fields that a record must
+have, with their types; a record has a form if all of them are there and fit::
 
     @form(
         "preference",
@@ -58,10 +58,12 @@ CHAT_FIELDS: Mapping[str, Mapping[str, FieldType]] = {
     "tools": {"tools": anything},
     "chat_template_kwargs": {"chat_template_kwargs": anything},
 }
-"""Argument of a reading -> names under which it is read beside any form, and their
-types.
+"""Attribute of a reading -> names and types of the fields that fill it, in records of
+any form.
 """
 
+# Not of type `number`: some sets use these names for other things, and their records
+# must not be refused for it. `_first_value` chooses the numbers.
 REWARDS: Mapping[str, Mapping[str, FieldType]] = {
     "chosen_reward": {
         "chosen_reward": anything,
@@ -83,7 +85,7 @@ REWARDS: Mapping[str, Mapping[str, FieldType]] = {
     },
     "margin": {"margin": anything},
 }
-"""The same, for names that are read beside any form of kind preference."""
+"""The same, for forms of kind preference."""
 
 R = TypeVar("R", bound=Reader)
 
@@ -99,11 +101,13 @@ class Structure:
             fit.
         optional: path -> type of further fields that the function reads.
         without: paths that a record of this structure must not have.
-        leaves: names and paths, also with ``*``, of fields that need not be read, such
-            as notes, and details that a verdict sums up.
+        leaves: names and paths, also with ``*``, of fields that are ignored on purpose,
+            such as notes, and details that a verdict sums up. Any other field that is
+            not read is announced, or refuses the record; see ``unread.py``.
         as_chat: whether texts become user and assistant turns if the tokenizer has a
             chat template.
-        turns: key of a message -> the key that it means, None to leave it out.
+        turns: key of a message -> the key that it means, None to leave it out; applied
+            to every declared value that is an object or a list of objects.
         sets: names of datasets on the Hugging Face hub.
         source: where the structure was read.
     """
@@ -125,14 +129,17 @@ class Structure:
         for names in self.common_fields.values():
             fields |= names
         fields |= {**self.optional, **self.required}
-        return {path: (parse_path(path), kind) for path, kind in fields.items()}
+        return {
+            path: (parse_path(path), field_type) for path, field_type in fields.items()
+        }
 
     @functools.cached_property
     def common_fields(self) -> dict[str, dict[str, FieldType]]:
-        """Argument of a reading -> the fields of :data:`CHAT_FIELDS` and
-        :data:`REWARDS` that are passed to it, without the form's function.
+        """Attribute of a reading -> the fields of :data:`CHAT_FIELDS` and
+        :data:`REWARDS` that fill it, if the form's function does not set it.
 
-        Those that the form declares as optional, must not have, or leaves, are not.
+        Fields in `optional`, `without` or `leaves` fill nothing: the form decides on
+        them.
         """
         groups = dict(CHAT_FIELDS)
         if self.kind == "preference":
@@ -140,21 +147,26 @@ class Structure:
         if not self.kind:
             groups = {}
         fields: dict[str, dict[str, FieldType]] = {}
-        for argument, names in groups.items():
-            fields[argument] = {
-                name: kind
-                for name, kind in names.items()
-                if not self._uses_otherwise(name)
+        for attribute, names in groups.items():
+            fields[attribute] = {
+                name: field_type
+                for name, field_type in names.items()
+                if not self._decides_on(name)
             }
         return fields
 
-    def _uses_otherwise(self, name: str) -> bool:
+    def _decides_on(self, name: str) -> bool:
+        # A required field may also fill the reading.
         return name in self.optional or name in self.without or self.leaves_out(name)
 
     @functools.cached_property
     def roots(self) -> frozenset[str]:
         """Names of the columns that hold the required fields."""
-        return frozenset(str(self.declared[path][0][0]) for path in self.required)
+        columns = set()
+        for path in self.required:
+            parts, _ = self.declared[path]
+            columns.add(str(parts[0]))
+        return frozenset(columns)
 
     @functools.cached_property
     def columns(self) -> frozenset[str]:
@@ -162,7 +174,7 @@ class Structure:
         return frozenset(str(parts[0]) for parts, _ in self.declared.values())
 
     def leaves_out(self, path: str) -> bool:
-        """Return True if a column, or a path inside one, need not be read."""
+        """Return True if a column, or a path inside one, is ignored on purpose."""
         return any(fnmatchcase(path, pattern) for pattern in self.leaves)
 
     def read_required(self, record: Mapping[str, Any]) -> Fields | None:
@@ -187,14 +199,14 @@ class Structure:
             Refused: one of them is not of its type.
         """
         fields: Fields = {}
-        for path, (parts, kind) in self.declared.items():
+        for path, (parts, field_type) in self.declared.items():
             if path in self.required or parts[0] not in record:
                 continue
             value = self.value_at(record, path)
             if value is None:
                 continue
-            if not kind.fits(value):
-                raise wrong_type(f"{path} must be {kind.description}", value)
+            if not field_type.fits(value):
+                raise wrong_type(f"{path} must be {field_type.description}", value)
             fields[path] = value
         return fields
 
@@ -206,14 +218,14 @@ class Structure:
 
     def value_at(self, record: Mapping[str, Any], path: str) -> Any:
         """Return the value at a declared path, parsed, or None."""
-        parts, kind = self.declared[path]
+        parts, field_type = self.declared[path]
         value = follow(record, parts)
         if isinstance(value, float) and math.isnan(value):  # pandas writes it for null
             return None
-        if kind.convert is not None and value is not None:
-            value = kind.convert(value)
+        if field_type.convert is not None and value is not None:
+            value = field_type.convert(value)
         if self.turns is not None:
-            value = _with_keys(value, self.turns)
+            value = _rename_keys(value, self.turns)
         return value
 
 
@@ -269,11 +281,14 @@ def form(
     """Register a function as the reader of a structure; see :class:`Structure` for the
     arguments.
 
-    System, tools, template variables and rewards under their usual names are read
-    beside any form (:data:`CHAT_FIELDS`, :data:`REWARDS`); a form declares them only to
-    use them otherwise. The function gets the declared fields by path and returns a
-    :class:`Pair`, :class:`Answers`, :class:`Chat` or :class:`Drop`; it may raise
-    :class:`Refused`.
+    System, tools, template variables and rewards under their usual names are read in
+    records of any form (:data:`CHAT_FIELDS`, :data:`REWARDS`); a form declares them as
+    optional only to use them otherwise. The function gets the declared fields by path
+    and returns a :class:`Pair`, :class:`Answers`, :class:`Chat` or :class:`Drop`; it
+    may raise :class:`Refused`.
+
+    `version` is the form's, not the structure's: of several decorators, the one next to
+    the function states it.
     """
     structure = Structure(
         kind=kind,
@@ -291,8 +306,7 @@ def form(
         name = function.__name__
         if name not in FORMS:
             FORMS[name] = Form(name, function, version)
-        # Decorators apply from the bottom up; the structures stand in the order of the
-        # page.
+        # Decorators apply from the bottom up; this keeps their order in the source.
         FORMS[name].structures.insert(0, structure)
         return function
 
@@ -308,8 +322,8 @@ def refused(
     sets: Iterable[str] = (),
     source: str = "",
 ) -> None:
-    """Register a structure that cannot be read, though another form or own names would
-    read it.
+    """Register a structure that cannot be read, even if another form, or packstore's
+    own field names, would fit it.
 
     Args:
         why: completes "a record of this form cannot be read: ...", with the way out.
@@ -350,8 +364,8 @@ class Match:
         self.fields = fields
 
     def read(self, record: Mapping[str, Any]) -> Pair | Answers | Chat | Drop:
-        """Return the reading by the form's function, with the common fields that the
-        function does not set.
+        """Return the reading by the form's function; common fields fill the attributes
+        that the function does not set.
 
         Raises:
             Refused: the form cannot read it.
@@ -362,10 +376,10 @@ class Match:
             return reading
 
         values = {}
-        for argument, names in self.structure.common_fields.items():
+        for attribute, names in self.structure.common_fields.items():
             value = _first_value(fields, names)
-            if value is not None and getattr(reading, argument) is None:
-                values[argument] = value
+            if value is not None and getattr(reading, attribute) is None:
+                values[attribute] = value
         return dataclasses.replace(reading, **values) if values else reading
 
 
@@ -382,8 +396,9 @@ def _first_value(fields: Fields, names: Iterable[str]) -> Any:
         is_synonym = name not in REWARDS and any(
             name in group for group in REWARDS.values()
         )
-        if is_number(value) or not is_synonym:
-            return value
+        if is_synonym and not is_number(value):
+            continue
+        return value
     return None
 
 
@@ -402,7 +417,7 @@ def match_forms(
         forms: the forms to look at; None: all.
     """
     if forms is None:
-        candidates = _candidates(*record)
+        candidates = _candidates(tuple(record))
     else:
         candidates = [
             (form, structure) for form in forms for structure in form.structures
@@ -419,7 +434,7 @@ def match_forms(
 
 def has_candidate_forms(record: Mapping[str, Any]) -> bool:
     """Return True if a record has all columns of a form."""
-    return bool(_candidates(*record))
+    return bool(_candidates(tuple(record)))
 
 
 def _most_specific(matches: list[Match]) -> list[Match]:
@@ -435,7 +450,7 @@ def _most_specific(matches: list[Match]) -> list[Match]:
 
 
 @functools.lru_cache(maxsize=1000)
-def _candidates(*names: str) -> list[tuple[Form, Structure]]:
+def _candidates(names: tuple[str, ...]) -> list[tuple[Form, Structure]]:
     """Return the structures with columns that are all among `names`."""
     columns = frozenset(names)
     candidates = []
@@ -446,18 +461,20 @@ def _candidates(*names: str) -> list[tuple[Form, Structure]]:
     return candidates
 
 
-def _with_keys(value: Any, keys: Mapping[str, str | None]) -> Any:
-    """Return turns with other keys; a key that maps to None is left out."""
+def _rename_keys(value: Any, new_keys: Mapping[str, str | None]) -> Any:
+    """Return a message, or a list of them, with other keys; a key that maps to None is
+    left out.
+    """
     if isinstance(value, list):
-        return [_with_keys(item, keys) for item in value]
+        return [_rename_keys(item, new_keys) for item in value]
     if not isinstance(value, dict):
         return value
-    turn = {}
+    message = {}
     for key, item in value.items():
-        name = keys.get(key, key)
-        if name is not None:
-            turn[name] = item
-    return turn
+        new_key = new_keys.get(key, key)
+        if new_key is not None:
+            message[new_key] = item
+    return message
 
 
 def describe_fields(form: Form) -> str:

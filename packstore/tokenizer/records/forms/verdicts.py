@@ -1,4 +1,20 @@
-"""Two answers, and the verdict, the votes or the scores that make one the better."""
+"""Two answers, and the verdict, the votes or the scores that make one the better.
+
+The arguments of ``@form`` are those of :class:`Structure`: `leaves` names the fields
+that are ignored on purpose, and `as_chat` turns plain texts into user and assistant
+turns; dialogues have turns already.
+
+Types of fields
+    `chat` is a list of messages with roles; `messages` need none; `turns` are messages
+    or text, and `dialogues` a list of such turns. `numeral` is a number or its text;
+    `numbers` and `labels` are lists of numbers.
+
+Steps that make a pair of two answers
+    ``by_sign`` takes a preference that is negative if the first answer is better,
+    ``by_word`` a verdict that is one of the listed values, ``by_votes`` a list of them,
+    ``by_score`` a score for each answer, and ``by_scores`` a list of answers and a list
+    of their scores.
+"""
 
 from __future__ import annotations
 
@@ -77,6 +93,7 @@ ARENA_TIES = ("tie", "tie (bothbad)", "both_bad")
 def helpsteer3(fields: Fields) -> Pair | Drop:
     """Two answers and a preference from -3 (the first) to 3 (the second)."""
     if "overall_preference" not in fields:
+        # Without a preference neither answer is better: it is counted as a tie.
         return Drop("tie", "overall_preference is null")
     return by_sign(
         fields["context"],
@@ -153,6 +170,7 @@ def alpaca_eval(fields: Fields) -> Pair | Drop:
     """
     preference = fields.get("preference")
     if preference is None:
+        # Without a verdict neither output is better: it is counted as a tie.
         return Drop("tie", "preference is null")
     if preference in (0, 1.5):
         return Drop("tie", f"preference {preference}")
@@ -214,7 +232,10 @@ def offsetbias(fields: Fields) -> Pair | Drop:
     source="https://github.com/ContextualAI/HALOs/blob/main/train/data.py",
 )
 def pku_saferlhf(fields: Fields) -> Pair | Drop:
-    """Two answers and better_response_id, 0 or 1; safer_response_id is not read."""
+    """Two answers and better_response_id, 0 or 1; safer_response_id is not read.
+
+    It is a verdict on safety alone, and may name the other answer.
+    """
     return by_word(
         fields["prompt"],
         fields["response_0"],
@@ -278,6 +299,8 @@ def shp(fields: Fields) -> Pair | Drop:
 def prometheus_preference(fields: Fields) -> Pair | Drop:
     """Two answers and a verdict, A or B; the instruction for a judge and its output are
     left.
+
+    The output repeats the verdict, and the instruction repeats both answers.
     """
     return by_word(
         fields["orig_instruction"],
@@ -312,7 +335,7 @@ def judgebench(fields: Fields) -> Pair | Drop:
 @form(
     "preference",
     {
-        "info": anything,
+        "info": anything,  # required; each of its parts may be null
         "summaries[].text": texts,
         "choice": number,
     },
@@ -374,7 +397,7 @@ def summarize_from_feedback(fields: Fields) -> Pair | Drop:
         "dedup_tag",
         "occupational_tags",
     ),
-    turns={"num_tokens": None},
+    turns={"num_tokens": None},  # a key of messages that is ignored
     sets=(
         "lmsys/chatbot_arena_conversations",
         "lmsys/mt_bench_human_judgments",
@@ -391,7 +414,7 @@ def summarize_from_feedback(fields: Fields) -> Pair | Drop:
         "model_a",
         "model_b",
         "judge",
-        "turn",
+        "turn",  # here the number of rounds, all of which are judged
         "system_?_metadata",
         "conv_metadata",
         "languages",
@@ -405,14 +428,15 @@ def chatbot_arena(fields: Fields) -> Pair | Drop:
     """Two dialogues and the winner: model_a, model_b or a tie; turn is the round that
     is judged.
 
-    Later votes of a session have the rounds before them in full_conversation. These
-    have other models, and mostly another context on each side: such votes are dropped.
+    A session may have several votes. From the second on, full_conversation holds the
+    rounds before the judged ones. Other models answered them, mostly with different
+    texts on each side: such a vote is refused, as ``different_contexts``.
     """
     first = first_present(fields, "conversation_a", "messages_a")
     second = first_present(fields, "conversation_b", "messages_b")
     if "turn" in fields:
-        first = cut_at(first, fields["turn"])
-        second = cut_at(second, fields["turn"])
+        first = cut_at(first, answer_number=fields["turn"])
+        second = cut_at(second, answer_number=fields["turn"])
 
     vote_number = to_number(fields.get("evaluation_order", 1))
     rounds = fields.get("full_conversation") or []
@@ -438,25 +462,38 @@ def chatbot_arena(fields: Fields) -> Pair | Drop:
     )
 
 
-def _rounds_before(judged: list[Message], rounds: Any, answer: str) -> list[Message]:
-    """Return the rounds of one side before the judged ones, which may stand at their
-    end.
+def _rounds_before(
+    judged: list[Message], rounds: Any, answer_key: str
+) -> list[Message]:
+    """Return the messages of one side before the judged ones.
+
+    Args:
+        judged: the messages that are judged.
+        rounds: the rounds of the session, with the judged ones at their end or without
+            them.
+        answer_key: key of this side's answer in a round.
     """
     if not rounds:
         return []
     try:
-        turns = [item[name] for item in rounds for name in ("user", answer)]
+        turns_of_side = [item[key] for item in rounds for key in ("user", answer_key)]
     except (KeyError, TypeError):
         raise wrong_type(
-            f"rounds must be a list of user and {answer}", rounds
+            f"rounds must be a list of user and {answer_key}", rounds
         ) from None
-    session = normalize_messages(turns, set())
-    end = normalize_messages(judged, set())
-    if session[-len(end) :] == end:
-        return session[: -len(end)]
-    if end[0] in session:
-        raise wrong_type("earlier rounds must end with the judged ones", turns[-1])
-    return session
+    session = normalize_messages(turns_of_side, unknown=set())
+    judged_end = normalize_messages(judged, unknown=set())
+
+    ends_with_judged = session[-len(judged_end) :] == judged_end
+    if ends_with_judged:
+        return session[: -len(judged_end)]
+
+    has_part_of_judged = judged_end[0] in session
+    if has_part_of_judged:
+        raise wrong_type(
+            "earlier rounds must end with the judged ones", turns_of_side[-1]
+        )
+    return session  # without the judged rounds
 
 
 @form(
@@ -505,6 +542,8 @@ def ppe_human_preference(fields: Fields) -> Pair | Drop:
 def arena_55k(fields: Fields) -> Pair | Drop:
     """Questions and two lists of answers as JSON text, or plain text; 1 stands under
     the winner.
+
+    The other answer's column holds 0; at a tie both do.
     """
     prompt = fields["prompt"]
     first = fields["response_a"]
@@ -554,6 +593,7 @@ def _holds_json_list(value: str) -> bool:
 def pandalm(fields: Fields) -> Pair | Drop:
     """Two answers and the votes of three annotators: 1, 2 or 0 for a tie."""
     votes = [fields["annotator1"], fields["annotator2"], fields["annotator3"]]
+    # Other votes, such as 0, count for neither answer.
     return by_votes(
         join_texts(fields["instruction"], fields.get("input")),
         fields["response1"],
@@ -679,7 +719,7 @@ def hhh_alignment(fields: Fields) -> Pair | Drop:
         "systemInstruction.parts[].text": texts,
         "system_instruction.parts[].text": texts,
     },
-    without=("tools",),
+    without=("tools",),  # refused as the form gemini_tools
     leaves=("systemInstruction.role", "system_instruction.role"),
     turns={"parts": "content"},
     source="https://docs.cloud.google.com/vertex-ai/generative-ai/docs/models/gemini-preference-tuning-prepare",
