@@ -4,13 +4,13 @@ manifest.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from os import PathLike, fspath
 from pathlib import Path
@@ -48,8 +48,10 @@ TEMPLATE_TEXT = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 """Files, and a folder, beside the tokenizer."""
 
-# ``name`` or ``owner/name``, unless it ends like the name of a file.
-_ON_HUB = re.compile(r"([\w-][\w.-]*/)?(?!.*\.(json|model|jinja)$)[\w-][\w.-]*")
+# ``name`` or ``owner/name``.
+_HUB_NAME = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*")
+
+_FILE_SUFFIXES = (".json", ".model", ".jinja")
 
 MAX_FILE_BYTES = 1 << 30
 """Largest size of a tokenizer file in bytes."""
@@ -78,7 +80,8 @@ class _Files:
         if not path.is_file():
             return None
         content = _read(path)
-        self.hashes[to_unicode(path.name)] = hashlib.sha256(content).hexdigest()
+        name = to_unicode(path.name)  # the name on disk may hold undecodable bytes
+        self.hashes[name] = hashlib.sha256(content).hexdigest()
         return _decoded(content, path.name)
 
     def read_json(self, path: Path) -> dict[str, Any]:
@@ -89,13 +92,12 @@ class _Files:
         try:
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise TokenizerError(
-                sentence(path.name, "it must be JSON", str(error))
-            ) from error
+            rule = "it must be JSON"
+            message = sentence(path.name, rule, found=str(error))
+            raise TokenizerError(message) from error
         if not isinstance(value, dict):
-            raise TokenizerError(
-                sentence(path.name, "it must hold a JSON object", quote(value))
-            )
+            rule = "it must hold a JSON object"
+            raise TokenizerError(sentence(path.name, rule, found=quote(value)))
         return value
 
     def read_templates(self, folder: Path) -> None:
@@ -127,8 +129,9 @@ def load_tokenizer(
     chat_template: str | None = None,
     is_worthwhile: Callable[[int], bool] | None = None,
 ) -> Tokenizer:
-    """Load a tokenizer, with the reference library, and its chat template, if it has
-    one.
+    """Load a tokenizer and its chat template, if it has one.
+
+    The library ``tokenizers`` encodes for a JSON file, ``sentencepiece`` for others.
 
     Args:
         source: path of a ``tokenizer.json``, of a SentencePiece ``.model`` or of a
@@ -139,8 +142,8 @@ def load_tokenizer(
         chat_template: ``chatml`` or ``plain``, a Jinja file, Jinja text, or the name of
             one of the tokenizer's templates; None: the tokenizer's default, and for
             records with tools its ``tool_use``, if any.
-        is_worthwhile: called with the bytes of the tokenizer file; if it returns True,
-            a faster library loads the file at the same time.
+        is_worthwhile: called with the size of a JSON tokenizer file in bytes; if it
+            returns True, a faster library loads the file at the same time.
     """
     if isinstance(source, str | PathLike):
         where = f"tokenizer {source}"
@@ -150,19 +153,22 @@ def load_tokenizer(
         files = _from_object(source)
     is_json = files.payload.lstrip()[:1] == b"{"
     engine_name = "tokenizers" if is_json else "sentencepiece"
-    loading = None
+
+    fast_loading = None
     if is_json and is_worthwhile is not None and is_worthwhile(len(files.payload)):
-        with contextlib.suppress(ImportError):  # not every platform has a wheel of it
-            loading = ENGINES.load(FAST).start_loading(files.payload)  # type: ignore[attr-defined]
+        fast_loading = _start_fast_loading(files.payload)
     engine = ENGINES.load(engine_name)(files.payload, where)
-    engine.loading = loading  # type: ignore[attr-defined]
-    dropout = getattr(engine, "dropout", 0.0)
+    # `with_fastest_engine` takes the fast engine from this one, and compares the two.
+    engine.loading = fast_loading  # type: ignore[attr-defined]
+
+    dropout = getattr(engine, "dropout", 0.0)  # in the file; the engine ignores it
     if dropout:
         text = (
             "%s: its BPE dropout of %g is switched off: the same text always gets "
             "the same ids"
         )
         log.warning(text, where, dropout)
+
     tool_template = None
     if chat_template is None:
         tool_template = files.templates.get("tool_use")
@@ -175,8 +181,22 @@ def load_tokenizer(
         files=files.hashes,
         **_find_tokens(engine, files.settings),
     )
+    # Not every file declares its BOS, EOS and padding as control tokens.
     engine.register(tokenizer.marker_tokens)
     return tokenizer.with_engine(engine_name, engine)
+
+
+def _start_fast_loading(payload: bytes) -> Future[Any] | None:
+    """Start to load a tokenizer file in the faster library, in a thread.
+
+    Returns:
+        The future of the loaded file; None if the library is not installed, or cannot
+        take the file.
+    """
+    try:
+        return ENGINES.load(FAST).start_loading(payload)  # type: ignore[attr-defined,no-any-return]
+    except ImportError:  # not every platform has a wheel of it
+        return None
 
 
 def recorded_tokenizer(
@@ -200,7 +220,8 @@ def recorded_tokenizer(
     if path is None:
         _check_recorded(source, recorded.get("sha256"), where, remedy)
     tokenizer = load_tokenizer(source)
-    if recorded.get("sha256") in (None, tokenizer.sha256):
+    recorded_sha256 = recorded.get("sha256")
+    if recorded_sha256 is None or recorded_sha256 == tokenizer.sha256:
         return tokenizer
     # A program that loads and saves a tokenizer may write other bytes. Hashes of its
     # vocabulary and of encoded texts stay equal.
@@ -208,43 +229,46 @@ def recorded_tokenizer(
     identity = ("vocab_sha256", "probe_sha256")
     if any(recorded.get(name) != actual[name] for name in identity):
         rule = f"must be the tokenizer that {where} was packed with"
-        hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded['sha256'][:12]}…"
-        raise CompatibilityError(sentence(str(source), rule, hashes, remedy))
+        hashes = f"sha256 {tokenizer.sha256[:12]}…, recorded {recorded_sha256[:12]}…"
+        raise CompatibilityError(
+            sentence(where=str(source), rule=rule, found=hashes, remedy=remedy)
+        )
     return tokenizer
 
 
 def _check_recorded(source: str, sha256: str | None, where: str, remedy: str) -> None:
-    """Raise unless a tokenizer that only a manifest names is on this machine, with its
-    hash.
+    """Raise unless the recorded tokenizer is on this machine and has the recorded hash.
 
     The manifest may come from a stranger: no hub is asked, and the file is not parsed
     before its hash is compared.
     """
     if not os.path.exists(source):
         rule = f"the tokenizer that {where} names must be on this machine"
+        name = f"tokenizer {display(source)}"  # it may be a URL with a login
         raise TokenizerError(
-            sentence(f"tokenizer {display(source)}", rule, "none", remedy)
+            sentence(where=name, rule=rule, found="none", remedy=remedy)
         )
-    if hashlib.sha256(_read(_file_of(Path(source)))).hexdigest() != sha256:
+    content = _read(_file_of(Path(source)))
+    if hashlib.sha256(content).hexdigest() != sha256:
+        name = f"tokenizer {source}"
         rule = f"must be the tokenizer that {where} was packed with"
         raise CompatibilityError(
-            sentence(f"tokenizer {source}", rule, "another sha256", remedy)
+            sentence(where=name, rule=rule, found="another sha256", remedy=remedy)
         )
 
 
 def _local(source: str | PathLike[str]) -> Path:
-    """Return the local path that `source` names, or of the files of that name on the
-    hub.
-    """
+    """Return `source` as a path; a name on the hub is downloaded first."""
     name = fspath(source)
     path = Path(source)
-    if "://" in name or is_mistyped(name):
+    resembles_url = "://" in name or is_mistyped(name)
+    if resembles_url:
         rule = "it must be on this machine"
         remedy = "Copy it to a local folder, and give that"
         raise TokenizerError(
             sentence(f"tokenizer {display(name)}", rule, remedy=remedy)
         )
-    if path.exists() or not isinstance(source, str) or not _ON_HUB.fullmatch(name):
+    if path.exists() or not isinstance(source, str) or not _may_be_on_hub(name):
         return path
     try:
         return _download(name)
@@ -259,9 +283,22 @@ def _local(source: str | PathLike[str]) -> Path:
         )
         if isinstance(error, ImportError):
             remedy = f"Run: pip install huggingface-hub. Or {remedy}"
-        cause = client_text(error).partition("\n")[0]
-        message = sentence(f"tokenizer {name}", rule, f"neither: {cause}", remedy)
-        raise TokenizerError(message) from client_cause(error)
+        # Both hide secrets: errors of the hub's client may show a login or a token.
+        cause_text = client_text(error).partition("\n")[0]
+        cause = client_cause(error)
+        message = sentence(
+            where=f"tokenizer {name}",
+            rule=rule,
+            found=f"neither: {cause_text}",
+            remedy=remedy,
+        )
+        raise TokenizerError(message) from cause
+
+
+def _may_be_on_hub(name: str) -> bool:
+    """Return True for the form of a name on the hub, unless it ends like a file."""
+    has_form = _HUB_NAME.fullmatch(name) is not None
+    return has_form and not name.endswith(_FILE_SUFFIXES)
 
 
 def _download(name: str) -> Path:
@@ -306,7 +343,7 @@ def _from_object(source: Any) -> _Files:
 
 def _from_path(path: Path) -> _Files:
     file = _file_of(path)
-    if file.is_dir():
+    if file.is_dir():  # a folder without a tokenizer file
         rule = f"the folder must hold one of {', '.join(FILE_NAMES)}"
         raise TokenizerError(sentence(f"tokenizer {path}", rule))
     files = _Files(to_unicode(file.name), _read(file))
@@ -317,7 +354,7 @@ def _from_path(path: Path) -> _Files:
 
 
 def _file_of(path: Path) -> Path:
-    """Return the tokenizer file of a folder, or the path itself."""
+    """Return the tokenizer file of a folder; if there is none, the path itself."""
     for name in FILE_NAMES:
         if (path / name).is_file():
             return path / name
@@ -326,19 +363,31 @@ def _file_of(path: Path) -> Path:
 
 def _read(path: Path) -> bytes:
     try:
-        if not path.is_file() and path.exists():
-            raise OSError(f"a {'folder' if path.is_dir() else 'device or pipe'}")
-        size = path.stat().st_size
-        if size > MAX_FILE_BYTES:
-            raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
+        _validate_file(path)
         data = path.read_bytes()
     except OSError as error:
-        where = f"tokenizer {client_text(path)}"  # the path may be a URL by mistake
-        rule = "it must be a readable file or folder"
-        message = sentence(where, rule, error.strerror or str(error))
+        reason = error.strerror or str(error)
+        message = sentence(
+            # The path may be a URL by mistake: hide its login.
+            where=f"tokenizer {client_text(path)}",
+            rule="it must be a readable file or folder",
+            found=reason,
+        )
         raise TokenizerError(message) from client_cause(error)
+    # Git LFS leaves a small pointer in place of a large file.
     refuse_pointer(data, f"tokenizer {path}", TokenizerError)
     return data
+
+
+def _validate_file(path: Path) -> None:
+    """Raise OSError if `path` is no regular file, is missing, or is too large."""
+    if path.is_dir():
+        raise OSError("a folder")
+    if path.exists() and not path.is_file():
+        raise OSError("a device or pipe")
+    size = path.stat().st_size
+    if size > MAX_FILE_BYTES:
+        raise OSError(f"{size} bytes, which are more than {MAX_FILE_BYTES}")
 
 
 def _decoded(content: bytes, where: str) -> str:
