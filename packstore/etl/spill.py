@@ -37,14 +37,17 @@ _DTYPES: dict[str, npt.DTypeLike] = {
 """Array of :class:`Examples` -> its type on disk."""
 
 SEGMENT_BYTES = 32 << 20
-"""Approximate bytes of ids in a segment; more are shuffled on disk, in buckets of this
-size.
+"""Approximate bytes of ids in a segment. A larger input is shuffled on disk, in buckets
+of this size.
 """
 
 MAX_BUCKETS = 256
 """Maximum buckets: each gets a piece of every segment, and small pieces are slow to
 write.
 """
+
+_NO_BUCKET = np.iinfo(np.uint16).max
+"""In place of the number of a bucket, for an example that is in none."""
 
 _EXAMPLES_AT_ONCE = 2048
 """Examples copied from a segment to a bucket at once."""
@@ -56,7 +59,7 @@ class Spill:
     """
 
     def __init__(self) -> None:
-        with as_storage_errors("write", tempfile.gettempdir(), {}):
+        with as_storage_errors("write", tempfile.gettempdir(), options={}):
             self._folder = tempfile.TemporaryDirectory(prefix="packstore-")
         self._segments: list[_Store] = []
         self._lengths = Path(self._folder.name, "lengths")
@@ -83,7 +86,10 @@ class Spill:
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
-        """Return the lengths passed to :meth:`append`, at least one: int32 `[E]`."""
+        """Return the lengths passed to :meth:`append`, int32 `[E]`.
+
+        At least one example must have been appended.
+        """
         return np.fromfile(self._lengths, np.int32)
 
     def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
@@ -132,24 +138,27 @@ class Spill:
             yield _Bucket(store.examples(), ranks, bucket_offsets)
             store.remove()
 
-    def _scatter(self, order: Int32, ends: Int64, buckets: list[_Store]) -> None:
-        """Move all segments into the buckets.
+    def _scatter(self, order: Int32, bounds: Int64, stores: list[_Store]) -> None:
+        """Move all segments into the stores of B buckets.
 
-        Bucket b gets the examples ``order[ends[b]:ends[b + 1]]``, in input order.
+        Args:
+            order: int32 `[E]`, numbers of the examples in the spill, pack by pack.
+            bounds: int64 `[B + 1]`; bucket b gets the examples
+                ``order[bounds[b]:bounds[b + 1]]``, in input order.
+            stores: one for each bucket.
         """
-        # Number of each example's bucket; MAX_BUCKETS is the number of none.
-        bucket_of = np.full(self.num_examples, MAX_BUCKETS, np.uint16)
-        for number in range(len(buckets)):
-            bucket_of[order[ends[number] : ends[number + 1]]] = number
+        bucket_of = np.full(self.num_examples, _NO_BUCKET, np.uint16)
+        for number in range(len(stores)):
+            bucket_of[order[bounds[number] : bounds[number + 1]]] = number
 
         start = 0
         for segment in self._segments:
             examples = segment.examples()
             end = start + examples.num_examples
-            for number, bucket in enumerate(buckets):
+            for number, store in enumerate(stores):
                 chosen = np.flatnonzero(bucket_of[start:end] == number)
                 for i in range(0, len(chosen), _EXAMPLES_AT_ONCE):
-                    bucket.append(gather(examples, chosen[i : i + _EXAMPLES_AT_ONCE]))
+                    store.append(gather(examples, chosen[i : i + _EXAMPLES_AT_ONCE]))
             start = end
             del examples  # before the next segment is read
             segment.remove()
@@ -196,12 +205,13 @@ class _Store:
             "sequence_offsets": self._num_tokens,
             "example_offsets": self._num_sequences,
         }
+        is_first = self._num_sequences == 0
         for name, dtype in _DTYPES.items():
             array = getattr(examples, name)
             if name in previous_ends:
                 array = array + previous_ends[name]
-                if self._num_sequences:
-                    array = array[1:]  # its first offset is already there
+                if not is_first:
+                    array = array[1:]  # the file already ends with this offset
             _append(self._paths[name], np.ascontiguousarray(array, dtype).data)
         if examples.columns:
             self._append_columns(examples.columns)
@@ -231,8 +241,10 @@ class _Store:
             return {}
         batches: list[pa.RecordBatch] = []
         with pa.OSFile(str(self._columns_path)) as file:
+            # The file holds one stream after another, as `_append_columns` wrote them.
             while file.tell() < file.size():
-                batches += pa.ipc.open_stream(file)
+                stream = pa.ipc.open_stream(file)
+                batches.extend(stream)
         table = pa.Table.from_batches(batches)
         return {
             name: np.array(table[name].to_pylist(), dtype)
@@ -247,6 +259,6 @@ class _Store:
 
 def _append(path: Path, data: memoryview | pa.Buffer) -> None:
     folder = tempfile.gettempdir()
-    with as_storage_errors("write", folder, {}), open(path, "ab") as file:
+    with as_storage_errors("write", folder, options={}), open(path, "ab") as file:
         # Not by numpy's tofile: its error for a full disk lacks the errno.
         file.write(data)

@@ -11,10 +11,11 @@ all ranks.
 A batch thus mixes as many row groups as there are lanes, while each lane reads whole
 row groups one after another. Rank ``r`` of ``w`` takes the indices ``r, r + w, …``, so
 the sequence does not depend on the number of ranks, and the position is one number.
-With `strata`, step 4 instead sorts the rows of each row group by stratum and assigns
-them to positions in the order of ``i * phi mod 1`` (golden ratio phi). Every section of
-that sequence is spread evenly over 0 to 1, so every section of packs is spread about
-evenly over the strata.
+With `strata`, step 4 instead sorts the rows of each row group by stratum, and its
+positions by ``i * phi mod 1``, with the index ``i`` of the position and the golden
+ratio phi: the k-th row goes to the k-th position. The values at any section of indices
+are spread evenly over 0 to 1, so the packs there are spread about evenly over the
+strata.
 
 Names: an *index* is a position in the global order; a *place* is a position in the
 sequence of step 2; a *slot* is the position of a row group in it.
@@ -36,8 +37,9 @@ _ROUNDS = 4
 
 
 class PackOrder:
-    """Maps the i-th pack of an epoch to its row group and row; four integers per row
-    group.
+    """Maps the i-th pack of an epoch to its row group and row.
+
+    Takes the memory of four integers per row group.
 
     Args:
         group_rows: int64 `[G]`, packs of each row group, in file order.
@@ -45,8 +47,8 @@ class PackOrder:
         epoch: another epoch has another order.
         lanes: row groups that are mixed.
         shuffle: False for file order.
-        strata: int64 `[P]`, a value for each pack, in file order, over which packs are
-            spread, such as its examples.
+        strata: int64 `[P]`, a value of each pack, such as its number of examples, in
+            file order; any section of packs gets low and high values alike.
 
     Raises:
         ConfigError: `lanes` is less than 1, or `strata` are of other packs.
@@ -129,8 +131,9 @@ class PackOrder:
         length, num_longer = divmod(len(self), self.lanes)
         first_shorter = num_longer * (length + 1)  # the first place of a shorter lane
         is_shorter = places >= first_shorter
-        # A lane without packs has no place; its length only must not divide by zero.
-        lengths = np.maximum(np.where(is_shorter, length, length + 1), 1)
+        lengths = np.where(is_shorter, length, length + 1)
+        # With fewer packs than lanes `length` is 0: 1 avoids a division by zero.
+        lengths = np.maximum(lengths, 1)
         base = np.where(is_shorter, first_shorter, 0)
         lanes, steps = np.divmod(places - base, lengths)
         lanes += np.where(is_shorter, num_longer, 0)
@@ -159,13 +162,14 @@ class PackOrder:
         # All rows of the distinct row groups get a position, not only the requested
         # ones. Arrays from here to the last line are `[all these rows]`, concatenated
         # group by group; `owners` has the number of the group of each.
-        distinct_slots, slot_numbers = np.unique(slots, return_inverse=True)
+        distinct_slots, index_of_slot = np.unique(slots, return_inverse=True)
         groups = self._groups[distinct_slots]
         sizes = self._group_rows[groups]
         owners = np.repeat(np.arange(len(groups)), sizes)
 
-        packs = range_indices(self._first_packs[groups], sizes)
-        rows = packs - self._first_packs[groups][owners]
+        first_packs = self._first_packs[groups]
+        packs = range_indices(first_packs, sizes)  # of one group after another
+        rows = packs - first_packs[owners]
         tie_breakers = mixed(
             self._keys("ties", groups)[owners] + rows.astype(np.uint64)
         )
@@ -177,9 +181,11 @@ class PackOrder:
         fractions = self._indices(places).astype(np.uint64) * GOLDEN
         by_fraction = np.lexsort((fractions, owners))
 
+        # Both orders go group by group: the k-th position by fraction gets the k-th row
+        # by stratum of the same group.
         row_at_position = np.empty(len(rows), np.int64)
         row_at_position[by_fraction] = rows[by_stratum]
-        first_positions = to_offsets(sizes)[slot_numbers]
+        first_positions = to_offsets(sizes)[index_of_slot]
         requested_rows: Int64 = row_at_position[first_positions + positions]
         return requested_rows
 

@@ -4,12 +4,12 @@ The clients are s3fs, gcsfs and adlfs; docs/storage.md has the measurements behi
 choice. Each retries failed requests itself. For S3 this is switched off, so that all
 retries follow :mod:`packstore.io.store.retry`: if the response to a create-only put got
 lost, a hidden second try would find the file of the first, and report a lost race.
-gcsfs and adlfs cannot switch it off: their errors come after a few retries.
+gcsfs cannot switch it off, and adlfs can only for a put (see :func:`create`): errors of
+other requests come after a few retries.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import threading
 from collections.abc import Mapping
@@ -50,10 +50,12 @@ def open_filesystem(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
         return fs, path
 
     fs, path = url_to_fs(url, **_with_s3_settings(options))
-    if "retries" not in options.get("config_kwargs", {}):
-        # s3fs tries a request several times, besides botocore. One try is no retry.
-        # Setting an attribute affects nobody else: fsspec caches instances by their
-        # options, and packstore's are unique.
+    sets_retries = "retries" in options.get("config_kwargs", {})
+    if not sets_retries:
+        # s3fs tries a request several times, besides botocore. In spite of its name
+        # this is the number of attempts: 1 means no retry. Setting an attribute affects
+        # nobody else: fsspec caches instances by their options, and packstore's are
+        # unique.
         fs.retries = 1
     return fs, path
 
@@ -126,9 +128,11 @@ def put_file(fs: Any, local_path: str, path: str) -> None:
 
 
 def put_bytes(fs: Any, path: str, data: bytes, **options: Any) -> None:
-    """Put bytes over any file that is there."""
-    has_real_folders = not creates_exclusively(fs)  # sftp, …; object stores have none
-    if has_real_folders:
+    """Put bytes, by default over any file that is there."""
+    # Stores that create exclusively are object stores, which have no folders. Others,
+    # such as sftp, need the folder first.
+    is_object_store = creates_exclusively(fs)
+    if not is_object_store:
         fs.makedirs(path.rpartition("/")[0], exist_ok=True)
     fs.pipe_file(path, data, **options)
 
@@ -137,7 +141,7 @@ def create(fs: Any, path: str, data: bytes) -> None:
     """Put bytes only if no file is there; otherwise raise the client's error."""
     package = _package_of(fs)
     if package == "adlfs":
-        # A second try would be refused for the file of the first.
+        # No retries in adlfs, see above: a second try would find the file of the first.
         put_bytes(fs, path, data, mode="create", retry_total=0)
     elif package == "memory":
         # Its check and its write are two steps: without a lock, threads would race.
@@ -156,7 +160,8 @@ def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
     Args:
         fs: the filesystem.
         path: the folder in it.
-        url: if not empty, a missing bucket is an error, for a message with this URL.
+        url: of the folder, for the error if the bucket is missing; empty: a missing
+            bucket is no error.
 
     Returns:
         Name and details of each entry.
@@ -197,10 +202,12 @@ def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:
 
 def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
     """Return the details of matches by path; raise if the bucket is missing."""
-    with contextlib.suppress(FileNotFoundError):  # raised by gcsfs
+    try:
         matches = fs.glob(pattern, detail=True)
-        if matches:
-            return dict(matches)
+    except FileNotFoundError:  # raised by gcsfs
+        matches = {}
+    if matches:
+        return dict(matches)
     refuse_missing_bucket(fs, pattern, url)
     return {}
 
@@ -224,4 +231,5 @@ def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
     except Exception as error:
         if is_transient(error):
             raise
-        # The bucket exists, or these credentials may not see it.
+        # The bucket exists, or these credentials may not see it: either way it is not
+        # proven to be missing, and the folder in it counts as empty.
