@@ -1,7 +1,8 @@
 """Metrics of a whole dataset, of groups of its examples, and a row for each example.
 
 They are exact over batches and ranks: sums and counts are added up, and divided once at
-the end. Adding a batch never waits for the device.
+the end. Adding a batch never waits for the device. Fillers are examples of weight 0,
+which pad a batch: they count nowhere.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class GroupedMetrics:
     """Sums of metrics over batches, for all examples and for each group.
 
     Args:
-        loss_fn: the loss.
+        loss_fn: any loss, also ``sft`` or that of a reward model.
         dataset: the dataset, for names of input files.
         by: column that groups examples, or :data:`FILE`; None: no groups.
     """
@@ -104,11 +105,12 @@ class GroupedMetrics:
         ref_logps: Tensor | None,
     ) -> None:
         """Add a batch, in which examples outside of the group have weight 0."""
+        # `UNDIVIDED`, as only the sums and counts of the metrics are used.
         output = self.loss_fn(logps, batch, ref_logps, divisor=UNDIVIDED)
-        examples = batch.weights.sum()
+        num_examples = batch.weights.sum()  # weights are 0 or 1
         metrics = {
             **output.metrics,
-            "examples": (examples, torch.zeros_like(examples)),
+            "examples": (num_examples, torch.zeros_like(num_examples)),
         }
         terms = {(name, metric): term for metric, term in metrics.items()}
         add_sums(self._sums, terms)
@@ -116,7 +118,7 @@ class GroupedMetrics:
     def figures(self, device: torch.device) -> Figures:
         """Return means over all ranks, which may have seen different groups.
 
-        A collective call, which communicates from `device`.
+        A collective call: the ranks exchange tensors on `device`.
         """
         groups: dict[str | None, dict[str, float]] = {None: {}}
         for (group, metric), (total, count) in self._totals(device).items():
@@ -131,7 +133,7 @@ class GroupedMetrics:
         of_all_examples = groups.pop(None)
         by_group = {}
         for group, metrics in groups.items():
-            if metrics["examples"]:  # a group of fillers has none
+            if metrics["examples"]:  # a group of fillers only has none
                 by_group[str(group)] = metrics
         return {"metrics": of_all_examples, "by": by_group}
 
@@ -139,10 +141,11 @@ class GroupedMetrics:
         self, device: torch.device
     ) -> dict[tuple[str | None, str], tuple[float, float]]:
         """Return sum and count of each group and metric over all ranks."""
-        keys_of_ranks = all_gather_lists([list(self._sums)])
-        keys = dict.fromkeys(key for keys in keys_of_ranks for key in keys)
-        # A stable order, which is the same on each rank.
-        ordered = sorted(keys, key=_group_name)
+        all_keys = dict.fromkeys(all_gather_lists(list(self._sums)))
+        # All ranks gather the same list, and the sort is stable: ranks agree on the
+        # order.
+        ordered = sorted(all_keys, key=_group_name)
+        # float64, unless the device lacks it
         zero = torch.zeros(2, dtype=wide_dtype(device), device=device)
         # sum, count, sum, count, ... in one list, for a single call between ranks
         flat = [x for key in ordered for x in self._sums.get(key, zero)]
@@ -154,16 +157,19 @@ class GroupedMetrics:
         """Add the metrics that are functions of other means."""
         if "sft_loss" in metrics:
             # The two parts are means over different counts: their sum is no mean.
-            likelihood = self.loss_fn.sft_weight * metrics["sft_loss"]
-            metrics["loss"] = metrics["preference_loss"] + likelihood
-        is_likelihood = not self.loss_fn.rows.needs_judged_responses
-        if is_likelihood and self.loss_fn.sft_average == "token":
+            sft_term = self.loss_fn.sft_weight * metrics["sft_loss"]
+            metrics["loss"] = metrics["preference_loss"] + sft_term
+
+        # Only the loss ``sft`` compares no responses, so that none need be judged.
+        is_sft_loss = not self.loss_fn.rows.needs_judged_responses
+        if is_sft_loss and self.loss_fn.sft_average == "token":
             metrics["perplexity"] = math.exp(min(metrics["loss"], LARGEST_EXPONENT))
 
     def _groups(self, batch: PackedBatch, by: str) -> list[str]:
         """Return the group of each example."""
         column = batch.columns.get(by)
         if column is None and by == FILE:
+            # The high bits of an id are the number of the input file.
             sources = (batch.example_ids >> SOURCE_SHIFT).tolist()
             return [self._files.get(number, f"source {number}") for number in sources]
         is_fraction = isinstance(column, Tensor) and column.is_floating_point()
@@ -208,7 +214,8 @@ class ExampleRows:
     ) -> None:
         """Add a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
-        values = {"scores" if self._loss_fn.scores else "logps": logps, "loss": loss}
+        output_name = "scores" if self._loss_fn.scores else "logps"
+        values = {output_name: logps, "loss": loss}
         if ref_logps is None:
             ref_logps = batch.ref_logps
         if self._loss_fn.reference and ref_logps is not None:
@@ -228,6 +235,7 @@ class ExampleRows:
             for columns in all_gather_lists(columns_of_batches)
             if len(columns["example_id"])
         ]
+        # A column that holds only None in some batch has another type there.
         table = pa.concat_tables(tables, promote_options="default")
         _, first_rows = np.unique(table["example_id"].to_numpy(), return_index=True)
         return table.take(first_rows)
@@ -240,11 +248,12 @@ class ExampleRows:
         examples = np.flatnonzero(batch.weights.numpy() > 0)
         columns: dict[str, Any] = {"example_id": batch.example_ids.numpy()[examples]}
 
-        ends = batch.num_responses.numpy().cumsum()
+        ends = batch.num_responses.numpy().cumsum()  # of each example's responses
         for name in ("logps", "scores", "ref_logps"):
             if name in values:
-                responses = np.split(values[name][: ends[-1]], ends[:-1])
-                columns[name] = [responses[i].tolist() for i in examples]
+                values_of_responses = values[name][: ends[-1]]
+                values_of_examples = np.split(values_of_responses, ends[:-1])
+                columns[name] = [values_of_examples[i].tolist() for i in examples]
 
         columns["loss"] = values["loss"][examples]
         if "rewards" in values:
