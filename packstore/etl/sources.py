@@ -60,8 +60,9 @@ from packstore.version import VERSION
 log = logging.getLogger("packstore")
 
 FEW_CORES = {None: 2, FAST: 2, "tokenizers": 4}
-"""Name of a tokenizer engine -> cores that threads of one process keep busy; more only
-wait for the GIL, or for each other. None: records hold token ids.
+"""Name of a tokenizer engine -> number of threads that run in parallel in one process;
+further threads would wait for the GIL, or for each other. None: there is no tokenizer,
+as the records hold token ids.
 """
 
 SIZES_AT_ONCE = 16
@@ -133,11 +134,14 @@ def open_records(
     A job that cannot succeed shall stop here, before it begins. Arguments: see
     :func:`open_examples`.
     """
-    parse_carry(config)  # refuses a wrong setting before anything is read
+    # `carry` names columns of the records that are copied into the packs. Its syntax is
+    # checked before anything is read; missing types are inferred below.
+    parse_carry(config)
     input_reader = InputReader(source, storage_options, config, block_bytes)
     blocks = PeekableBlocks(input_reader)
-    first_blocks = blocks.peek(2)  # no block is without records
-    reference = _load_reference(tokenizer, config, blocks)
+    # There is a first block: InputReader raises for a source without records.
+    first_blocks = blocks.peek(2)
+    reference_tokenizer = _load_reference_tokenizer(tokenizer, config, blocks)
 
     first_rows = first_blocks[0].parse()
     if config.carry:
@@ -146,15 +150,19 @@ def open_records(
         adapter = load_adapter(config.adapter)
     kind: str = config.kind
     if config.kind == "auto":
-        kind = _detect_kind(first_rows, config, adapter, prefers_ids=reference is None)
-    build_tokenizer = partial(RecordTokenizer, reference, config, kind, adapter=adapter)
+        kind = _detect_kind(
+            first_rows, config, adapter, prefers_ids=reference_tokenizer is None
+        )
+    build_tokenizer = partial(
+        RecordTokenizer, reference_tokenizer, config, kind, adapter=adapter
+    )
     rows_of_blocks = [first_rows, *(block.parse() for block in first_blocks[1:])]
     first_record = _read_first_blocks(rows_of_blocks, config, build_tokenizer)
-    _prepare_rendering(reference, config, first_record)
+    _prepare_rendering(reference_tokenizer, config, first_record)
     return RecordExampleReader(
         input_reader=input_reader,
         blocks=blocks,
-        reference=reference,
+        reference_tokenizer=reference_tokenizer,
         tokenizer_path=_path_of(tokenizer),
         config=config,
         adapter=adapter,
@@ -187,36 +195,49 @@ class PeekableBlocks:
             self._ahead.append(block)
         return list(self._ahead)[:number]
 
-    def are_worth_loading(self, file_bytes: int) -> bool:
-        """Return True if a faster engine saves time for so much text.
+    def justify_faster_engine(self, tokenizer_file_bytes: int) -> bool:
+        """Return True if the blocks hold enough text for a faster engine to save time.
 
         Reads ahead until the answer is known.
 
         Args:
-            file_bytes: size of the tokenizer's file; the engine is built from it.
+            tokenizer_file_bytes: size of the tokenizer's file. Building the engine from
+                it takes time in proportion.
         """
         text_bytes = 0
-        num_counted = 0
-        while not is_worthwhile(file_bytes, text_bytes):
-            blocks = self.peek(num_counted + 1)
-            if len(blocks) == num_counted:
-                return False
-            payload = blocks[num_counted].payload
-            if not isinstance(payload, bytes):
-                payload = str(payload)  # records in memory: about their size as text
-            text_bytes += len(payload)
-            num_counted += 1
-        return True
+        for block in self._peek_each():
+            text_bytes += _text_bytes(block)
+            if is_worthwhile(tokenizer_file_bytes, text_bytes):
+                return True
+        return False
+
+    def _peek_each(self) -> Iterator[Block]:
+        """Yield the next blocks one by one; all of them stay."""
+        index = 0
+        while True:
+            blocks = self.peek(index + 1)
+            if index == len(blocks):  # there is no further block
+                return
+            yield blocks[index]
+            index += 1
+
+
+def _text_bytes(block: Block) -> int:
+    """Return the approximate size of a block's text."""
+    if isinstance(block.payload, bytes):
+        return len(block.payload)
+    # Records in memory have no text; their representation is about as long.
+    return len(str(block.payload))
 
 
 def _path_of(tokenizer: Any) -> str | None:
     """Return the path of a tokenizer, for the manifest; None: it is an object."""
     if isinstance(tokenizer, str | PathLike):
-        return to_unicode(str(tokenizer))
+        return to_unicode(str(tokenizer))  # without surrogates of undecodable bytes
     return None
 
 
-def _load_reference(
+def _load_reference_tokenizer(
     tokenizer: Any, config: PackConfig, blocks: PeekableBlocks
 ) -> Tokenizer | None:
     """Load a tokenizer with the reference engine; None: the records hold token ids."""
@@ -225,14 +246,14 @@ def _load_reference(
     return load_tokenizer(
         tokenizer,
         chat_template=config.chat_template,
-        is_worthwhile=blocks.are_worth_loading,
+        is_worthwhile=blocks.justify_faster_engine,
     )
 
 
 def _detect_kind(
     rows: Rows, config: PackConfig, adapter: Adapter | None, prefers_ids: bool
 ) -> str:
-    """Return the kind of the first record that is not refused.
+    """Return the kind of the first record that is not refused; it must have one.
 
     Args:
         rows: the first block.
@@ -242,7 +263,8 @@ def _detect_kind(
             tokenizer.
 
     Raises:
-        RecordError: no record of the block has a form, or fields that packstore knows.
+        RecordError: a refusal stops the job, all records of the block are refused, or
+            the first one that is not refused has no kind.
     """
     refusals: list[tuple[str, Refused]] = []
     for index, value in enumerate(rows.values):
@@ -260,7 +282,7 @@ def _detect_kind(
         return kind
 
     place, first_refusal = refusals[0]
-    door = current_door()
+    door = current_door()  # shell or Python: the remedy is spelt for it
     kind_flag = spell(door, {"kind": "KIND"})
     remedy = first_refusal.spell_remedy(door, config)
     remedy += f", or say the kind of the others ({kind_flag})"
@@ -288,20 +310,37 @@ def _read_first_blocks(
                 read, parsed = record_tokenizer.read(value)
             except Refused as refusal:
                 if _stops_at(refusal, config):
-                    # A record before it may be read, but stop the job when it is
-                    # tokenized: tokenize all up to this one, so that the error names
-                    # the first.
-                    first_place = first_record.place if first_record else ""
-                    stopping_tokenizer = build_tokenizer(first_place=first_place)
-                    stopping_tokenizer(rows.first(index + 1))
+                    rows_so_far = rows.first(index + 1)
+                    _raise_first_error(rows_so_far, build_tokenizer, first_record)
                 continue
             if first_record is None:
                 first_record = FirstRecord(rows.where(index), value, read, parsed)
     return first_record
 
 
+def _raise_first_error(
+    rows: Rows,
+    build_tokenizer: Callable[..., RecordTokenizer],
+    first_record: FirstRecord | None,
+) -> None:
+    """Raise the error of the first record of `rows` that stops the job.
+
+    The last one cannot be read. One before it may be read, and yet stop the job when it
+    is tokenized, so all are tokenized.
+    """
+    record_tokenizer = build_tokenizer(first_place=_place_of(first_record))
+    record_tokenizer(rows)
+
+
+def _place_of(first_record: FirstRecord | None) -> str:
+    """Return the place that errors about records of another kind name; may be empty."""
+    return first_record.place if first_record else ""
+
+
 def _prepare_rendering(
-    reference: Tokenizer | None, config: PackConfig, first_record: FirstRecord | None
+    reference_tokenizer: Tokenizer | None,
+    config: PackConfig,
+    first_record: FirstRecord | None,
 ) -> None:
     """Start a process that renders chats, and compile their templates.
 
@@ -311,16 +350,20 @@ def _prepare_rendering(
         TokenizerError: a template does not compile.
     """
     renders = first_record is not None and first_record.parsed.is_chat
+    # The setting `engine` is about workers, not about tokenizers.
     if renders and config.engine == "local":
         local.prepare()
-    if reference and (renders or config.chat_template is not None):
-        _ = reference.template  # compiled at the first access
-        _ = reference.tool_use_template
+    if reference_tokenizer and (renders or config.chat_template is not None):
+        _ = reference_tokenizer.template  # compiled at the first access
+        _ = reference_tokenizer.tool_use_template
 
 
 def _stops_at(refusal: Refused, config: PackConfig) -> bool:
     """Return True for a refusal at which the job stops."""
-    return isinstance(refusal, Stop) or config.on[refusal.reason] == "error"
+    if isinstance(refusal, Stop):
+        return True
+    action = config.on[refusal.reason]
+    return action == "error"
 
 
 class RecordExampleReader:
@@ -329,7 +372,9 @@ class RecordExampleReader:
     Attributes:
         inputs: the files; none if the records are in memory.
         paths: ordinal of an input -> its path.
-        kind, carry, vocab_size: as in :class:`Manifest`.
+        kind: ``preference``, ``sft`` or ``scored``.
+        carry: name of each column that is copied into the packs -> its type.
+        vocab_size: of the tokenizer; None: the records hold token ids.
     """
 
     def __init__(
@@ -337,7 +382,7 @@ class RecordExampleReader:
         *,
         input_reader: InputReader,
         blocks: Iterable[Block],
-        reference: Tokenizer | None,
+        reference_tokenizer: Tokenizer | None,
         tokenizer_path: str | None,
         config: PackConfig,
         adapter: Adapter | None,
@@ -348,10 +393,12 @@ class RecordExampleReader:
         self.paths = input_reader.paths
         self.kind = kind
         self.carry = parse_carry(config)
-        self.vocab_size = reference.vocab_size if reference else None
+        self.vocab_size = (
+            reference_tokenizer.vocab_size if reference_tokenizer else None
+        )
         self._input_reader = input_reader
         self._blocks = blocks
-        self._reference = reference
+        self._reference_tokenizer = reference_tokenizer
         self._tokenizer_path = tokenizer_path
         self._config = config
         self._adapter = adapter
@@ -375,10 +422,10 @@ class RecordExampleReader:
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer, with the engine that suits the size of the input."""
-        if self._reference is None:
+        """The tokenizer, with the faster engine if one was found worth loading."""
+        if self._reference_tokenizer is None:
             return None
-        return with_fastest_engine(self._reference)
+        return with_fastest_engine(self._reference_tokenizer)
 
     def __iter__(self) -> Iterator[TokenizedBlock]:
         return self.tokenize_with(self.block_tokenizer())
@@ -387,8 +434,8 @@ class RecordExampleReader:
         self, block_tokenizer: BlockTokenizer
     ) -> Iterator[TokenizedBlock]:
         """Yield the examples and tally of every block, computed in workers."""
-        run = engine_with(self._config.engine, self._config.num_workers)
-        return block_tokenizer.tokenize(run, self._blocks)
+        run_in_workers = engine_with(self._config.engine, self._config.num_workers)
+        return block_tokenizer.tokenize(run_in_workers, self._blocks)
 
     def block_tokenizer(self, lint: Lint | None = None) -> BlockTokenizer:
         """Return the picklable function that tokenizes a block.
@@ -400,19 +447,20 @@ class RecordExampleReader:
         # A template is rendered by Python code, which holds the GIL.
         in_threads = not self._renders and local.cores() <= FEW_CORES.get(name, 0)
         is_quick = not self._renders and name in (None, FAST)
+        # Seconds for which only this process works, before others are started.
         seconds_alone = local.SECONDS_ALONE
         if is_quick:
             seconds_alone = local.SECONDS_ALONE_IF_QUICK
 
-        first_place = self._first_record.place if self._first_record else ""
         record_tokenizer = RecordTokenizer(
             self.tokenizer,
             self._config,
             self.kind,
             lint=lint,
             adapter=self._adapter,
-            first_place=first_place,
+            first_place=_place_of(self._first_record),
         )
+        # Compares engines on the first records of each input, and on a sample.
         watch = EngineWatch(self.tokenizer, self._config, len(self.inputs))
         return BlockTokenizer(
             record_tokenizer, watch, in_threads=in_threads, seconds_alone=seconds_alone
@@ -451,7 +499,7 @@ class RecordExampleReader:
 
     @property
     def can_run_in_tasks(self) -> bool:
-        """False if only this process has the adapter that reads the records."""
+        """False if other processes cannot import the adapter that reads the records."""
         return self._adapter is None or self._adapter.is_importable
 
     def read_through(self) -> None:
@@ -468,7 +516,9 @@ class RecordExampleReader:
 
     @property
     def size(self) -> int | None:
-        """Bytes of the files; of records in memory their number, if it is known."""
+        """Total of the progress bar: bytes of the files; without files, the number of
+        records, if it is known.
+        """
         return sum(self.file_sizes) if self.inputs else self._input_reader.num_records
 
     @cached_property
@@ -557,7 +607,7 @@ class DatasetExampleReader:
         self._groups: Sequence[int] = range(len(dataset.row_groups))
 
     def __iter__(self) -> Iterator[TokenizedBlock]:
-        first_packs = to_offsets(self._dataset.row_groups.rows)
+        first_packs = to_offsets(self._dataset.row_groups.rows)  # one row is one pack
         lists_rejects = self._config.rejects is not None
         for group in self._groups:
             examples = unpack(self._dataset.read_packs(group))
@@ -615,17 +665,18 @@ class DatasetExampleReader:
 
         # Repacking replaces only the settings that have an effect without records.
         settings = dict(manifest.provenance.get("settings", {}))
-        answers = {
+        actions = {
             **settings.get("on", {}),
             "overlong": recorded["on"]["overlong"],
         }
-        effective_names = PackConfig.names_without_records()
+        settings_of_repacking = PackConfig.names_without_records()
         for name, value in recorded.items():
-            if name in effective_names:
+            if name in settings_of_repacking:
                 settings[name] = value
-        settings["on"] = answers
+        settings["on"] = actions
 
         provenance = dict(manifest.provenance)
+        # An earlier repacking; the new entry comes after all that remain.
         provenance.pop("repacked_from", None)
         return {
             **provenance,
@@ -644,7 +695,8 @@ def _require_repackable(dataset: Dataset, config: PackConfig) -> None:
     overlong = config.on["overlong"]
     if overlong.startswith("truncate"):
         forbidden.append(f"on overlong={overlong}")
-    if config.selects:
+    drops_records = config.selects
+    if drops_records:
         forbidden.append("dedup and validation_fraction")
     if forbidden:
         rule = (
