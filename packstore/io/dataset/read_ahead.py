@@ -3,8 +3,8 @@
 The order is fixed, so positions are planned well before their packs are yielded, and
 their row groups are submitted to threads in the order of first use. A lane
 (:mod:`packstore.io.dataset.order`) reads one row group after another; a row group is
-dropped when its lane has moved on to the next one. If another lane ends in it, it stays
-until then, within `POOL_BYTES`.
+dropped when its lane has moved on to the next one. A row group in which another lane
+ends is kept for that lane, as long as such row groups take less than `POOL_BYTES`.
 
 With ``on_error="quarantine"``, a row group that cannot be read is *quarantined*: each
 of its packs is replaced by a *stand-in*, a readable pack without weight in losses, so
@@ -42,8 +42,8 @@ _MAX_PLANNED = 8 * _PLAN_PACKS
 """Maximum packs planned ahead."""
 
 _MAX_REFUSALS = 4
-"""Maximum attempts at errors that a retry seldom cures: a training may run while its
-access keys are renewed.
+"""Maximum attempts at an error that a retry seldom cures, such as a refused permission:
+access keys may be renewed during a training.
 """
 
 
@@ -58,7 +58,7 @@ class _OpenGroup:
     is_read: bool = False  # its first pack was due
     packs: Packs | None = None  # None if it is not read yet, or quarantined
     pending_packs: int = 0  # planned, and not yet yielded
-    lanes: int = 0  # lanes that have not moved on to another row group
+    num_lanes: int = 0  # lanes that have not moved on to another row group
 
 
 class ReadAhead:
@@ -124,16 +124,16 @@ class ReadAhead:
         if not batches:
             return False
 
-        indices = np.concatenate(batches)
-        groups, rows = self._order.locate(indices)
-        self._open_groups(groups, self._order.lane(indices))
-        positions = list(zip(groups.tolist(), rows.tolist(), strict=True))
+        positions = np.concatenate(batches)
+        groups, rows = self._order.locate(positions)
+        self._open_groups(groups, self._order.lane(positions))
+        group_rows = list(zip(groups.tolist(), rows.tolist(), strict=True))
         start = 0
         for batch in batches:
             end = start + len(batch)
-            self._planned.append(positions[start:end])
+            self._planned.append(group_rows[start:end])
             start = end
-        self._num_planned += len(indices)
+        self._num_planned += len(positions)
         return True
 
     def _take_batches(self, min_packs: int) -> list[Int64]:
@@ -166,20 +166,23 @@ class ReadAhead:
             self._open[group].pending_packs += int(counts[i])
         self._move_lanes(groups, lanes)
 
-    def _new_group(self, group: int, lanes: Int64) -> _OpenGroup:
+    def _new_group(self, group: int, planned_lanes: Int64) -> _OpenGroup:
         tokens = int(self._dataset.row_groups.tokens[group])
         entry = _OpenGroup(num_bytes=tokens * TOKEN_BYTES)
-        # A lane that ends in this row group counts as in it from now on, which keeps
-        # the row group open until then.
+        # A lane that ends in this row group comes back to it at the end of the epoch.
+        # It counts as in it from now on, so that the row group stays open and is not
+        # read twice. This is for lanes with packs in this plan only: a rank may have
+        # no packs of the others.
         ending_lane = self._lane_ending_in.get(group, -1)
-        if ending_lane in lanes and self._shared_bytes < POOL_BYTES:
+        is_shared = ending_lane in planned_lanes
+        if is_shared and self._shared_bytes < POOL_BYTES:
             self._shared_bytes += entry.num_bytes
-            entry.lanes = 1
+            entry.num_lanes = 1
         return entry
 
     def _move_lanes(self, groups: Int64, lanes: Int64) -> None:
         """Move lanes to the row groups of their last planned packs."""
-        # `unique` returns first places: seen from behind, a lane's last pack is first.
+        # `unique` returns the first pack of each lane: in reverse order, its last pack.
         moving_lanes, last_packs = np.unique(lanes[::-1], return_index=True)
         last_groups = groups[::-1][last_packs]
         for lane, group in zip(
@@ -189,14 +192,14 @@ class ReadAhead:
             if group == previous_group:
                 continue
             self._group_of_lane[lane] = group
-            self._open[group].lanes += 1
+            self._open[group].num_lanes += 1
             if previous_group is not None:
-                self._open[previous_group].lanes -= 1
+                self._open[previous_group].num_lanes -= 1
                 self._drop_if_done(previous_group)
 
     def _drop_if_done(self, group: int) -> None:
         entry = self._open[group]
-        if not entry.pending_packs and not entry.lanes:
+        if not entry.pending_packs and not entry.num_lanes:
             del self._open[group]
 
     # Reading
@@ -206,7 +209,11 @@ class ReadAhead:
         while self._bytes_ahead < self._max_bytes_ahead:
             if self._to_start:
                 self._start(self._to_start.popleft())
-            elif self._num_planned >= _MAX_PLANNED or not self._plan(_PLAN_PACKS):
+                continue
+            if self._num_planned >= _MAX_PLANNED:
+                return
+            has_planned = self._plan(_PLAN_PACKS)
+            if not has_planned:
                 return
 
     def _start(self, group: int) -> None:
@@ -218,12 +225,12 @@ class ReadAhead:
         entry.job = self._reader.start(group)
 
     def _next_batch(self) -> list[Packs]:
-        positions = self._planned.popleft()
-        self._num_planned -= len(positions)
-        for group, _ in positions:
+        group_rows = self._planned.popleft()
+        self._num_planned -= len(group_rows)
+        for group, _ in group_rows:
             if not self._open[group].is_started:
                 self._start(group)
-        return [self._take_pack(group, row) for group, row in positions]
+        return [self._take_pack(group, row) for group, row in group_rows]
 
     def _take_pack(self, group: int, row: int) -> Packs:
         entry = self._open[group]
@@ -244,8 +251,13 @@ class ReadAhead:
 
 
 def _last_groups(order: PackOrder) -> dict[int, int]:
-    """Return the last row group of each lane -> the lane."""
+    """Return the last row group of each lane -> the lane.
+
+    If several lanes end in one row group, it has only one of them.
+    """
     num_packs = len(order)
+    # The order takes packs from the lanes in turn, so its last packs are the last ones
+    # of each lane.
     last_packs = np.arange(max(num_packs - order.lanes, 0), num_packs)
     groups, _ = order.locate(last_packs)
     lanes = order.lane(last_packs)
@@ -307,7 +319,8 @@ class _GroupReader:
             packs = self._read(group)
         else:
             packs = job.result()
-        if packs and self._may_quarantine:
+        is_readable = packs is not None and len(packs) > 0
+        if is_readable and self._may_quarantine:
             self._readable_packs = packs
         return packs
 
@@ -324,7 +337,7 @@ class _GroupReader:
         return replace(self._readable_packs.row(0), stand_in=True)
 
     def _first_readable(self) -> Packs:
-        for group in range(len(self._dataset.group_rows)):
+        for group in range(len(self._dataset.row_groups)):
             packs = self._read(group)
             if packs is not None:
                 return packs
@@ -383,18 +396,21 @@ class _GroupReader:
 
     def _fetch(self, group: int) -> GroupBytes:
         retries = self._dataset.location.retries
+        # If the user limits attempts, the limit is for refusals, too; by default it is
+        # None.
+        max_refusals = retries.attempts or _MAX_REFUSALS
         return retrying(
             partial(self._dataset.fetch, group),
             retries,
-            max_refusals=retries.attempts or _MAX_REFUSALS,
+            max_refusals=max_refusals,
             pause=self._pause,
         )
 
     def _pause(self, seconds: float) -> bool:
         """Wait; return True if results are not needed any more."""
         end = time.monotonic() + seconds
-        # At exit, when the main thread is over, the interpreter waits for these
-        # threads.
+        # At exit, the interpreter waits for these threads: they give up as soon as the
+        # main thread is over.
         while threading.main_thread().is_alive() and time.monotonic() < end:
             if self._stopping.wait(min(0.5, seconds)):
                 return True

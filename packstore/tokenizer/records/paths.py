@@ -1,8 +1,9 @@
 """Paths into nested records: names, ``.``, ``[]`` for each item of a list, and quoted
 names.
 
-Not JMESPath: its projections leave out null, so that the scores of a list would move to
-other answers, and it does not name the part that was missing.
+Not JMESPath: its projections leave out null, so that later items of a list would shift,
+and a score would go with the wrong completion. Nor does it name the part that was
+missing.
 """
 
 from __future__ import annotations
@@ -14,7 +15,20 @@ from typing import Any
 
 from packstore.errors import ConfigError, quote, sentence
 
-_PART = re.compile(r'(\[\])|(?:^|(?<=.)\.)(?:("(?:[^"\\]|\\.)*")|([^."\[\]]+))')
+_PART = re.compile(
+    r"""
+    (\[\])                       # 1: each item of a list
+    |
+    (?: ^ | (?<=.)\. )           # a name begins the path, or follows a dot in it
+    (?:
+        ("(?: [^"\\] | \\. )*")  # 2: a quoted name, with escapes as in JSON
+        |
+        ([^."\[\]]+)             # 3: a plain name
+    )
+    """,
+    re.VERBOSE,
+)
+"""One part of a path."""
 
 EACH = None
 """The part ``[]``, which stands for each item of a list."""
@@ -142,5 +156,5 @@ def parse_json_text(value: Any) -> Any:
 
 
 def is_path(name: str) -> bool:
-    """Return True if a name that `fields` maps to is more than the name of a column."""
+    """Return True if a name in the setting `fields` is a path, not only a column."""
     return any(mark in name for mark in '.["')
