@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from typing import Any
 
 import datasets  # type: ignore[import-untyped]
@@ -71,13 +72,15 @@ REFUSED_OF_TRL: Refusals = {
     "truncation_mode": (("keep_start",), "TRL withdraws keep_end, too"),
     "use_weighting": ((False,), "WPO needs the distribution of each token"),
 }
-"""Settings of DPOConfig that are restricted with packs; all others are honoured."""
+"""Settings of DPOConfig that are restricted with packs, besides `REFUSED` and
+`REFUSED_WITH_DATASETS`: name -> allowed values, and the remedy for any other value.
+"""
 
 LOSS_NAMES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm"}
 """TRL's name of a loss -> packstore's name, where they differ."""
 
 SMOOTHED_LOSSES = {"robust", "exo_pair"}
-"""Losses of TRL that `label_smoothing` changes."""
+"""Supported losses that `label_smoothing` changes in TRL 1; `sigmoid` ignores it."""
 
 DIVERGENCES = {
     "forward_kl": "fdpo_forward_kl",
@@ -95,13 +98,14 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             packed attention in place.
         ref_model: as for TRL's trainer. Without one, a PEFT policy's own base is the
             reference, or the model is loaded again.
-        args: the config; :data:`REFUSED_OF_TRL` lists the fields that are refused.
+        args: the config; :data:`REFUSED_OF_TRL` and `REFUSED`, with a packed dataset
+            also `REFUSED_WITH_DATASETS`, list the fields that are restricted.
         data_collator: a :class:`~packstore.torch.PackCollator`, to choose a layout;
             default: ``concat``.
         train_dataset: preference data as for TRL's trainer, tokenized by it, with each
             device batch laid end to end; or a packed dataset: a folder, a URL, or a
-            packstore dataset. An optimizer step then has the number of pairs in the
-            config, in any packs.
+            packstore dataset. Each optimizer step then takes, on average, as many pairs
+            as batch size times accumulation times ranks, however many packs they fill.
         eval_dataset: the same, or several by name.
         kwargs: further arguments of TRL's trainer.
 
@@ -127,25 +131,34 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         for source in (model, ref_model):
             if isinstance(source, str):
                 require_reachable_hub(source)
-            release_copy(source)
+            else:
+                # It may be a copy of a model that another trainer had prepared.
+                release_copy(source)
         self.loss_fn = loss_of(config)
         train_data = self._open(train_dataset)
         eval_data = self._open_all(eval_dataset)
+        trl_config = args  # None: TRL makes its own default
         if is_packed(train_data):
-            args = copy.copy(config)
-            check_settings(args, REFUSED_WITH_DATASETS)
-            self.examples_per_step = set_step_size(args, None)
+            trl_config = copy.copy(config)
+            check_settings(trl_config, REFUSED_WITH_DATASETS)
+            self.examples_per_step = set_step_size(trl_config, examples_per_step=None)
             # TRL takes only datasets of Hugging Face, and looks for their columns: it
             # gets one empty record, and the packs replace it below.
             train_dataset = datasets.Dataset.from_list([{"prompt": ""}])
-        self._packed = train_data
-        self._collator = data_collator or PackCollator("preference")
+        self._train_data = train_data
+        self._collator = data_collator or PackCollator(kind="preference")
         where = "argument data_collator"
         check_class(where, self._collator, PackCollator, "Leave it out")
         check_trainer_arguments(kwargs)
 
         super().__init__(
-            model, ref_model, args, self._collator, train_dataset, eval_data, **kwargs
+            model,
+            ref_model,
+            trl_config,
+            self._collator,
+            train_dataset,
+            eval_data,
+            **kwargs,
         )
         # Else Accelerate's first rank would load and split the batches of all ranks.
         self.accelerator.dataloader_config.dispatch_batches = False
@@ -153,13 +166,15 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         self._use_packed_attention(self.model)
         self._reference_policy: Any = None
         if self.ref_model is not None:
+            # Without `ref_model`, TRL loads the reference, in the dtype of
+            # `model_init_kwargs`; `model` may be an object of another dtype.
             init_settings = config.model_init_kwargs or {}
-            is_loaded_here = ref_model is None and "dtype" in init_settings
-            self._prepare_reference(must_have_model_dtype=is_loaded_here)
+            is_loaded_by_trl = ref_model is None and "dtype" in init_settings
+            self._prepare_reference(must_have_model_dtype=is_loaded_by_trl)
         self._check_model(self.model, list(datasets_of(train_data, eval_data)))
         if is_packed(train_data):
             self.train_dataset = train_data
-        take_batches(self.model)
+        take_batches(self.model)  # its forward call now takes packed batches
         self._finish_init()
 
     def _use_packed_attention(self, model: Any) -> None:
@@ -168,14 +183,14 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     def _prepare_reference(self, *, must_have_model_dtype: bool) -> None:
         """Prepare the reference for packed batches.
 
-        Unless it is sharded, a PackedPolicy of it runs under autocast, without making
-        logits, in place of the model that Accelerate prepared.
+        Unless it is sharded, it is wrapped in a PackedPolicy, which makes no logits and
+        runs under autocast. The model that Accelerate prepared then does not run.
 
         Args:
             must_have_model_dtype: raise if its dtype is not the policy's.
         """
         reference = self.accelerator.unwrap_model(self.ref_model)
-        release(reference)
+        release(reference)  # removes Accelerate's wrapper around the forward call
         take_off_fused_head(reference)
         model_dtype = self.accelerator.unwrap_model(self.model).dtype
         if must_have_model_dtype and reference.dtype != model_dtype:
@@ -196,11 +211,12 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         self, dataset: Any, processing_class: Any, args: Any, dataset_name: str
     ) -> Any:
         """Tokenize records as TRL does; check a packed dataset instead."""
+        # Here, not in the constructor: `args` may be the config that TRL makes.
         self._collator.max_length = args.max_length
-        if dataset_name == "train" and is_packed(self._packed):
-            check_packed(self._packed, args)
+        if dataset_name == "train" and is_packed(self._train_data):
+            check_packed(self._train_data, args)
             return dataset
-        dataset = self._open(dataset)
+        dataset = self._open(dataset)  # `evaluate` may be called with a folder
         if is_packed(dataset):
             check_packed(dataset, args)
             return dataset
@@ -220,6 +236,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         return chosen, rejected
 
     def _run_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:
+        # The caller, `_reference_logps`, has switched gradients off.
         if self.ref_model is None:
             return super()._run_reference(model, batch)
         if self._reference_policy is None:
@@ -254,12 +271,13 @@ def loss_of(args: DPOConfig) -> PreferenceLoss:
     check_settings(args, {**REFUSED, **REFUSED_OF_TRL})
     _check_label_smoothing(args)
     terms: dict[str, Any] = {}
+    total_weights: defaultdict[str, float] = defaultdict(float)
     weights = args.loss_weights or [1.0] * len(args.loss_type)
     for trl_name, weight in zip(args.loss_type, weights, strict=True):
         name = _loss_name(trl_name, args)
-        weight_so_far = terms.get(name, {"weight": 0.0})["weight"]
+        total_weights[name] += weight
         parameters = _loss_parameters(trl_name, name, args)
-        terms[name] = {**parameters, "weight": weight_so_far + weight}
+        terms[name] = {**parameters, "weight": total_weights[name]}
     return PreferenceLoss(terms)
 
 
@@ -275,6 +293,7 @@ def _loss_name(trl_name: str, args: DPOConfig) -> str:
             )
         )
     name = LOSS_NAMES.get(trl_name, trl_name)
+    # PreferenceLoss refuses the unsupported ones, with the reason.
     if name not in LOSSES and name not in UNSUPPORTED_LOSSES:
         hint = suggest(trl_name, [*LOSS_NAMES, *LOSSES])
         raise UnknownNameError(

@@ -1,4 +1,4 @@
-"""Datasets of a Trainer on packs, and loaders that yield optimizer steps.
+"""Packed datasets for a Trainer, and loaders that yield optimizer steps.
 
 To the Trainer, one optimizer step is one batch: the list of the step's packed batches.
 So steps, their divisors and their balance over ranks are as in a training loop without
@@ -38,7 +38,8 @@ class Steps:
         num_yielded: steps of the run that were yielded, with the steps before the
             checkpoint.
         wait_seconds: seconds spent waiting for batches.
-        epoch_progress: epochs until the end of the last step, such as 1.25.
+        epoch_progress: epochs that were completed at the end of the step yielded last,
+            such as 1.25.
     """
 
     def __init__(self, loader: PackedDataLoader, num_yielded: int = 0) -> None:
@@ -79,7 +80,7 @@ class Steps:
                 return
 
             step.append(batch)
-            info = batch.step
+            info = batch.step  # never None, as the loader plans all steps
             if info is None or not info.last:
                 continue
             epoch_fraction = (info.index + 1) / steps_per_epoch
@@ -105,7 +106,8 @@ def steps_of_epochs(
     """
     if steps <= 0 or epochs <= 0:
         return []
-    counts = [loader.plan(left=True).steps]
+    remaining_steps = loader.plan(left=True).steps
+    counts = [remaining_steps]
     data = loader.data
     stream = copy.copy(data.stream)  # the plans move it to other epochs
     while sum(counts) < steps and len(counts) < epochs:
@@ -129,12 +131,12 @@ def datasets_of(*sources: Any) -> Iterator[Dataset]:
 
 
 def is_packed(data: Any) -> bool:
-    """Return True for a packed dataset or a stream of one."""
+    """Return True for a stored packed dataset, or a PackedDataset, which streams it."""
     return isinstance(data, PackedDataset | Dataset)
 
 
 def has_ref_logps(data: Any) -> bool:
-    """Return True for a stream of packs with joined log-probs of a reference."""
+    """Return True for a PackedDataset with joined log-probs of a reference."""
     stream = getattr(data, "stream", None)
     return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
 
@@ -143,6 +145,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
     """Loads packed datasets in steps, and other data as the Trainer does."""
 
     loss_fn: Any
+    # Mean examples of a step, over all ranks; trainers set it for packed datasets.
     examples_per_step = 0
     packs_per_batch: int | None = None
     steps: Steps | None = None
@@ -196,7 +199,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
         """Make the loader of a dataset.
 
         Args:
-            data: the dataset, or the packs of one.
+            data: a stored packed dataset, or a PackedDataset.
             part: ``train`` or ``eval``.
             examples_per_step: mean examples of a step; None: one batch is a step.
         """
@@ -220,7 +223,8 @@ class DataMixin(Trainer):  # type: ignore[misc]
         """Return the packs of this rank, in the order of the run."""
         args = self.args
         if not isinstance(data, PackedDataset):
-            urls = self._side_urls[part] if self.loss_fn.reference else ()
+            needs_reference = self.loss_fn.reference
+            urls = self._side_urls[part] if needs_reference else ()
             return PackedDataset(
                 data,
                 seed=args.seed if args.data_seed is None else args.data_seed,
@@ -268,12 +272,13 @@ class DataMixin(Trainer):  # type: ignore[misc]
 
         if args.max_steps > 0:
             max_steps = args.max_steps
-            steps_per_epoch = steps_of_epochs(loader, steps=max_steps - num_trained)
-            num_epochs = first_epoch + len(steps_per_epoch)
+            epoch_steps = steps_of_epochs(loader, steps=max_steps - num_trained)
+            num_epochs = first_epoch + len(epoch_steps)
         else:
             num_epochs = _count_epochs(args)
-            steps_per_epoch = steps_of_epochs(loader, epochs=num_epochs - first_epoch)
-            total_steps = num_trained + sum(steps_per_epoch)
+            epoch_steps = steps_of_epochs(loader, epochs=num_epochs - first_epoch)
+            total_steps = num_trained + sum(epoch_steps)
+            # `num_train_epochs` may be a fraction, which cuts the last epoch short.
             max_steps = math.ceil(total_steps * args.num_train_epochs / num_epochs)
         if not max_steps:
             raise _no_steps_error(first_epoch, num_epochs)
@@ -282,15 +287,16 @@ class DataMixin(Trainer):  # type: ignore[misc]
 
         # An epoch ends where its loader does. The Trainer takes one number for all
         # epochs, which must not be below any of them.
-        longest_epoch = max(steps_per_epoch, default=1)
+        longest_epoch = max(epoch_steps, default=1)
+        # In the order of `Trainer.set_initial_training_values`.
         return (
             num_epochs,
             longest_epoch,  # optimizer steps per epoch
             num_examples,
             num_examples * args.num_train_epochs,  # examples of the run
-            self.examples_per_step,
+            self.examples_per_step,  # examples of a step, over all ranks
             longest_epoch,  # items of the loader per epoch
-            max_steps,
+            max_steps,  # optimizer steps of the run
         )
 
     def _init_training_state(self, *args: Any) -> tuple[int, int]:
@@ -312,7 +318,7 @@ def _load_position(loader: PackedDataLoader, checkpoint: Path) -> None:
     except CompatibilityError as error:
         error.add_note(f"To begin a new run beside {checkpoint}, change output_dir.")
         raise
-    remaining_steps = loader.plan(epochs=1, left=True).steps
+    remaining_steps = loader.plan(left=True).steps
     if not remaining_steps:
         loader.set_epoch(loader.epoch + 1)
 
@@ -332,7 +338,10 @@ def _count_epochs(args: Any) -> int:
 
 
 def _no_steps_error(epoch: int, num_epochs: int) -> ConfigError:
-    """Return the error for a run without a step, which would save untrained weights."""
+    """Return the error for a run without a step, which would save untrained weights.
+
+    An overridden `get_train_dataloader` may return a loader at the end of the data.
+    """
     return ConfigError(
         sentence(
             where="get_train_dataloader",
