@@ -42,9 +42,8 @@ class Tokenizer:
     unk_token: str | None = None
     adds_bos: bool = False  # whether plain text gets a BOS
     chat_template: str | None = field(default=None, repr=False)  # Jinja text
-    tool_template: str | None = field(
-        default=None, repr=False
-    )  # for records with tools
+    # The chat template for records with tools.
+    tool_template: str | None = field(default=None, repr=False)
     # name -> sha256 of each file next to the tokenizer file that was read
     files: Mapping[str, str] = field(default_factory=dict)
 

@@ -240,11 +240,12 @@ def _input_hashes(provenance: Mapping[str, Any]) -> set[str]:
 
 def _refuse_foreign(location: Location) -> None:
     """Refuse a place where new shards would lie among files of others."""
+    # Hidden files may belong to the system, or to a running job.
     foreign = [
         file.path
         for file in list_folder(location, DATA)
         if not SHARD.fullmatch(file.path) and not file.path.startswith(f"{DATA}/.")
-    ]  # hidden files may be of the system, or of a running job
+    ]
     if not foreign:
         return
     examples = foreign[0]

@@ -137,9 +137,9 @@ PARTS = {
     "thinking": PartType("thought", {"text": "thinking"}),  # Anthropic, Mistral
     "reasoningContent": PartType("thought", {"text": "reasoningText"}),  # Bedrock
     "tool_call": PartType("call", {"json": "value"}),  # LLaMA-Factory
-    "tool_use": PartType(
+    "tool_use": PartType(  # Anthropic
         "call", {"id": "id", "name": "name", "arguments": "input"}
-    ),  # Anthropic
+    ),
     "toolUse": PartType(  # Bedrock
         "call", {"id": "toolUseId", "name": "name", "arguments": "input"}
     ),

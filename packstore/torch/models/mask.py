@@ -1,4 +1,4 @@
-"""How packed attention learns which tokens see which: from a layout, not from a mask.
+"""Passes the layout to packed attention, which reads it in place of a mask.
 
 The layout (`AttentionLayout`) holds the segments of a packed row. It travels as the
 keyword ``packed_layout``, and in a context variable for modules that drop the keyword.
