@@ -33,6 +33,7 @@ from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import check_setting_names, naming_settings
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
+from packstore.torch.training.signals import SignalRepeater
 from packstore.torch.training.trainer import PackedTrainer
 
 logger = logging.getLogger("packstore")
@@ -139,8 +140,11 @@ def train(
     checkpoint = _find_checkpoint(config)
     with _naming_output(config.output_dir):
         trainer = _make_trainer(config, checkpoint, callbacks)
-        trainer.train(checkpoint)
-        _evaluate_last_step(trainer)
+        repeater = SignalRepeater()
+        trainer.add_callback(repeater)
+        with repeater.watch():
+            trainer.train(checkpoint)
+            _evaluate_last_step(trainer)
         trainer.save_model()
         trainer.save_state()
         trainer.create_model_card()

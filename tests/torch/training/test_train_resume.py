@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from accelerate import Accelerator
 from ranks import launch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from train_runs import checkpoints, losses, records
+from transformers import TrainerCallback
 
 from packstore.torch import PackedDataLoader, PackedDataset, train
 
@@ -158,6 +160,66 @@ def test_interrupted(base: dict[str, Any], tmp_path: Path) -> None:
     assert rest.splitlines()[-1] == "packstore: interrupted"
     assert not (tmp_path / "config.json").exists()
     assert checkpoints(tmp_path)
+
+
+class Finalized:
+    """An object whose end may be watched by a weak reference."""
+
+
+class SignalInAFinalizer(TrainerCallback):
+    """Sends a signal after step 2, while an object is finalized: Python loses it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+        self.last_step = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.last_step = state.global_step
+        if state.global_step == 2:
+            value = Finalized()
+            reference = weakref.ref(value, lambda _: signal.raise_signal(self.number))
+            del value
+            assert reference() is None
+
+
+def end_by_exit(number: int, frame: Any) -> None:
+    raise SystemExit(128 + number)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("number", "handler", "error"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, end_by_exit, SystemExit),
+    ],
+)
+def test_a_signal_that_python_lost_ends_the_run_at_the_next_step(
+    base: dict[str, Any], tmp_path: Path, number: Any, handler: Any, error: Any
+) -> None:
+    callback = SignalInAFinalizer(number)
+    before = signal.signal(number, handler)
+    try:
+        with pytest.raises(error):
+            train(**{**base, "output_dir": str(tmp_path)}, callbacks=[callback])
+        assert callback.last_step == 2
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_handler_that_returns_is_called_once(
+    base: dict[str, Any], tmp_path: Path
+) -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: calls.append(number))
+    try:
+        callback = SignalInAFinalizer(signal.SIGTERM)
+        train(**{**base, "output_dir": str(tmp_path)}, callbacks=[callback])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert calls == [signal.SIGTERM]
+    assert callback.last_step == STEPS
 
 
 @pytest.mark.slow
