@@ -165,6 +165,8 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
             labels.append(np.concatenate([np.full(prompt, -100), own])[start:])
             whole.append(prompt + response)
     segments, pairs, tokens = len(ids), len(rows), np.concatenate(ids)
+    is_shared = layout == "shared_prefix" and rows[:, 0] > 1
+    distances = np.stack([np.zeros(pairs), np.ones(pairs) * is_shared], axis=1)
     packs = Packs(
         signed_ids=np.where(np.concatenate(labels) >= 0, tokens, ~tokens).astype(
             np.int32
@@ -172,6 +174,7 @@ def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
         reward=np.tile(np.array([1, 0], np.float32), pairs),
         lengths=np.array(whole, np.int32),
         seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),
+        parent_distances=distances.ravel().astype(np.int32),
         example_ids=np.arange(pairs),
         num_responses=np.full(pairs, 2, np.int32),
         token_offsets=np.array([0, sum(map(len, ids))]),

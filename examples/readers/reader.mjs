@@ -447,8 +447,8 @@ function derive(pack, kind) {
 
 /** What the pack index tells of a pack. */
 function sizes(pack, kind) {
-  const { seq_boundaries: b, labels, reward } = pack, examples = pack.example_ids.length;
-  const squares = sum(steps(b).map((n) => n * n));
+  const { seq_boundaries: b, labels, lengths, reward } = pack, examples = pack.example_ids.length;
+  const squares = sum(steps(b).map((n, i) => n * (2 * lengths[i] - n)));
   const out = { tokens: labels.length, examples, squares };
   for (const name of COUNTS) out[name] = kind === "preference" && name !== COUNTS[0] ? examples : 0;
   let s = 0;

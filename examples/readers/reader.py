@@ -521,7 +521,10 @@ def sizes(pack: Json, kind: str) -> Json:
     out = {
         "tokens": n,
         "examples": e,
-        "squares": sum((z - a) ** 2 for a, z in pairwise(b)),
+        "squares": sum(
+            (z - a) * (2 * length - z + a)
+            for (a, z), length in zip(pairwise(b), pack["lengths"], strict=True)
+        ),
     }
     out |= dict.fromkeys(COUNTS, 0)
     s = 0

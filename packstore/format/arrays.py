@@ -201,6 +201,9 @@ class Packs:
         lengths: int32 `[S]`, logical length of each sequence.
         seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its
             token count.
+        parent_distances: int32 `[S]`, how many sequences before it in its pack the
+            sequence stands whose tokens it leaves out; 0 where it is whole (stored only
+            in layout ``shared_prefix``).
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, K of each example (stored only for kind ``scored``).
         token_offsets: int64 `[P + 1]`, offsets of the packs in `signed_ids`.
@@ -218,6 +221,7 @@ class Packs:
     reward: Float32
     lengths: Int32
     seq_boundaries: Int32
+    parent_distances: Int32
     example_ids: Int64
     num_responses: Int32
     token_offsets: Int64
@@ -276,6 +280,7 @@ class Packs:
             reward=self.reward[sequences],
             lengths=self.lengths[sequences],
             seq_boundaries=self.seq_boundaries[boundaries],
+            parent_distances=self.parent_distances[sequences],
             example_ids=self.example_ids[examples],
             num_responses=self.num_responses[examples],
             token_offsets=np.array((0, end_token - first_token)),
@@ -306,6 +311,21 @@ class Packs:
         """Leading tokens that each segment omits (``offset_i``), int32 `[S]`."""
         return self.lengths - self.segment_lengths
 
+    @property
+    def parents(self) -> Int64:
+        """The sequence whose tokens each sequence leaves out, else itself, int64
+        `[S]`.
+        """
+        return np.arange(len(self.lengths)) - self.parent_distances
+
+    @property
+    def keys(self) -> Int64:
+        """Logical tokens of each pack, which are the keys of its attention, int64
+        `[P]`.
+        """
+        first_sequences = self.sequence_offsets[:-1]
+        return np.add.reduceat(self.lengths.astype(np.int64), first_sequences)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackSizes:
@@ -314,8 +334,9 @@ class PackSizes:
     Attributes:
         tokens: int64 `[P]`, physical tokens.
         examples: int64 `[P]`, examples (for kind ``preference``: pairs).
-        squares: int64 `[P]`, sum of the squared lengths of the segments: the cost of
-            attention.
+        squares: int64 `[P]`, sum of ``n * (2 * L - n)`` over the segments of n tokens
+            of sequences of L: twice the pairs of a query and a key that attention
+            computes.
         counts: int64 `[P, 4]`, the columns of :data:`COUNTS`; None: unknown.
     """
 
@@ -408,6 +429,53 @@ def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
     offsets = to_offsets(lengths)
     shifts = np.repeat(starts - offsets[:-1], lengths)
     return np.arange(offsets[-1], dtype=np.int64) + shifts
+
+
+def key_runs(
+    parents: Int64, offsets: Int32 | Int64, own: Int32 | Int64
+) -> tuple[Int64, Int64, Int64]:
+    """Return the runs of stored tokens that make up each sequence.
+
+    A sequence is a run from the start of the segment of each of its ancestors, the root
+    first, and then its own segment. If sequence 1 leaves out 2 tokens, and sequence 2,
+    its child, 5: sequence 2 is 2 tokens of segment 0, then 3 of segment 1, then
+    segment 2.
+
+    Args:
+        parents: int64 `[S]`, the earlier sequence whose tokens a sequence leaves out;
+            itself where there is none.
+        offsets: `[S]`, the number of tokens that each leaves out, more than its parent
+            does.
+        own: `[S]`, the number of tokens in its own segment.
+
+    Returns:
+        int64 `[R]`, the segment at whose start each run begins; int64 `[R]`, the tokens
+        of each run; int64 `[S + 1]`, the offsets of the sequences in the runs.
+    """
+    sequences = np.arange(len(parents))
+    readers = [sequences]
+    segments = [sequences]
+    lengths = [own]
+    # From each sequence to its parent, to the parent of that, and so on.
+    reader = np.flatnonzero(offsets)
+    segment = parents[reader]
+    end = offsets[reader]
+    while len(reader):
+        start = offsets[segment]
+        readers.append(reader)
+        segments.append(segment)
+        lengths.append(end - start)
+        has_parent = start > 0
+        reader = reader[has_parent]
+        segment = parents[segment[has_parent]]
+        end = start[has_parent]
+
+    run_readers = np.concatenate(readers[::-1])
+    order = np.argsort(run_readers, kind="stable")  # the root of each sequence first
+    run_offsets = to_offsets(np.bincount(run_readers, minlength=len(parents)))
+    run_segments = np.concatenate(segments[::-1])[order]
+    run_lengths = np.concatenate(lengths[::-1], dtype=np.int64)[order]
+    return run_segments, run_lengths, run_offsets
 
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from packstore.errors import FormatError, sentence
-from packstore.format.arrays import IGNORE_INDEX, Bool, Int32, Int64, Packs, to_offsets
+from packstore.format.arrays import (
+    IGNORE_INDEX,
+    Bool,
+    Int32,
+    Int64,
+    Packs,
+    ids_of,
+    to_offsets,
+)
 
 RULES: dict[str, str] = {
     "columns-agree": (
@@ -34,12 +42,27 @@ RULES: dict[str, str] = {
     "first-unsupervised": "the first token of every segment must have label -100",
     "supervised-nonempty": "every sequence must have at least one supervised token",
     "lengths-concat": "in layout concat a length must equal the tokens of its segment",
-    "prefix-first-whole": (
-        "in layout shared_prefix the first segment of an example must be whole"
+    "parents-count": "parent_distances must be as many as lengths",
+    "parent-earlier": (
+        "a parent must stand before its child in the same pack: a distance is 0 to the "
+        "number of segments before it"
     ),
-    "prefix-offset": (
-        "a segment must leave out all shared prompt tokens but the last, and no more"
+    "prefix-whole": (
+        "a segment with distance 0 must be whole, and no other may be: its length is "
+        "the number of its tokens"
     ),
+    "prefix-inside": (
+        "a segment must leave out fewer tokens than the sequence of its parent has"
+    ),
+    "parent-stores": (
+        "a segment must leave out more tokens than its parent, which so stores the "
+        "last of them"
+    ),
+    "prefix-repeats": (
+        "a segment must begin with the token behind those that it leaves out in the "
+        "sequence of its parent"
+    ),
+    "pack-keys": "the lengths of a pack must add up to most_keys at most",
     "reward-finite": "rewards must be finite numbers",
 }
 """Rule -> its text in errors."""
@@ -85,6 +108,7 @@ def check_packs(
     *,
     layout: str,
     pack_size: int | None = None,
+    most_keys: int | None = None,
     vocab_size: int | None = None,
     where: str = "packs",
     first_row: int = 0,
@@ -95,6 +119,7 @@ def check_packs(
         packs: the packs.
         layout: ``concat`` or ``shared_prefix``.
         pack_size: maximum tokens per pack; None: not checked.
+        most_keys: maximum sum of the lengths of a pack; None: not checked.
         vocab_size: upper bound of ids; None: not checked.
         where: name of the packs in error texts (a shard's path).
         first_row: row number of the first pack in `where`.
@@ -102,11 +127,9 @@ def check_packs(
     Raises:
         FormatError: a pack breaks a rule; names the rule and the row.
     """
-    check_structure(packs, layout, pack_size, where, first_row)
+    check_structure(packs, layout, pack_size, most_keys, where, first_row)
     place = _Place(where, first_row)
     _check_ids(packs.input_ids, packs.token_offsets, vocab_size, place)
-    if layout == "shared_prefix":
-        check_prefix(packs, where, first_row)
 
 
 def check_and_sign(
@@ -153,7 +176,12 @@ def check_and_sign(
 
 
 def check_structure(
-    packs: Packs, layout: str, pack_size: int | None, where: str, first_row: int = 0
+    packs: Packs,
+    layout: str,
+    pack_size: int | None,
+    most_keys: int | None,
+    where: str,
+    first_row: int = 0,
 ) -> Int32:
     """Check the rules that need no tokens but the first of each segment, and the signs
     of all.
@@ -164,52 +192,17 @@ def check_structure(
     place = _Place(where, first_row)
     segment_lengths = _check_boundaries(packs, pack_size, place)
     place.require("reward-finite", np.isfinite(packs.reward), packs.sequence_offsets)
-    if len(segment_lengths):
-        _check_supervision(packs, segment_lengths, place)
+    if not len(segment_lengths):
+        return segment_lengths
+    _check_supervision(packs, segment_lengths, place)
     if layout == "concat":
         matches = packs.lengths == segment_lengths
         place.require("lengths-concat", matches, packs.sequence_offsets)
     else:
-        _check_prefix_lengths(packs, segment_lengths, place)
+        check_parents(packs, segment_lengths, where, first_row)
+    if most_keys is not None:
+        place.require("pack-keys", packs.keys <= most_keys)
     return segment_lengths
-
-
-def check_prefix(packs: Packs, where: str, first_row: int) -> None:
-    """Check that segments in layout shared_prefix omit the shared prompt, and no more.
-
-    The other rules must hold. A prompt is the tokens before the first supervised one.
-    Two sequences share the common prefix of their prompts, and
-    ``offset = max(shared - 1, 0)``. The omitted tokens are not there to be compared, so
-    two stored tokens decide: the first of the segment repeats a token of the first
-    segment (if offset > 0), and the one behind it must not be shared any more.
-    """
-    offsets = packs.segment_offsets
-    num_responses = packs.num_responses
-    starts = to_offsets(packs.segment_lengths)[:-1]
-    firsts = to_offsets(num_responses)[:-1]  # the first segment of each example
-
-    supervised_places = np.flatnonzero(packs.supervised)
-    first_supervised = supervised_places[np.searchsorted(supervised_places, starts)]
-    # Prompt tokens that each segment stores; the first segments store all.
-    stored_prompts = first_supervised - starts
-    first_prompts = np.repeat(stored_prompts[firsts], num_responses)
-
-    # The first segment has a token at each offset, as its length was checked.
-    ids = packs.input_ids
-    end = len(ids) - 1
-    repeated_places = np.repeat(starts[firsts], num_responses) + offsets
-    repeats_token = ids[starts] == ids[repeated_places]
-    next_is_equal = (
-        ids[np.minimum(repeated_places + 1, end)] == ids[np.minimum(starts + 1, end)]
-    )
-    next_is_prompt = (offsets + 1 < first_prompts) & (stored_prompts > 1)
-
-    omits_too_few = repeats_token & next_is_equal & next_is_prompt
-    is_shared = repeats_token & (offsets + 1 <= first_prompts)
-    is_right = ((offsets == 0) | is_shared) & ~omits_too_few
-    is_right[firsts] = True
-    place = _Place(where, first_row)
-    place.require("prefix-offset", is_right, packs.sequence_offsets)
 
 
 def _check_ids(
@@ -233,6 +226,8 @@ def _check_boundaries(packs: Packs, pack_size: int | None, place: _Place) -> Int
     has_boundaries = len(boundaries) == num_sequences + len(packs)
     place.require("columns-agree", np.array([has_rewards]))
     place.require("boundaries-count", np.array([has_boundaries]))
+    has_distances = len(packs.parent_distances) == num_sequences
+    place.require("parents-count", np.array([has_distances]))
     if not len(packs):
         return np.empty(0, np.int32)
 
@@ -271,12 +266,39 @@ def _check_supervision(packs: Packs, segment_lengths: Int32, place: _Place) -> N
     place.require("supervised-nonempty", has_supervised, packs.sequence_offsets)
 
 
-def _check_prefix_lengths(packs: Packs, segment_lengths: Int32, place: _Place) -> None:
-    """Check that segments in layout shared_prefix omit tokens of the first one only."""
+def check_parents(
+    packs: Packs, segment_lengths: Int32, where: str, first_row: int = 0
+) -> None:
+    """Check what segments leave out in layout ``shared_prefix``, and their parents.
+
+    A parent stores the last token that its child leaves out, and the one behind it. So
+    the child's sequence is read from stored tokens, whatever its parent leaves out.
+
+    Args:
+        packs: the packs.
+        segment_lengths: int32 `[S]`, tokens of each segment.
+        where, first_row: as for :func:`check_packs`.
+    """
+    place = _Place(where, first_row)
+    offsets = packs.sequence_offsets
+    distances = packs.parent_distances
+    places = np.arange(len(distances))
+    places_in_pack = places - np.repeat(offsets[:-1], _steps(offsets))
+    is_earlier = (distances >= 0) & (distances <= places_in_pack)
+    place.require("parent-earlier", is_earlier, offsets)
+
+    parents = places - distances
+    is_child = distances > 0
     # int64, as a bad length may overflow.
     omitted = packs.lengths.astype(np.int64) - segment_lengths
-    firsts = to_offsets(packs.num_responses)[:-1]
-    place.require("prefix-first-whole", omitted[firsts] == 0, packs.example_offsets)
-    limits = np.repeat(segment_lengths[firsts], packs.num_responses)
-    is_inside = (omitted >= 0) & (omitted < limits)
-    place.require("prefix-offset", is_inside, packs.sequence_offsets)
+    place.require("prefix-whole", (omitted == 0) != is_child, offsets)
+    is_inside = (omitted >= 0) & (omitted < packs.lengths[parents])
+    place.require("prefix-inside", is_inside | ~is_child, offsets)
+    parent_stores = omitted > omitted[parents]
+    place.require("parent-stores", parent_stores | ~is_child, offsets)
+
+    starts = to_offsets(segment_lengths)[:-1]
+    repeated = starts[parents] + omitted - omitted[parents]
+    first_ids = ids_of(packs.signed_ids[starts])
+    repeats = first_ids == ids_of(packs.signed_ids[repeated])
+    place.require("prefix-repeats", repeats | ~is_child, offsets)

@@ -42,6 +42,7 @@ COLUMNS = (
     "reward",
     "lengths",
     "seq_boundaries",
+    "parent_distances",
     "example_ids",
     "num_responses",
 )
@@ -99,8 +100,10 @@ def pack_schema(
         "reward": list_of(pa.float32()),
         "lengths": int32,
         "seq_boundaries": int32,
-        "example_ids": list_of(pa.int64()),
     }
+    if layout == "shared_prefix":
+        columns["parent_distances"] = int32
+    columns["example_ids"] = list_of(pa.int64())
     if KINDS[kind] is None:
         columns["num_responses"] = int32
     for name, type_name in (carry or {}).items():
@@ -211,6 +214,7 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
         "reward": (packs.reward, packs.sequence_offsets),
         "lengths": (packs.lengths, packs.sequence_offsets),
         "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
+        "parent_distances": (packs.parent_distances, packs.sequence_offsets),
         "example_ids": (packs.example_ids, packs.example_offsets),
         "num_responses": (packs.num_responses, packs.example_offsets),
     }
@@ -272,6 +276,15 @@ def from_arrow(
     boundaries = _column(
         batch, "seq_boundaries", pa.int32(), boundary_offsets, rule="boundaries-count"
     )
+    parent_distances = np.zeros(len(lengths), np.int32)
+    if "parent_distances" in batch.schema.names:
+        parent_distances = _column(
+            batch,
+            "parent_distances",
+            pa.int32(),
+            sequence_offsets,
+            rule="parents-count",
+        ).copy()
     fixed_responses = KINDS[kind]
     if fixed_responses is not None:
         num_responses = np.full(len(example_ids), fixed_responses, np.int32)
@@ -301,6 +314,7 @@ def from_arrow(
         reward=reward.copy(),
         lengths=lengths.copy(),
         seq_boundaries=boundaries.copy(),
+        parent_distances=parent_distances,
         example_ids=example_ids.copy(),
         num_responses=num_responses,
         token_offsets=token_offsets,

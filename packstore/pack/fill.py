@@ -16,10 +16,11 @@ from packstore.format.arrays import (
     Int64,
     Packs,
     ids_of,
+    key_runs,
     to_offsets,
 )
-from packstore.format.rules import RULES
-from packstore.pack.layout import segment_offsets
+from packstore.format.rules import RULES, check_parents
+from packstore.pack.layout import omitted_tokens
 
 
 def fill(
@@ -27,6 +28,8 @@ def fill(
     pack_offsets: Int64,
     layout: str,
     order: Int32 | Int64 | None = None,
+    *,
+    share: str = "example",
 ) -> Packs:
     """Fill packs with examples, in the order of the plan.
 
@@ -36,6 +39,8 @@ def fill(
             ``order[pack_offsets[i] : pack_offsets[i + 1]]``.
         layout: ``concat`` or ``shared_prefix``.
         order: int `[n]`, positions in `examples`; None: all of them in their order.
+        share: what shares prefixes in layout ``shared_prefix``: the sequences of an
+            ``example``, or of a ``pack``.
 
     Raises:
         ConfigError: `pack_offsets` do not cover the order.
@@ -54,19 +59,23 @@ def fill(
     else:
         planned_examples, sequence_starts = examples.without_tokens(order)
 
-    omitted = segment_offsets(planned_examples, layout)
+    sequence_offsets = planned_examples.example_offsets[pack_offsets]
+    group_offsets = planned_examples.example_offsets
+    if share == "pack":
+        group_offsets = sequence_offsets
+    omitted, distances = omitted_tokens(planned_examples, layout, group_offsets)
     segment_starts = sequence_starts + omitted
     segment_lengths = planned_examples.lengths - omitted
     input_ids = _copy_ranges(examples.input_ids, segment_starts, segment_lengths)
     supervised = _copy_ranges(examples.supervised, segment_starts, segment_lengths)
 
     token_edges = to_offsets(segment_lengths)
-    sequence_offsets = planned_examples.example_offsets[pack_offsets]
-    return Packs(
+    packs = Packs(
         signed_ids=_sign(input_ids, supervised),
         reward=planned_examples.reward,
         lengths=planned_examples.lengths,
         seq_boundaries=_boundaries_in_packs(token_edges, sequence_offsets),
+        parent_distances=distances,
         example_ids=planned_examples.example_ids,
         num_responses=planned_examples.num_responses,
         token_offsets=token_edges[sequence_offsets],
@@ -74,6 +83,23 @@ def fill(
         example_offsets=pack_offsets,
         columns=planned_examples.columns,
     )
+    if omitted.any():
+        _require_same_tokens(packs, planned_examples)
+    return packs
+
+
+def _require_same_tokens(packs: Packs, planned_examples: Examples) -> None:
+    """Raise unless packs hold the ids and labels of the examples.
+
+    No reader can see that a segment has left out a token with a label.
+    """
+    rebuilt = unpack(packs)
+    has_ids = np.array_equal(rebuilt.input_ids, planned_examples.input_ids)
+    has_labels = np.array_equal(rebuilt.supervised, planned_examples.supervised)
+    if not (has_ids and has_labels):
+        raise FormatError(
+            "packs must hold the ids and labels of their examples; found others."
+        )
 
 
 def gather(examples: Examples, order: Int32 | Int64) -> Examples:
@@ -100,15 +126,17 @@ def unpack(packs: Packs) -> Examples:
     segment_edges = to_offsets(segment_lengths)
     _check_packs(packs, segment_edges, example_offsets)
 
-    # A sequence is the prefix that it shares with the first one, and its segment.
-    prefix_starts = np.repeat(segment_edges[example_offsets[:-1]], packs.num_responses)
-    starts = np.stack([prefix_starts, segment_edges[:-1]], axis=1).ravel()
-    lengths = np.stack([packs.segment_offsets, segment_lengths], axis=1).ravel()
-    has_tokens = lengths > 0
-    signed_ids = _copy_ranges(packs.signed_ids, starts[has_tokens], lengths[has_tokens])
+    omitted = packs.segment_offsets
+    segments, lengths, run_offsets = key_runs(packs.parents, omitted, segment_lengths)
+    signed_ids = _copy_ranges(packs.signed_ids, segment_edges[segments], lengths)
+    # A turn that is learned in one sequence is context in the next.
+    supervised = signed_ids >= 0
+    is_own = np.zeros(len(segments), np.bool_)
+    is_own[run_offsets[1:] - 1] = True  # the last run of a sequence
+    supervised &= np.repeat(is_own, lengths)
     return Examples(
         input_ids=ids_of(signed_ids),
-        supervised=signed_ids >= 0,
+        supervised=supervised,
         sequence_offsets=to_offsets(packs.lengths),
         example_offsets=example_offsets,
         reward=packs.reward,
@@ -139,8 +167,8 @@ def _check_pack_offsets(pack_offsets: Int64, num_examples: int) -> None:
 
 def _check_packs(packs: Packs, segment_edges: Int64, example_offsets: Int64) -> None:
     """Raise unless the ranges that :func:`unpack` copies lie inside the tokens."""
-    agrees = _counts_agree(packs, segment_edges, example_offsets)
-    if agrees and _prefixes_agree(packs, example_offsets[:-1]):
+    if _counts_agree(packs, segment_edges, example_offsets):
+        check_parents(packs, packs.segment_lengths, "packs")
         return
     raise FormatError(
         sentence(
@@ -163,17 +191,6 @@ def _counts_agree(packs: Packs, segment_edges: Int64, example_offsets: Int64) ->
     return np.array_equal(token_offsets, packs.token_offsets) and np.array_equal(
         sequence_offsets, packs.sequence_offsets
     )
-
-
-def _prefixes_agree(packs: Packs, first_segments: Int64) -> bool:
-    """Return True if prefixes lie in the first segment of their example, which omits
-    nothing itself.
-    """
-    omitted = packs.segment_offsets
-    first_lengths = packs.segment_lengths[first_segments]
-    limits = np.repeat(first_lengths, packs.num_responses)
-    is_inside = bool(np.all((omitted >= 0) & (omitted <= limits)))
-    return is_inside and not omitted[first_segments].any()
 
 
 def _sign(input_ids: Int32, supervised: Bool) -> Int32:

@@ -1,8 +1,8 @@
-"""The layouts of an example's sequences in a pack, and their sizes.
+"""The layouts of sequences in a pack, and their sizes.
 
 ``concat``: each sequence is stored in full. ``shared_prefix``: a sequence omits the
-prompt tokens that it shares with the first sequence of its example, except the last
-shared one, which predicts its first token after the prefix.
+leading prompt tokens that it shares with an earlier sequence, its *parent*, except the
+last shared one, which predicts its first token after the prefix.
 """
 
 from __future__ import annotations
@@ -12,32 +12,51 @@ import itertools
 import numpy as np
 
 from packstore.errors import UnknownNameError
-from packstore.format.arrays import Examples, Int32, to_offsets
+from packstore.format.arrays import Examples, Int32, Int64, to_offsets
+from packstore.format.schema import LAYOUTS
+from packstore.pack.prefix_tree import PrefixTree
 
 
-def segment_offsets(examples: Examples, layout: str) -> Int32:
-    """Return the number of leading tokens that each sequence omits in a layout: int32
-    `[S]`.
+def omitted_tokens(
+    examples: Examples, layout: str, group_offsets: Int64
+) -> tuple[Int32, Int32]:
+    """Return what each sequence leaves out in a layout.
+
+    Args:
+        examples: the examples, S sequences.
+        layout: ``concat`` or ``shared_prefix``.
+        group_offsets: int64 `[G + 1]`, offsets of the groups in the sequences; a
+            sequence shares tokens with earlier ones of its group.
+
+    Returns:
+        int32 `[S]`, the number of leading tokens that each sequence omits; int32 `[S]`,
+        how many sequences before it its parent stands, 0 where it omits none.
+
+    Raises:
+        UnknownNameError: `layout` is none of these.
     """
     if layout == "concat":
-        return np.zeros(examples.num_sequences, np.int32)
+        whole = np.zeros(examples.num_sequences, np.int32)
+        return whole, whole.copy()
     if layout == "shared_prefix":
-        return _shared_prefix_offsets(examples)
+        return shared_prefixes(examples, group_offsets)
     raise UnknownNameError(
-        f"unknown layout {layout!r}; choose one of: concat, shared_prefix."
+        f"unknown layout {layout!r}; choose one of: {', '.join(LAYOUTS)}."
     )
 
 
 def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
     """Return the tokens that each example occupies in a pack: int32 `[E]`.
 
+    Sequences share tokens inside their example.
+
     Args:
         examples: the examples.
         layout: ``concat`` or ``shared_prefix``.
         multiple: the stored part of each sequence is rounded up to a multiple of this.
     """
-    stored_lengths = examples.lengths - segment_offsets(examples, layout)
-    edges = to_offsets(round_up(stored_lengths, multiple))
+    omitted, _ = omitted_tokens(examples, layout, examples.example_offsets)
+    edges = to_offsets(round_up(examples.lengths - omitted, multiple))
     return np.diff(edges[examples.example_offsets]).astype(np.int32)
 
 
@@ -48,32 +67,44 @@ def round_up(lengths: Int32, multiple: int) -> Int32:
     return -(-lengths // multiple) * multiple
 
 
-def _shared_prefix_offsets(examples: Examples) -> Int32:
-    """Return the leading tokens that each sequence omits: int32 `[S]`, 0 for the first
-    sequence of an example.
+def shared_prefixes(examples: Examples, group_offsets: Int64) -> tuple[Int32, Int32]:
+    """Return what each sequence leaves out in layout ``shared_prefix``.
+
+    The parent of a sequence is the earliest one of those that share the longest part of
+    its prompt, which ends before its first supervised token. So the parent itself
+    stores the last token that the sequence leaves out.
+
+    Args:
+        examples: the examples, S sequences.
+        group_offsets: int64 `[G + 1]`, offsets of the groups in the sequences; a
+            sequence shares tokens with earlier ones of its group.
+
+    Returns:
+        int32 `[S]`, the number of leading tokens that each sequence omits; int32 `[S]`,
+        how many sequences before it its parent stands, 0 where it omits none.
     """
-    input_ids = examples.input_ids
-    # Bytes compare several times as fast as slices of arrays, and prompts are mostly
-    # equal. Python reads lists several times as fast as arrays.
-    id_bytes = input_ids.tobytes()
-    width = input_ids.itemsize
+    tree = PrefixTree(examples.input_ids)
     starts = examples.sequence_offsets.tolist()
     prompt_lengths = _prompt_lengths(examples)
-
-    offsets = [0] * examples.num_sequences
-    for first, end in itertools.pairwise(examples.example_offsets.tolist()):
-        a = starts[first]
-        for sequence in range(first + 1, end):
-            b = starts[sequence]
-            shared = min(prompt_lengths[first], prompt_lengths[sequence])
-            prompt_a = id_bytes[a * width : (a + shared) * width]
-            prompt_b = id_bytes[b * width : (b + shared) * width]
-            if prompt_a != prompt_b:
-                differs = input_ids[a : a + shared] != input_ids[b : b + shared]
-                shared = int(differs.argmax())  # tokens before the first difference
+    omitted = [0] * examples.num_sequences
+    distances = [0] * examples.num_sequences
+    for first, end in itertools.pairwise(group_offsets.tolist()):
+        if end - first == 2:  # a pair, without a tree
+            limit = min(prompt_lengths[first + 1], starts[end - 1] - starts[first])
+            shared = tree.common(starts[first], starts[first + 1], limit)
             if shared > 1:
-                offsets[sequence] = shared - 1
-    return np.array(offsets, np.int32)
+                omitted[first + 1] = shared - 1
+                distances[first + 1] = 1
+            continue
+
+        tree.clear()
+        for sequence in range(first, end if end - first > 1 else first):
+            start, stop = starts[sequence : sequence + 2]
+            shared, parent = tree.add(start, stop, prompt_lengths[sequence], sequence)
+            if shared > 1:
+                omitted[sequence] = shared - 1
+                distances[sequence] = sequence - parent
+    return np.array(omitted, np.int32), np.array(distances, np.int32)
 
 
 def _prompt_lengths(examples: Examples) -> list[int]:

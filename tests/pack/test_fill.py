@@ -23,7 +23,7 @@ from packstore.testing import assert_examples_equal, random_examples
 
 
 def plain_packs(
-    examples: Examples, pack_offsets: list[int], layout: str
+    examples: Examples, pack_offsets: list[int], layout: str, share: str
 ) -> list[dict[str, list]]:
     """The definition of the format, one token at a time."""
 
@@ -31,9 +31,15 @@ def plain_packs(
         part = slice(*examples.sequence_offsets[s : s + 2])
         return examples.input_ids[part].tolist(), examples.supervised[part].tolist()
 
-    def prompt(s: int) -> list[int]:
+    def shared(s: int, other: int) -> int:
+        """Tokens of the prompt of `s` with which the sequence `other` begins, too."""
         ids, supervised = sequence(s)
-        return ids[: supervised.index(True)]
+        prompt = ids[: supervised.index(True)]
+        other_ids, _ = sequence(other)
+        pairs = zip(prompt, other_ids, strict=False)
+        return sum(
+            1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        )
 
     packs = []
     for first, last in itertools.pairwise(pack_offsets):
@@ -42,17 +48,21 @@ def plain_packs(
             "labels": [],
             "lengths": [],
             "seq_boundaries": [0],
+            "parent_distances": [],
         }
         for e in range(first, last):
             start, stop = examples.example_offsets[e : e + 2]
+            first_of_group = (
+                start if share == "example" else examples.example_offsets[first]
+            )
             for s in range(start, stop):
                 skip = 0
-                if layout == "shared_prefix" and s > start:
-                    for a, b in zip(prompt(start), prompt(s), strict=False):
-                        if a != b:
-                            break
-                        skip += 1
-                    skip = max(skip - 1, 0)
+                parent = s
+                if layout == "shared_prefix":
+                    for other in range(first_of_group, s):
+                        if shared(s, other) - 1 > skip:
+                            skip = shared(s, other) - 1
+                            parent = other
                 ids, supervised = sequence(s)
                 row["input_ids"] += ids[skip:]
                 row["labels"] += [
@@ -61,6 +71,7 @@ def plain_packs(
                 ][skip:]
                 row["lengths"].append(len(ids))
                 row["seq_boundaries"].append(len(row["input_ids"]))
+                row["parent_distances"].append(s - parent)
         packs.append(row)
     return packs
 
@@ -75,6 +86,7 @@ def rows(packs: Packs) -> list[dict[str, list]]:
             "labels": row(packs.labels, packs.token_offsets, i),
             "lengths": row(packs.lengths, packs.sequence_offsets, i),
             "seq_boundaries": row(packs.seq_boundaries, packs.boundary_offsets, i),
+            "parent_distances": row(packs.parent_distances, packs.sequence_offsets, i),
         }
         for i in range(len(packs))
     ]
@@ -100,10 +112,13 @@ cases = st.tuples(
 
 @settings(deadline=None, max_examples=150)
 @given(
-    case=cases, layout=st.sampled_from(LAYOUTS), strategy=st.sampled_from([*STRATEGIES])
+    case=cases,
+    layout=st.sampled_from(LAYOUTS),
+    share=st.sampled_from(["example", "pack"]),
+    strategy=st.sampled_from([*STRATEGIES]),
 )
 def test_packs_are_those_of_the_definition_and_give_the_examples_back(
-    case: tuple[int, int, str, int], layout: str, strategy: str
+    case: tuple[int, int, str, int], layout: str, share: str, strategy: str
 ) -> None:
     n, seed, kind, vocab_size = case
     names = np.array([f"s{i}" for i in range(n)], object)
@@ -112,10 +127,13 @@ def test_packs_are_those_of_the_definition_and_give_the_examples_back(
     examples = replace(examples, columns=columns)
     made = plan(sizes(examples, layout), pack_size=256, strategy=strategy, seed=seed)
     planned = examples.take(made.order)
-    packs = fill(planned, made.offsets, layout)
+    packs = fill(planned, made.offsets, layout, share=share)
     check_packs(packs, layout=layout, pack_size=256, vocab_size=vocab_size)
-    assert rows(packs) == plain_packs(planned, made.offsets.tolist(), layout)
-    np.testing.assert_array_equal(np.diff(packs.token_offsets), made.pack_tokens)
+    assert rows(packs) == plain_packs(planned, made.offsets.tolist(), layout, share)
+    if share == "example":
+        np.testing.assert_array_equal(np.diff(packs.token_offsets), made.pack_tokens)
+    else:
+        assert (np.diff(packs.token_offsets) <= made.pack_tokens).all()
     back = unpack(packs)
     assert_examples_equal(back, planned)
     assert_examples_equal(back.take(np.argsort(made.order)), examples)

@@ -4,8 +4,8 @@ A small Parquet file beside the manifest, which names it. It has a row for each 
 dataset order, and a row group for each shard, and is optional: without it sizes are
 read from the shards.
 
-*Sizes* of a pack are its tokens, its examples and its squares (the sum of the squared
-lengths of its segments, the cost of attention). The index also has *counts*, by which
+*Sizes* of a pack are its tokens, its examples and its squares (the cost of attention,
+see :class:`packstore.format.arrays.PackSizes`). The index also has *counts*, by which
 losses divide (:data:`packstore.format.arrays.COUNTS`); an index of an earlier release
 lacks these columns, and they are null for shards that were not counted. Nothing in it
 is trusted: figures that no pack can have are refused, and loaders compare each with its
@@ -52,8 +52,8 @@ CACHED_SHARDS = 128
 time, each in one shard: these stay in the cache.
 """
 
-_COLUMNS_WITH_SIZES = ("seq_boundaries", "example_ids")
-"""Columns of a shard with its packs' boundaries: enough to count sizes."""
+_COLUMNS_WITH_SIZES = ("lengths", "seq_boundaries", "example_ids")
+"""Columns of a shard that are enough to count sizes."""
 
 _REMEDY = "The index or the shard was replaced: run `packstore verify`"
 
@@ -279,38 +279,29 @@ class SizeTable:
 
 
 def _count_sizes(reader: ShardReader, group: int) -> PackSizes:
-    """Count the sizes of the packs of a row group from two of its columns."""
+    """Count the sizes of the packs of a row group from some of its columns."""
     batch = reader.read_columns(group, _COLUMNS_WITH_SIZES)
     with decoding(f"{reader.where}, row group {group}"):
         columns = {name: flat_column(batch, name, None) for name in _COLUMNS_WITH_SIZES}
         check_counts(columns, int(reader.shard.row_groups.rows[group]))
         boundaries, boundary_offsets = columns["seq_boundaries"]
         _, example_offsets = columns["example_ids"]
-        # A pack of S segments has S + 1 boundaries. With a length of 0 between packs,
-        # lengths stand at the same offsets as boundaries.
-        first_segments = boundary_offsets[:-1]
-        lengths = _boundary_differences(boundaries, boundary_offsets, between_packs=0)
+        lengths, sequence_offsets = columns["lengths"]
+        # A pack of S segments has S + 1 boundaries.
+        if not np.array_equal(np.diff(sequence_offsets), np.diff(boundary_offsets) - 1):
+            raise IntegrityError(
+                "column seq_boundaries must have one value more than lengths"
+            )
+        is_segment = np.ones(len(boundaries) - 1, np.bool_)
+        is_segment[boundary_offsets[1:-1] - 1] = False  # from one pack to the next
+        own = np.diff(boundaries.astype(np.int64))[is_segment]
+        squares = own * (2 * lengths.astype(np.int64) - own)
+        first_segments = sequence_offsets[:-1]
         return PackSizes(
-            tokens=np.add.reduceat(lengths, first_segments),
+            tokens=np.add.reduceat(own, first_segments),
             examples=np.diff(example_offsets),
-            squares=np.add.reduceat(lengths**2, first_segments),
+            squares=np.add.reduceat(squares, first_segments),
         )
-
-
-def _boundary_differences(boundaries: Any, offsets: Int64, between_packs: int) -> Int64:
-    """Return the differences of neighbouring boundaries, the lengths of segments.
-
-    Args:
-        boundaries: int32 `[B]`, `seq_boundaries` of all packs.
-        offsets: int64 `[P + 1]`, offsets of the packs in `boundaries`.
-        between_packs: value in place of the difference from one pack to the next.
-
-    Returns:
-        int64 `[B - 1]`.
-    """
-    differences: Int64 = np.diff(boundaries.astype(np.int64))
-    differences[offsets[1:-1] - 1] = between_packs
-    return differences
 
 
 # Checks
@@ -382,7 +373,8 @@ def _rise_from_zero(boundaries: Any, offsets: Int64) -> bool:
         return False
     if np.any(boundaries[offsets[:-1]] != 0):
         return False
-    differences = _boundary_differences(boundaries, offsets, between_packs=1)
+    differences = np.diff(boundaries.astype(np.int64))
+    differences[offsets[1:-1] - 1] = 1  # from one pack to the next
     return bool(np.all(differences >= 1))
 
 
@@ -442,7 +434,8 @@ def _bounds(sizes: PackSizes, manifest: Manifest) -> Iterator[_Bound]:
     yield _Bound(
         rule="squares must be those of segments",
         values=squares,
-        holds=(squares >= tokens) & (squares <= tokens**2),
+        # A sequence has at most as many tokens as its pack stores.
+        holds=(squares >= tokens) & (squares < 2 * tokens**2),
     )
     if sizes.counts is None:
         return

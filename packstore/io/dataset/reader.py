@@ -128,7 +128,11 @@ class ShardReader:
             )
             self._check_counts(group, packs)
             segment_lengths = check_structure(
-                packs, manifest.layout, manifest.pack_size, self.where
+                packs,
+                manifest.layout,
+                manifest.pack_size,
+                manifest.statistics.most_keys,
+                self.where,
             )
             self._check_lengths(group, packs, int(segment_lengths.max()))
             self._check_ids(packs)

@@ -13,7 +13,6 @@ import numpy as np
 
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT, Int64
-from packstore.format.rules import check_prefix
 from packstore.io.dataset.pack_index import PackIndex, require_same
 from packstore.io.dataset.reader import ShardReader, ShardStream
 from packstore.io.manifest.manifest import Manifest
@@ -232,16 +231,12 @@ def _read_row_groups(
 ) -> list[PackFigures]:
     """Check the packs of a shard, and return their figures for each row group."""
     figures: list[PackFigures] = []
-    first_row = 0
-    for group, rows in enumerate(reader.shard.row_groups.rows.tolist()):
+    for group in range(len(reader.shard.row_groups)):
         with result.problems.collect():
-            packs = reader.read_packs(group)  # checks all rules except the next one
-            if manifest.layout == "shared_prefix":
-                check_prefix(packs, reader.where, first_row)
+            packs = reader.read_packs(group)  # checks all rules
             figures.append(PackFigures.of(packs, manifest.kind))
             result.counter.add(figures[-1], packs.lengths)
             result.example_ids.append(packs.example_ids)
-        first_row += rows
     return figures
 
 

@@ -157,7 +157,8 @@ def describe_shard(
 def sizes_of(packs: Packs, kind: str) -> PackSizes:
     """Count the sizes of packs, the input of the loaders' plans."""
     segment_starts = packs.sequence_offsets[:-1]
-    squares = packs.segment_lengths.astype(np.int64) ** 2
+    own = packs.segment_lengths.astype(np.int64)
+    squares = own * (2 * packs.lengths.astype(np.int64) - own)
     return PackSizes(
         tokens=np.diff(packs.token_offsets),
         examples=np.diff(packs.example_offsets),
@@ -173,6 +174,7 @@ class PackFigures:
     sizes: PackSizes
     sequences: Int64
     supervised_tokens: Int64
+    keys: Int64  # logical tokens
     longest_segments: Int64  # tokens of the longest segment of a pack
 
     def __len__(self) -> int:
@@ -183,6 +185,7 @@ class PackFigures:
             sizes=self.sizes.take(packs),
             sequences=self.sequences[packs],
             supervised_tokens=self.supervised_tokens[packs],
+            keys=self.keys[packs],
             longest_segments=self.longest_segments[packs],
         )
 
@@ -198,6 +201,7 @@ class PackFigures:
             sizes=sizes_of(packs, kind),
             sequences=np.diff(packs.sequence_offsets),
             supervised_tokens=supervised.astype(np.int64),
+            keys=packs.keys,
             longest_segments=longest.astype(np.int64),
         )
 
@@ -208,6 +212,7 @@ class PackFigures:
             sizes=PackSizes.concat([part.sizes for part in parts]),
             sequences=_join([part.sequences for part in parts]),
             supervised_tokens=_join([part.supervised_tokens for part in parts]),
+            keys=_join([part.keys for part in parts]),
             longest_segments=_join([part.longest_segments for part in parts]),
         )
 
@@ -249,6 +254,8 @@ class Statistics:
     examples_per_pack: Spread  # over all packs
     longest_sequence: Count  # logical tokens
     most_segments: Count  # maximum of a pack
+    most_keys: Count  # maximum of a pack: logical tokens, the keys of its attention
+    most_targets: Count  # maximum of a pack: labels that are not -100
     shortest_pack: Count  # tokens
     # number of sequences by logical length; keys are lower bounds of buckets, powers of
     # two
@@ -279,7 +286,7 @@ def _empty_histogram() -> Int64:
 
 
 def _no_maxima() -> Int64:
-    return np.zeros(3, np.int64)
+    return np.zeros(5, np.int64)
 
 
 def _no_minima() -> Int64:
@@ -294,8 +301,8 @@ class PackCounter:
     Attributes:
         sums: int64 `[6]`, in the order of `_SUMS`.
         histogram: int64 `[32]`, sequences by the bits of their length.
-        most: int64 `[3]`, maxima: examples and segments of a pack, tokens of a
-            sequence.
+        most: int64 `[5]`, maxima: examples, segments, keys and targets of a pack,
+            tokens of a sequence.
         least: int64 `[2]`, minima: examples and tokens of a pack.
     """
 
@@ -324,15 +331,22 @@ class PackCounter:
             figures.sequences.sum(),
             tokens.sum(),
             figures.supervised_tokens.sum(),
-            lengths.sum(dtype=np.int64),
+            figures.keys.sum(),
         ]
         # frexp has the exponent of the next power of two: the number's bits.
         _, bits = np.frexp(lengths)
+        most = [
+            examples.max(),
+            figures.sequences.max(),
+            figures.keys.max(),
+            figures.supervised_tokens.max(),
+            lengths.max(),
+        ]
         self.merge(
             PackCounter(
                 sums=np.array(sums, np.int64),
                 histogram=np.bincount(bits - 1, minlength=_LENGTH_BITS),
-                most=np.array([examples.max(), figures.sequences.max(), lengths.max()]),
+                most=np.array(most, np.int64),
                 least=np.array([examples.min(), tokens.min()]),
             )
         )
@@ -356,7 +370,13 @@ class PackCounter:
             bits = min(int(lower_bound).bit_length(), _LENGTH_BITS)
             histogram[bits - 1] = count
         examples = statistics.examples_per_pack
-        most = [examples.max, statistics.most_segments, statistics.longest_sequence]
+        most = [
+            examples.max,
+            statistics.most_segments,
+            statistics.most_keys,
+            statistics.most_targets,
+            statistics.longest_sequence,
+        ]
         least = [examples.min, statistics.shortest_pack]
         return cls(
             sums=np.array(sums),
@@ -378,7 +398,8 @@ class PackCounter:
             planning: figures of the planner.
         """
         totals = self.totals(stored_bytes=0)
-        most_examples, most_segments, longest_sequence = self.most.tolist()
+        most = self.most.tolist()
+        most_examples, most_segments, most_keys, most_targets, longest_sequence = most
         least_examples, shortest_pack = self.least.tolist()
         if not totals.packs:
             least_examples = 0
@@ -394,6 +415,8 @@ class PackCounter:
             ),
             longest_sequence=longest_sequence,
             most_segments=most_segments,
+            most_keys=most_keys,
+            most_targets=most_targets,
             shortest_pack=shortest_pack,
             length_histogram={
                 str(1 << bit): count for bit, count in histogram if count

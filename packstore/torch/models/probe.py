@@ -473,11 +473,15 @@ def _batch(
     ]
     tokens = np.concatenate(segments)
     boundaries = to_offsets(np.array([len(segment) for segment in segments]))
+    sequence = np.arange(len(sequences))
+    first = np.repeat(to_offsets(np.array(num_responses))[:-1], num_responses)
+    distances_to_first = np.where(np.array(shared_tokens) > 0, sequence - first, 0)
     pack = Packs(
         signed_ids=~tokens.astype(np.int32),  # complements: no token is supervised
         reward=np.zeros(len(sequences), np.float32),
         lengths=np.array([len(ids) for ids in sequences], np.int32),
         seq_boundaries=boundaries.astype(np.int32),
+        parent_distances=distances_to_first.astype(np.int32),
         example_ids=np.arange(len(num_responses)),
         num_responses=np.array(num_responses, np.int32),
         token_offsets=np.array([0, len(tokens)]),
