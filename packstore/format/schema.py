@@ -148,13 +148,12 @@ def _metadata_difference(
     for key in sorted({*actual, *expected}):
         if actual.get(key) == expected.get(key):
             continue
+        name = key.decode(errors="replace")
         if key not in actual:
-            state = "that is not there"
-        elif key not in expected:
-            state = "of another writer"
-        else:
-            state = "of another value"
-        return f"a key {key.decode(errors='replace')} in its metadata {state}"
+            return f"no key {name} in its metadata"
+        if key not in expected:
+            return f"a further key {name} in its metadata"
+        return f"another value of key {name} in its metadata"
     return ""
 
 

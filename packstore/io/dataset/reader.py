@@ -25,7 +25,6 @@ from packstore.errors import (
     PackstoreError,
     StorageError,
     add_place,
-    sentence,
 )
 from packstore.format.arrays import Int32, Packs
 from packstore.format.rules import check_structure
@@ -36,7 +35,7 @@ from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS, decoding
 from packstore.io.shards.arrow_file import ArrowFile, batch_crc32
 from packstore.io.shards.parquet import ParquetShard
-from packstore.io.shards.shard import ShardInfo, crc32_of
+from packstore.io.shards.shard import NonconformingFile, ShardInfo, crc32_of
 from packstore.io.store import local
 from packstore.io.store.location import Location
 
@@ -47,16 +46,9 @@ HASHED_BYTES = 1 << 20
 """Bytes that are hashed at once outside row groups."""
 
 _REMEDY = (
-    "The file was damaged or replaced: copy the dataset again, or run "
-    "`packstore verify`"
+    "The file was damaged or replaced: copy the dataset again; `packstore verify` "
+    "lists all damage"
 )
-_FOREIGN_REMEDY = (
-    "Files that other programs wrote are no version 1: pack them anew by packstore"
-)
-
-
-class _ForeignFooter(IntegrityError):
-    """The footer has the recorded hash, but its schema shows another writer."""
 
 
 class ShardReader:
@@ -155,9 +147,6 @@ class ShardReader:
         with decoding(where, _REMEDY):
             try:
                 yield
-            except _ForeignFooter as error:
-                text = sentence(where, rule=str(error), remedy=_FOREIGN_REMEDY)
-                raise IntegrityError(text) from error
             except StorageError as error:
                 add_place(error, where)
                 raise
@@ -189,7 +178,7 @@ class ShardReader:
 
         difference = schema_difference(file.schema, expected_schema)
         if difference:
-            raise _ForeignFooter(
+            raise NonconformingFile(
                 f"its schema must be that of the manifest; found {difference}"
             )
         num_groups = len(self.shard.row_groups)

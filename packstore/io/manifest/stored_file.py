@@ -18,9 +18,13 @@ from packstore.errors import (
     sentence,
 )
 from packstore.format.typed_json import Count, Sha256
+from packstore.io.shards.shard import NonconformingFile
 from packstore.io.store.location import Location
 
 _REMEDY = "The file was damaged or replaced: copy it again"
+_WRITER_REMEDY = (
+    "The file is as it was written: mend its writer, or pack the data with packstore"
+)
 
 DECODER_ERRORS: tuple[type[Exception], ...] = (
     pa.ArrowException,
@@ -102,9 +106,17 @@ def _mismatch(
 
 @contextlib.contextmanager
 def decoding(where: str, remedy: str = _REMEDY) -> Iterator[None]:
-    """Turn errors of decoders in this context into an IntegrityError at `where`."""
+    """Turn errors of decoders in this context into an IntegrityError at `where`.
+
+    Args:
+        where: the file, for messages.
+        remedy: for a file that was damaged; that of a nonconforming one is another.
+    """
     try:
         yield
+    except NonconformingFile as error:
+        text = sentence(where, rule=str(error), remedy=_WRITER_REMEDY)
+        raise IntegrityError(text) from error
     except FormatError as error:
         names_the_place = where in str(error)
         if names_the_place:

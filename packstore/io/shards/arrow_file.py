@@ -19,7 +19,7 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from packstore.errors import IntegrityError
-from packstore.io.shards.shard import ShardInfo, crc32_of
+from packstore.io.shards.shard import NonconformingFile, ShardInfo, crc32_of
 
 _MAGIC = b"ARROW1"
 _TAIL_BYTES = 4 + len(_MAGIC)
@@ -76,13 +76,14 @@ class ArrowFile:
         """Return the record batch in `data`; its buffers are views of `data`.
 
         Raises:
-            IntegrityError: the bytes are not an uncompressed record batch.
+            IntegrityError: the bytes are not a record batch.
+            NonconformingFile: it is compressed.
         """
         message = pa.ipc.read_message(pa.py_buffer(data))
-        if message.type != "record batch" or _is_compressed(bytes(message.metadata)):
-            raise IntegrityError(
-                "its record batches must stand there, and not be compressed"
-            )
+        if message.type != "record batch":
+            raise IntegrityError("its record batches must stand there")
+        if _is_compressed(bytes(message.metadata)):
+            raise NonconformingFile("its record batches must not be compressed")
         return pa.ipc.read_record_batch(message, self.schema)
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from packstore.errors import IntegrityError
-from packstore.io.shards.shard import ShardInfo
+from packstore.io.shards.shard import NonconformingFile, ShardInfo
 
 MAX_GROUP_BYTES = 1 << 29
 """Maximum bytes of a row group, stored and decompressed."""
@@ -52,7 +52,7 @@ class ParquetShard:
         names: columns to read.
 
     Raises:
-        IntegrityError: lists have another form than the schema shows.
+        NonconformingFile: lists have another form than the schema shows.
     """
 
     def __init__(self, footer: bytes, shard: ShardInfo, names: Sequence[str]) -> None:
@@ -126,7 +126,7 @@ def check_group(
     max_values: int = MAX_VALUES,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Raise IntegrityError if columns of a row group break a limit.
+    """Raise NonconformingFile if columns of a row group break a limit.
 
     Args:
         group: metadata of the row group.
@@ -159,12 +159,13 @@ def check_group(
         raise _broken_limit(f"compression among {sorted(_CODECS)}", sorted(codecs))
 
 
-def _broken_limit(limit: str, declared: object) -> IntegrityError:
-    return IntegrityError(f"must have {limit}; its footer declares {declared}")
+def _broken_limit(limit: str, declared: object) -> NonconformingFile:
+    return NonconformingFile(f"must have {limit}; its footer declares {declared}")
 
 
 def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
-    """Raise IntegrityError if levels of lists have other names than ``list.element``.
+    """Raise NonconformingFile if levels of lists have other names than
+    ``list.element``.
 
     The stored Arrow schema would hide them.
 
@@ -175,7 +176,7 @@ def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
     for index in range(metadata.num_columns):
         name, _, levels = metadata.schema.column(index).path.partition(".")
         if name in names and levels not in ("", "list.element"):
-            raise IntegrityError(
+            raise NonconformingFile(
                 f"its lists must be named list.element; found {levels}"
             )
 
@@ -191,7 +192,8 @@ def byte_range(
         columns: names of the columns; None: all.
 
     Raises:
-        IntegrityError: the columns are not in the file, or not side by side.
+        IntegrityError: the columns are not in the file.
+        NonconformingFile: they are not side by side.
     """
     chunks = _column_chunks(group, columns)
     starts = [chunk.data_page_offset for chunk in chunks]
@@ -202,7 +204,7 @@ def byte_range(
     if not 0 <= start < end <= max_end:
         raise IntegrityError(f"its bytes {start} to {end} must lie in the file")
     if columns is None and starts[1:] != ends[:-1]:
-        raise IntegrityError("its column chunks must lie side by side")
+        raise NonconformingFile("its column chunks must lie side by side")
     return start, end
 
 

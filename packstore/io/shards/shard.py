@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from packstore.errors import IntegrityError
 from packstore.format.arrays import Int64, Packs, PackSizes, count_packs
 from packstore.format.typed_json import Checksums, Count, Positive, Real, Sha256, Share
 
@@ -41,6 +42,10 @@ def crc32_of(data: Any, crc_before: int = 0) -> int:
 
 
 # Shards
+
+
+class NonconformingFile(IntegrityError):
+    """A file has the recorded hashes, but its writer broke a rule of the format."""
 
 
 @dataclass(frozen=True, kw_only=True)
