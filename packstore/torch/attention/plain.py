@@ -19,6 +19,11 @@ from packstore.errors import BackendError, sentence
 from packstore.torch.attention import Settings
 from packstore.torch.batch.layout import AttentionLayout
 
+KEY_BLOCK = 512
+"""Keys that torch's CPU kernel processes at once; causal attention skips whole blocks
+of keys that no query sees.
+"""
+
 
 def visible(
     queries: int, keys: int, settings: Settings, device: torch.device
@@ -100,12 +105,12 @@ def sdpa(
 
     outputs = []
     for q, k, v in layout.split(q_TNH, layout.keys(k_TKH), layout.keys(v_TKH)):
-        window = settings.window or len(k)
-        chunk = settings.chunk or len(k)
-        sees_all_before = len(k) <= min(window, chunk) and len(q) == len(k)
-        is_causal = sees_all_before and not has_sinks
+        num_shared = len(k) - len(q)
+        is_square = not has_sinks and _should_be_square(len(q), len(k), settings)
         mask = None
-        if not is_causal:
+        if is_square and num_shared:
+            q = pad(q, (0, 0, 0, 0, num_shared, 0))
+        if not is_square:
             mask = visible(len(q), len(k), settings, q.device)
             if has_sinks:
                 k, v, mask = _prepend_sink_key(k, v, mask)
@@ -114,12 +119,31 @@ def sdpa(
             k.transpose(0, 1)[None],
             v.transpose(0, 1)[None],
             mask,
-            is_causal=is_causal,
+            is_causal=is_square,
             scale=settings.scale,
             enable_gqa=is_grouped,
         )
-        outputs.append(output[0].transpose(0, 1))
+        output = output[0].transpose(0, 1)
+        outputs.append(output[num_shared:] if is_square else output)
     return torch.cat(outputs)
+
+
+def _should_be_square(queries: int, keys: int, settings: Settings) -> bool:
+    """Return True if a segment needs no mask, or is faster without one.
+
+    The kernel's own causal mask is aligned at the first key. It is right for a segment
+    that omits no shared tokens, and for others with a query of zeros in place of each
+    omitted token, the output of which is dropped. The kernel skips the keys behind
+    each block of queries then, but computes the additional queries. By measurements of
+    segments of up to 2,500 tokens, that takes 0.5 to 1 times as long as a mask under
+    the condition below, and up to 4 times otherwise.
+    """
+    if settings.window is not None and settings.window < keys:
+        return False
+    if settings.chunk is not None and settings.chunk < keys:
+        return False
+    num_shared = keys - queries
+    return num_shared == 0 or queries >= num_shared + max(num_shared, KEY_BLOCK)
 
 
 def _append_sinks(q_TNH: Tensor, sinks: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sized_pairs import row_of
 from torch import Tensor
 
 from packstore.errors import BackendError
@@ -126,6 +127,24 @@ def test_values_and_gradients(
             torch.autograd.grad((x * upstream).sum(), leaves) for x in (found, expected)
         ]
         for a, b in zip(*both, strict=True):
+            assert (a - b).abs().max() < 1e-11 * max(1.0, float(b.abs().max()))
+
+
+@pytest.mark.parametrize("cases", ["plain", "windows", "chunks", "sinks"])
+def test_long_responses_of_sdpa(cases: str) -> None:
+    """After short prompts, where a mask would be slow, and after a long one."""
+    batch = row_of([(9, 30, 560), (300, 5, 530), (2, 5, 513), (600, 5, 620)])
+    leaves = [x.requires_grad_() for x in inputs(batch.num_tokens)]
+    for case in CASES[cases]:
+        outputs, gradients = [], []
+        for backend in ("sdpa", "reference"):
+            attend = ATTENTION.load(backend)
+            output = attend(*leaves, batch.layout, Settings(0.3, **case))
+            upstream = inputs(batch.num_tokens)[0][:, :, :6]
+            outputs.append(output)
+            gradients.append(torch.autograd.grad((output * upstream).sum(), leaves))
+        assert (outputs[0] - outputs[1]).abs().max() < 1e-12
+        for a, b in zip(*gradients, strict=True):
             assert (a - b).abs().max() < 1e-11 * max(1.0, float(b.abs().max()))
 
 
