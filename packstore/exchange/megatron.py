@@ -18,8 +18,9 @@ files, ``offline.py`` and ``algorithms.py``, which write them) and
   (static shapes for CUDA graphs) the reader takes from it the maximum number of
   sequences in a row, the longest sequence and the shortest row.
 
-The dataset is of kind ``sft``, so each example is one sequence. A row is a pack, unless
-padding makes it too long.
+The dataset is of kind ``sft``, so each example is one sequence. In layout ``concat``,
+a row is a pack, unless padding makes it too long. A dataset of layout
+``shared_prefix`` is planned anew, see :mod:`packstore.exchange._rows`.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ import pyarrow.parquet as pq
 from packstore.config import setting
 from packstore.errors import ConfigError, PackstoreError, sentence
 from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
+from packstore.exchange._rows import plan_rows, rebuilt_examples
 from packstore.format.arrays import (
     Bool,
     Examples,
@@ -163,7 +165,7 @@ def _export(
         )
     return Exported(
         files=[place.join(name).display for name in files],
-        facts=_facts(figures, place, pack_size, options),
+        facts=_facts(dataset, figures, place, pack_size, options),
     )
 
 
@@ -173,17 +175,24 @@ def _is_export_file(name: str) -> bool:
 
 
 def _facts(
-    figures: Figures, place: Location, pack_size: int, options: MegatronOptions
+    dataset: Dataset,
+    figures: Figures,
+    place: Location,
+    pack_size: int,
+    options: MegatronOptions,
 ) -> dict[str, object]:
     """Return counts, and settings for Megatron-Bridge to read the files."""
     data_path = place.join(f"packed_{pack_size}-*.idx.parquet").display
-    return {
+    facts: dict[str, object] = {
         "rows": figures.rows,
         "sequences": figures.sequences,
         "fill rate": figures.tokens / figures.rows / pack_size,
         "not supervised any more": figures.hidden,
         "padding tokens": figures.padding,
-        "sequences moved to other rows": figures.moved_sequences,
+    }
+    if dataset.manifest.layout == "concat":  # else rows do not follow packs
+        facts["sequences moved to other rows"] = figures.moved_sequences
+    return facts | {
         # The matching settings of Megatron-Bridge.
         "packed_sequence_size": pack_size,
         "packed_train_data_path": data_path,
@@ -376,6 +385,23 @@ class RowMaker:
         self._waiting = Examples.empty()
 
     def batches(self, dataset: Dataset, progress: Progress) -> Iterator[pa.RecordBatch]:
+        """Yield the rows of all sequences of a dataset."""
+        if dataset.manifest.layout == "concat":
+            yield from self._batches_of_packs(dataset, progress)
+        else:
+            yield from self._planned_batches(dataset, progress)
+
+    def _planned_batches(
+        self, dataset: Dataset, progress: Progress
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield rows that are planned anew."""
+        parts = rebuilt_examples(dataset, progress)
+        for planned in plan_rows(parts, self._pack_size, self._sizes):
+            yield self._batch(planned.examples, planned.sizes, planned.rows)
+
+    def _batches_of_packs(
+        self, dataset: Dataset, progress: Progress
+    ) -> Iterator[pa.RecordBatch]:
         """Yield the rows of all packs, and then of the sequences that still wait."""
         for number, packs in enumerate(dataset.iter_packs(), 1):
             yield self._convert(packs)

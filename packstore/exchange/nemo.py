@@ -7,22 +7,30 @@ Such a file is the header of an array, and one pickle of all its rows. ``numpy.s
 would need all rows in memory, so the pickle is written piece by piece: opcodes that
 rebuild the array and begin a list, the rows, and opcodes that end both (opcodes:
 ``pickletools.opcodes`` of Python).
+
+A row is a pack of a dataset of layout ``concat``. A dataset of layout ``shared_prefix``
+is planned anew, see :mod:`packstore.exchange._rows`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from typing import IO, TYPE_CHECKING
+from collections.abc import Iterator
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
+from packstore.exchange._rows import count_rows, plan_rows, rebuilt_examples
+from packstore.format.arrays import to_offsets
+from packstore.format.schema import flat_column
+from packstore.io.manifest.stored_file import decoding
 from packstore.io.store.location import Location
 from packstore.io.store.staging import BESIDE, Staging
 
 if TYPE_CHECKING:
-    from packstore.format.arrays import Packs
+    from packstore.format.arrays import Examples, Int64, Packs
     from packstore.io.dataset.dataset import Dataset
     from packstore.progress import Progress
 
@@ -57,30 +65,40 @@ def _export(
 
     with Staging(place, BESIDE) as staging:
         with staging.file() as file:
-            longest = _write(dataset, file, progress)
+            written = _write(dataset, file, progress)
         if not options.overwrite and place.exists():  # written in the meantime
             raise exists_error(place, "a file")
         staging.store(file.name, "")
 
     facts: dict[str, object] = {
-        "packs": len(dataset),
+        "packs": written.rows,
         "pairs": dataset.manifest.pairs,
-        "longest pack": longest,
+        "longest pack": written.longest,
         "left out": ", ".join(["example ids", *dataset.manifest.carry]),
     }
     return Exported(files=[place.display], facts=facts)
 
 
-def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
-    """Write all packs; return the tokens of the longest."""
-    from packstore.pack.fill import convert
+class _Written(NamedTuple):
+    """The rows of a file: their number, and the tokens of the longest."""
 
-    file.write(_array_header(len(dataset)))
+    rows: int
+    longest: int
+
+
+def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> _Written:
+    """Write all rows."""
+    if dataset.manifest.layout == "concat":
+        total_rows = len(dataset)
+        parts = _packs_as_rows(dataset, progress)
+    else:
+        total_rows = count_rows(_tokens_of_pairs(dataset), dataset.manifest.pack_size)
+        parts = _planned_rows(dataset, progress)
+
+    file.write(_array_header(total_rows))
     longest = 0
     num_rows = 0
-    for packs in dataset.iter_packs():
-        if dataset.manifest.layout != "concat":
-            packs = convert(packs, "concat")
+    for packs in parts:
         for i in range(len(packs)):
             if num_rows % BATCH == 0:
                 if num_rows > 0:
@@ -89,11 +107,46 @@ def _write(dataset: Dataset, file: IO[bytes], progress: Progress) -> int:
             file.write(_pickled_row(packs.row(i)))
             num_rows += 1
         longest = max(longest, int(np.diff(packs.token_offsets).max()))
-        progress("export", num_rows, len(dataset), "packs")
     if num_rows > 0:
         file.write(_APPENDS)
     file.write(_END_OF_ARRAY)
-    return longest
+    return _Written(num_rows, longest)
+
+
+def _packs_as_rows(dataset: Dataset, progress: Progress) -> Iterator[Packs]:
+    """Yield the packs of a dataset of layout ``concat``."""
+    num_packs = 0
+    for packs in dataset.iter_packs():
+        yield packs
+        num_packs += len(packs)
+        progress("export", num_packs, len(dataset), "packs")
+
+
+def _planned_rows(dataset: Dataset, progress: Progress) -> Iterator[Packs]:
+    """Yield packs of whole sequences, planned anew."""
+    from packstore.pack.fill import fill
+
+    parts = rebuilt_examples(dataset, progress)
+    for planned in plan_rows(parts, dataset.manifest.pack_size, _sizes):
+        order = np.array([i for row in planned.rows for i in row], np.int64)
+        offsets = to_offsets(np.array([len(row) for row in planned.rows]))
+        yield fill(planned.examples, offsets, "concat", order)
+
+
+def _sizes(examples: Examples) -> Int64:
+    """Return the tokens of each example, int64 `[E]`."""
+    return np.diff(examples.sequence_offsets[examples.example_offsets])
+
+
+def _tokens_of_pairs(dataset: Dataset) -> Iterator[Int64]:
+    """Yield the tokens of the pairs of each row group, int64 `[E]`: both sequences,
+    whole.
+    """
+    for group in range(len(dataset.row_groups)):
+        batch, where, _ = dataset.read_columns(group, ["lengths"])
+        with decoding(where):
+            lengths, _ = flat_column(batch, "lengths", None)
+        yield lengths.astype(np.int64).reshape(-1, 2).sum(axis=1)
 
 
 def _pickled_row(pack: Packs) -> bytes:

@@ -156,19 +156,18 @@ def ending(n: int, seed: int) -> list[dict[str, Any]]:
     return records
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
 @pytest.mark.parametrize(
     ("mult", "static"), [(1, False), (2, False), (4, True), (16, False), (16, True)]
 )
 def test_each_sequence_comes_back(
-    mult: int, static: bool, layout: str, tmp_path: Path, packed: Pack
+    mult: int, static: bool, tmp_path: Path, packed: Pack
 ) -> None:
     """At a multiple, and filled up to one; by the name of the folder and by that of its
     files.
     """
     records, out = ending(60, mult), tmp_path / "out"
     how: dict[str, Any] = {"pad_seq_to_mult": mult, "pack_size": 240, "pad_id": EOS}
-    dataset = packed(records, layout=layout, pack_size=100)
+    dataset = packed(records, layout="concat", pack_size=100)
     exported = export("megatron", dataset, out, pad_cu_seqlens=static, **how)
     metadata = str(out / "metadata.json") if static else ""
     batches = list(Reader(str(out), 240, mult=mult, static=metadata))
@@ -238,6 +237,33 @@ def test_sequences_that_no_longer_fit_go_to_other_rows(
         "pack_size": 300,
         "min_packed_seqlen": min(sums),
     }
+
+
+@pytest.mark.parametrize("mult", [1, 4])
+def test_rows_are_planned_anew_where_prefixes_are_stored_once(
+    mult: int, tmp_path: Path, packed: Pack
+) -> None:
+    records = ending(200, 2)
+    dataset = packed(records, layout="shared_prefix", pack_size=240)
+    how: dict[str, Any] = {"pad_seq_to_mult": mult, "pad_id": EOS}
+    exported = export("megatron", dataset, tmp_path / "out", **how)
+    rows = list(Reader(f"{tmp_path}/out", 240).rows())
+    bins = [[b - a - 1 for a, b in pairwise(bounds)] for _, _, bounds in rows]
+    sums = [sum(lengths) for lengths in bins]
+    assert max(sums) <= 240
+    assert len(rows) == exported.facts["rows"] < 1.05 * sum(sums) / 240 + 1
+    assert "sequences moved to other rows" not in exported.facts
+
+    stored = [(i[a:b], m[a:b]) for i, m, bounds in rows for a, b in pairwise(bounds)]
+    expected = []
+    for ids, on in sequences(records):
+        rest = -(len(ids) - 1) % mult
+        expected.append((ids + [EOS] * rest, on[1:] + [0] * (rest + 1)))
+    assert sorted(stored) == sorted(expected)
+    (metadata,) = json.loads((tmp_path / "out" / "metadata.json").read_bytes())
+    assert metadata["dataset_max_seqlen"] == max(map(max, bins))
+    assert metadata["max_samples_per_bin"] == max(map(len, bins))
+    assert metadata["min_packed_seqlen"] == min(sums)
 
 
 @pytest.mark.parametrize(

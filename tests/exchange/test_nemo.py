@@ -26,41 +26,84 @@ def load(path: Path) -> list[dict[str, Any]]:
     return list(np.load(path, allow_pickle=True))
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
-@pytest.mark.parametrize(("n", "pack_size"), [(1, 300), (60, 300), (2001, 40)])
-def test_inputs_and_targets_as_its_reader_cuts_them(
-    tmp_path: Path, packed: Pack, layout: str, n: int, pack_size: int
-) -> None:
-    """As `DPOPackedDataset.global_collate_fn` does: also of more rows than a batch of a
-    pickle.
-    """
-    records = pairs(n)
-    dataset = packed(records, layout=layout, pack_size=pack_size)
-    exported = export("nemo", dataset, tmp_path / "x.npy")
-    rows, sequences = load(tmp_path / "x.npy"), []
+def cut(rows: list[dict[str, Any]]) -> list[list[Any]]:
+    """Inputs, targets and reward of each sequence, as `DPOPackedDataset` cuts them."""
+    sequences = []
     for item in rows:
         bounds = item["seq_boundaries"]
         assert len(item["reward"]) == len(item["lengths"]) == len(bounds) - 1
         for start, stop, length, reward in zip(
             bounds, bounds[1:], item["lengths"], item["reward"], strict=False
         ):
-            inputs, targets = (
-                item["input_ids"][start : stop - 1],
-                item["labels"][start + 1 : stop],
-            )
             assert length == stop - start
-            sequences.append((inputs, targets, np.float32(reward)))
-    expected = []
+            inputs = item["input_ids"][start : stop - 1]
+            targets = item["labels"][start + 1 : stop]
+            sequences.append([inputs, targets, np.float32(reward)])
+    return sequences
+
+
+def expected_sequences(records: list[dict[str, Any]]) -> list[list[Any]]:
+    """As `cut` returns the records: chosen, then rejected."""
+    sequences = []
     for record in records:
         for side in ("chosen", "rejected"):
             ids = record["prompt"] + record[side]
             labels = [-100] * len(record["prompt"]) + record[side]
-            expected.append(
-                (ids[:-1], labels[1:], np.float32(record[f"{side}_reward"]))
-            )
-    assert sequences == expected
-    assert len(rows) == len(dataset)
+            reward = np.float32(record[f"{side}_reward"])
+            sequences.append([ids[:-1], labels[1:], reward])
+    return sequences
+
+
+def as_pairs(sequences: list[list[Any]]) -> list[list[Any]]:
+    """Both sequences of each pair, sorted by their content."""
+    return sorted(
+        chosen + rejected
+        for chosen, rejected in zip(sequences[::2], sequences[1::2], strict=True)
+    )
+
+
+@pytest.mark.parametrize(("n", "pack_size"), [(1, 300), (60, 300), (2001, 40)])
+def test_inputs_and_targets_as_its_reader_cuts_them(
+    tmp_path: Path, packed: Pack, n: int, pack_size: int
+) -> None:
+    """Also of more rows than a batch of a pickle."""
+    records = pairs(n)
+    dataset = packed(records, layout="concat", pack_size=pack_size)
+    exported = export("nemo", dataset, tmp_path / "x.npy")
+    rows = load(tmp_path / "x.npy")
+    assert cut(rows) == expected_sequences(records)
+    assert len(rows) == len(dataset) == exported.facts["packs"]
     assert exported.facts["longest pack"] == max(len(row["input_ids"]) for row in rows)
+
+
+@pytest.mark.parametrize(("n", "pack_size"), [(1, 300), (60, 300), (3000, 60)])
+def test_rows_are_planned_anew_where_prompts_are_stored_once(
+    tmp_path: Path, packed: Pack, n: int, pack_size: int
+) -> None:
+    """Whole pairs, in rows of at most the pack size, or of one pair that is longer."""
+    records = pairs(n, prompt_tokens=30)
+    dataset = packed(records, layout="shared_prefix", pack_size=pack_size)
+    exported = export("nemo", dataset, tmp_path / "x.npy")
+    rows = load(tmp_path / "x.npy")
+    assert as_pairs(cut(rows)) == as_pairs(expected_sequences(records))
+
+    lengths = [len(row["input_ids"]) for row in rows]
+    for row, length in zip(rows, lengths, strict=True):
+        assert length <= pack_size or len(row["lengths"]) == 2
+    assert exported.facts["packs"] == len(rows)
+    assert exported.facts["longest pack"] == max(lengths)
+    assert exported.facts["pairs"] == n
+
+    export("nemo", dataset, tmp_path / "again.npy")
+    assert (tmp_path / "again.npy").read_bytes() == (tmp_path / "x.npy").read_bytes()
+
+
+def test_planned_rows_are_full(tmp_path: Path, packed: Pack) -> None:
+    records = pairs(900, prompt_tokens=30)
+    dataset = packed(records, layout="shared_prefix", pack_size=1500)
+    export("nemo", dataset, tmp_path / "x.npy")
+    lengths = [len(row["input_ids"]) for row in load(tmp_path / "x.npy")]
+    assert sum(lengths) > 0.95 * 1500 * len(lengths)
 
 
 def test_an_existing_file_is_replaced_only_if_asked(

@@ -22,13 +22,14 @@ def chats(n: int, seed: int = 0) -> list[dict[str, Any]]:
     return records
 
 
-def pairs(n: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Records of kind ``preference``."""
+def pairs(n: int, seed: int = 0, prompt_tokens: int = 0) -> list[dict[str, Any]]:
+    """Records of kind ``preference``, with `prompt_tokens` more in each prompt."""
     rng, records = random.Random(seed), []
     for i in range(n):
         prompt, chosen, rejected = (
             rng.choices(range(VOCABULARY), k=rng.randint(1, 9)) for _ in range(3)
         )
+        prompt += rng.choices(range(VOCABULARY), k=prompt_tokens)
         rewards = {"chosen_reward": rng.random(), "rejected_reward": -rng.random()}
         records.append(
             {
