@@ -23,8 +23,8 @@ const GROUPS = ["rows", "examples", "tokens", "longest"];
 const SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"];
 const CODECS = ["ZSTD", "LZ4_RAW", "UNCOMPRESSED"];
 const ENCODINGS = ["PLAIN", "RLE", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "BIT_PACKED"];
-const COLUMNS = ["input_ids", "labels", "label_spans", "reward", "lengths", "seq_boundaries"];
-COLUMNS.push("example_ids", "num_responses");
+const COLUMNS = ["input_ids", "labels", "reward", "lengths", "seq_boundaries",
+  "example_ids", "num_responses"];
 
 class Refused extends Error {}
 
@@ -176,8 +176,7 @@ function checkProvenance({ settings, tokenizer }) {
 /** What a manifest tells of itself; what is missing raises a TypeError. */
 function checkManifest(m) {
   need(count(m.format_version) === 1, "unsupported");
-  need(m.features.every((name) => name === "label_spans"), "unsupported");
-  need(new Set(m.features).size === m.features.length, "manifest");
+  need(m.features.length === 0, "unsupported");
   need(m.kind in KINDS && ["concat", "shared_prefix"].includes(m.layout), "unsupported");
   need(m.file_format === "parquet", "unsupported"); // Arrow is left out here
   const { pack_index: index, further_files: further = [], shards, totals, records } = m;
@@ -329,14 +328,13 @@ function footer(data, name) {
 async function readShard(folder, shard, m) {
   const data = stored(folder, shard), groups = shard.row_groups, packs = [];
   need(sha256(data.subarray(-shard.footer_bytes)) === shard.footer_sha256, "bytes");
-  const metadata = footer(data, "encoding"), spans = m.features.includes("label_spans");
-  const types = { input_ids: [I32], [spans ? "label_spans" : "labels"]: [I32], reward: [F32] };
+  const metadata = footer(data, "encoding");
+  const types = { input_ids: [I32], labels: [I32], reward: [F32] };
   Object.assign(types, { lengths: [I32], seq_boundaries: [I32], example_ids: [I64] });
   if (KINDS[m.kind] === null) types.num_responses = [I32];
   const carry = known(m.carry, SCALARS);
   for (const n of Object.keys(m.carry)) types[n] = n in carry ? [SCALARS[carry[n]]] : null;
-  const texts = { format_version: "1", kind: m.kind, layout: m.layout };
-  texts.features = m.features.join(",");
+  const texts = { format_version: "1", kind: m.kind, layout: m.layout, features: "" };
   const keys = Object.keys(texts).map((n) => [`packstore.${n}`, texts[n]]);
   checkSchema(metadata, types, Object.fromEntries(keys), "schema");
   need(metadata.row_groups.length === groups.rows.length, "counts");
@@ -369,20 +367,10 @@ function responses(pack, kind) {
   return pack.num_responses ?? pack.example_ids.map(() => KINDS[kind]);
 }
 
-/** Every rule; replaces label spans by labels. */
+/** Every rule. */
 function checkPack(pack, m) {
-  const { input_ids: ids, seq_boundaries: b, lengths, reward } = pack;
+  const { input_ids: ids, labels, seq_boundaries: b, lengths, reward } = pack;
   const tokens = ids.length, examples = pack.example_ids.length;
-  if (pack.label_spans) {
-    const spans = pack.label_spans;
-    need(spans.length % 2 === 0 && spans.every((s) => 0 <= s && s <= tokens), "spans-ordered");
-    need(steps(spans).every((n, i) => (i % 2 ? n >= 0 : n > 0)), "spans-ordered");
-    pack.labels = ids.map(() => -100);
-    for (let i = 0; i < spans.length; i += 2)
-      for (let t = spans[i]; t < spans[i + 1]; t++) pack.labels[t] = ids[t];
-    delete pack.label_spans;
-  }
-  const { labels } = pack;
   need(labels.length === tokens && lengths.length === reward.length, "columns-agree");
   for (const n of Object.keys(m.carry))
     need(!(n in pack) || pack[n].length === examples, "columns-agree");

@@ -25,10 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 KINDS = {"preference": 2, "sft": 1, "scored": None}
-COLUMNS = (
-    "input_ids labels label_spans reward lengths seq_boundaries example_ids "
-    "num_responses"
-)
+COLUMNS = "input_ids labels reward lengths seq_boundaries example_ids num_responses"
 SCALARS = {"string": "string", "int64": "int64", "float64": "double", "bool": "bool"}
 SIDE = {**SCALARS, "float32": "float", "list<float32>": "list<element: float not null>"}
 COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
@@ -220,11 +217,7 @@ def check_names(columns: Json) -> None:
 def check_manifest(m: Json) -> None:
     """Checks a manifest by itself; a missing member raises a KeyError."""
     check_type(m, {name: MANIFEST[name] for name in ("format_version", "features")})
-    need(
-        m["format_version"] == 1 and set(m["features"]) <= {"label_spans"},
-        "unsupported",
-    )
-    need(len(set(m["features"])) == len(m["features"]), "manifest")
+    need(m["format_version"] == 1 and not m["features"], "unsupported")
     supported = m["kind"] in KINDS and m["layout"] in ("concat", "shared_prefix")
     need(supported and m["file_format"] in ("parquet", "arrow"), "unsupported")
     k, size, shards, totals = (
@@ -354,13 +347,13 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
     """
     footer = data[-shard["footer_bytes"] :]
     need(hashlib.sha256(footer).hexdigest() == shard["footer_sha256"], "bytes")
-    spans, carry = "label_spans" in m["features"], known(m["carry"], SCALARS)
+    carry = known(m["carry"], SCALARS)
     i32, f32, i64 = (
         f"list<element: {t} not null>" for t in ("int32", "float", "int64")
     )
     types: Json = {
         "input_ids": i32,
-        "label_spans" if spans else "labels": i32,
+        "labels": i32,
         "reward": f32,
     }
     types |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
@@ -370,7 +363,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
             f"list<element: {SCALARS[carry[name]]} not null>" if name in carry else None
         )
     metadata = {"format_version": "1", "kind": m["kind"], "layout": m["layout"]}
-    metadata["features"] = ",".join(m["features"])
+    metadata["features"] = ""
     metadata = {f"packstore.{name}": text for name, text in metadata.items()}
     names, crcs = [n for n, t in types.items() if t], shard["row_groups"]["crc32"]
     arrow, buffer = m["file_format"] == "arrow", pa.py_buffer(data)
@@ -435,17 +428,9 @@ def arrow_crc32(batch: pa.RecordBatch, file: pa.Buffer) -> int:
 
 
 def check_pack(pack: Json, m: Json) -> None:
-    """Every rule; replaces label spans by labels."""
+    """Every rule."""
     ids, b, lengths = pack["input_ids"], pack["seq_boundaries"], pack["lengths"]
     tokens, examples, reward = len(ids), len(pack["example_ids"]), pack["reward"]
-    if "label_spans" in pack:
-        spans = pack.pop("label_spans")
-        inside = len(spans) % 2 == 0 and all(0 <= s <= tokens for s in spans)
-        need(inside and all(a <= z for a, z in pairwise(spans)), "spans-ordered")
-        runs = list(zip(spans[::2], spans[1::2], strict=True))
-        need(all(a < z for a, z in runs), "spans-ordered")
-        on = {t for a, z in runs for t in range(a, z)}
-        pack["labels"] = [i if t in on else -100 for t, i in enumerate(ids)]
     labels = pack["labels"]
     need(len(labels) == tokens and len(lengths) == len(reward), "columns-agree")
     need(

@@ -224,9 +224,6 @@ class WriteConfig(Settings):
     format: Literal["parquet", "arrow"] = setting(
         "parquet", "file format of the shards"
     )
-    labels: Literal["plain", "spans"] = setting(
-        "plain", "a column, or spans of half the size"
-    )
     # Readers refuse row groups of more than 512 MiB; a token takes 32 bytes at worst.
     row_group_tokens: int = setting(
         131_072, "tokens per row group, approximately", low=1, high=1 << 24

@@ -357,7 +357,6 @@ def _recorded_settings(base: Dataset) -> dict[str, Any]:
         "strategy": manifest.strategy,
         "seed": manifest.seed,
         "format": manifest.file_format,
-        "labels": "spans" if "label_spans" in manifest.features else "plain",
         "carry": tuple(f"{name}:{type_}" for name, type_ in manifest.carry.items()),
     }
     return values

@@ -26,7 +26,6 @@ RULES: dict[str, str] = {
         "labels must be as many as input_ids, lengths as reward, carried values as "
         "example_ids"
     ),
-    "spans-ordered": "label_spans must hold ordered start, end pairs inside their pack",
     "boundaries-count": (
         "seq_boundaries must hold one offset more than the pack has sequences"
     ),
@@ -134,7 +133,7 @@ def check_packs(
 
 def check_and_sign(
     ids: Int32,
-    labels: Int32 | None,
+    labels: Int32,
     offsets: Int64,
     out: Int32,
     vocab_size: int | None,
@@ -144,7 +143,7 @@ def check_and_sign(
 
     Args:
         ids: int32 `[N]`.
-        labels: int32 `[N]`; None: all are -100.
+        labels: int32 `[N]`.
         offsets: int64 `[P + 1]`, offsets of the packs in `ids`.
         out: int32 `[N]`.
         vocab_size: upper bound of ids; None: not checked.
@@ -155,10 +154,6 @@ def check_and_sign(
     """
     place = _Place(where)
     _check_ids(ids, offsets, vocab_size, place)
-    if labels is None:
-        np.invert(ids, out=out)
-        return
-
     num_valid = 0
     for start in range(0, len(ids), _LABELS_AT_ONCE):
         part = slice(start, start + _LABELS_AT_ONCE)

@@ -20,14 +20,14 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.format.arrays import Bool, Column, Int32, Int64, Packs, to_offsets
+from packstore.format.arrays import Column, Int32, Int64, Packs
 from packstore.format.rules import check_and_sign
 from packstore.format.typed_json import UPGRADE
 
 FORMAT_VERSION = 1
 """Highest format version that readers accept."""
 
-FEATURES = ("label_spans",)
+FEATURES: tuple[str, ...] = ()
 """Supported required features; a dataset that names another one is refused."""
 
 KINDS: dict[str, int | None] = {"preference": 2, "sft": 1, "scored": None}
@@ -38,7 +38,6 @@ LAYOUTS = ("concat", "shared_prefix")
 COLUMNS = (
     "input_ids",
     "labels",
-    "label_spans",
     "reward",
     "lengths",
     "seq_boundaries",
@@ -80,7 +79,6 @@ def pack_schema(
     kind: str,
     layout: str,
     *,
-    label_spans: bool = False,
     carry: Mapping[str, str] | None = None,
 ) -> pa.Schema:
     """Return the Arrow schema of a shard.
@@ -88,15 +86,13 @@ def pack_schema(
     Args:
         kind: a name in :data:`KINDS`.
         layout: a name in :data:`LAYOUTS`.
-        label_spans: whether labels are stored as spans.
         carry: column -> a name in :data:`CARRY_TYPES`; any other name gives the type
             :data:`ANY_LIST`.
     """
     int32 = list_of(pa.int32())
-    labels_column = "label_spans" if label_spans else "labels"
     columns: dict[str, pa.DataType] = {
         "input_ids": int32,
-        labels_column: int32,
+        "labels": int32,
         "reward": list_of(pa.float32()),
         "lengths": int32,
         "seq_boundaries": int32,
@@ -117,7 +113,7 @@ def pack_schema(
         "packstore.format_version": str(FORMAT_VERSION),
         "packstore.kind": kind,
         "packstore.layout": layout,
-        "packstore.features": "label_spans" if label_spans else "",
+        "packstore.features": "",
     }
     return pa.schema(fields, metadata)
 
@@ -195,7 +191,7 @@ def check_features(version: int, features: list[str], where: str) -> None:
             raise UnsupportedFormatError(
                 sentence(
                     where,
-                    rule=f"required features must be among: {', '.join(FEATURES)}",
+                    rule="required features must be known; this release knows none",
                     found=repr(name),
                     remedy=UPGRADE,
                 )
@@ -210,6 +206,7 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
         )
     columns: dict[str, tuple[Any, Int64]] = {
         "input_ids": (packs.input_ids, packs.token_offsets),
+        "labels": (packs.labels, packs.token_offsets),
         "reward": (packs.reward, packs.sequence_offsets),
         "lengths": (packs.lengths, packs.sequence_offsets),
         "seq_boundaries": (packs.seq_boundaries, packs.boundary_offsets),
@@ -219,10 +216,6 @@ def to_arrow(packs: Packs, schema: pa.Schema) -> pa.RecordBatch:
     }
     for name, column in packs.columns.items():
         columns[name] = (column, packs.example_offsets)
-    if "labels" in schema.names:
-        columns["labels"] = (packs.labels, packs.token_offsets)
-    else:
-        columns["label_spans"] = _spans(packs.supervised, packs.token_offsets)
 
     arrays = []
     for field in schema:
@@ -292,16 +285,9 @@ def from_arrow(
             batch, "num_responses", pa.int32(), example_offsets, rule="responses-count"
         ).copy()
 
+    labels = _column(batch, "labels", pa.int32(), token_offsets, rule="columns-agree")
     signed_ids = allocate(len(ids))
-    if "labels" in batch.schema.names:
-        labels = _column(
-            batch, "labels", pa.int32(), token_offsets, rule="columns-agree"
-        )
-        check_and_sign(ids, labels, token_offsets, signed_ids, vocab_size, where)
-    else:
-        is_supervised = _supervised_in_spans(batch, token_offsets)
-        check_and_sign(ids, None, token_offsets, signed_ids, vocab_size, where)
-        np.copyto(signed_ids, ids, where=is_supervised)
+    check_and_sign(ids, labels, token_offsets, signed_ids, vocab_size, where)
 
     columns = {}
     for name in batch.schema.names:
@@ -347,52 +333,6 @@ def _column(
             found=str(lengths[row]),
         )
     )
-
-
-def _spans(is_supervised: Bool, token_offsets: Int64) -> tuple[Int32, Int64]:
-    """Convert supervision to the column ``label_spans``.
-
-    Returns:
-        int32, start and end of each span in its pack, flat; and int64 `[P + 1]`, the
-        offsets of the packs in these numbers.
-    """
-    previous_is_supervised = np.zeros_like(is_supervised)
-    previous_is_supervised[1:] = is_supervised[:-1]
-    previous_is_supervised[token_offsets[:-1]] = False  # of another pack
-    next_is_supervised = np.zeros_like(is_supervised)
-    next_is_supervised[:-1] = is_supervised[1:]
-    next_is_supervised[token_offsets[1:] - 1] = False  # of another pack
-
-    starts = np.flatnonzero(is_supervised & ~previous_is_supervised)
-    ends = np.flatnonzero(is_supervised & ~next_is_supervised) + 1
-    pack = np.searchsorted(token_offsets, starts, side="right") - 1
-    spans = np.stack([starts, ends], axis=1) - token_offsets[pack][:, None]
-    spans_per_pack = np.bincount(pack, minlength=len(token_offsets) - 1)
-    return spans.astype(np.int32).ravel(), to_offsets(2 * spans_per_pack)
-
-
-def _supervised_in_spans(batch: pa.RecordBatch, token_offsets: Int64) -> Bool:
-    """Return the supervision of each token, bool `[N]`, from column ``label_spans``."""
-    spans, span_offsets = flat_column(batch, "label_spans", pa.int32())
-    edges_per_pack = np.diff(span_offsets)
-    pack_starts = np.repeat(token_offsets[:-1], edges_per_pack)
-    pack_lengths = np.repeat(np.diff(token_offsets), edges_per_pack)
-    edges = spans + pack_starts
-    steps = np.diff(edges)
-
-    are_pairs = not np.any(edges_per_pack % 2)
-    are_inside = bool(np.all((spans >= 0) & (spans <= pack_lengths)))
-    are_ordered = not np.any(steps < 0)
-    are_nonempty = not np.any(steps[::2] == 0)
-    if not (are_pairs and are_inside and are_ordered and are_nonempty):
-        raise FormatError(
-            "label_spans must hold ordered start, end pairs inside their pack "
-            "[spans-ordered]."
-        )
-    # Lengths of the runs of tokens outside and inside of spans, in turn.
-    run_lengths = np.diff(edges, prepend=0, append=token_offsets[-1])
-    is_span = np.arange(len(run_lengths)) % 2 == 1
-    return np.repeat(is_span, run_lengths)
 
 
 def flat_column(

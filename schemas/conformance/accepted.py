@@ -26,7 +26,7 @@ def rows_of(
     """Three packs of some examples, with carried columns if asked for."""
     made = []
     for numbers in ([0, 1], [2], [3, 4, 8]):
-        pack = row(Golden(kind, layout, "plain"), numbers)
+        pack = row(Golden(kind, layout), numbers)
         pack = {name: values for name, values in pack.items() if name not in CARRY}
         made.append(pack | (carried(numbers) if carry else {}))
     return made
@@ -51,9 +51,7 @@ def good(name: str, about: str, rows: list[Row] | None = None, **how: Any) -> Ca
         for n, b in zip(shards, how.get("bases", [0] * len(shards)), strict=True)
         for _ in range(n)
     ]
-    expect = [
-        {n: v for n, v in r.items() if n not in (*skipped, "label_spans")} for r in rows
-    ]
+    expect = [{n: v for n, v in r.items() if n not in skipped} for r in rows]
     for r, base in zip(expect, bases, strict=True):
         r["example_ids"] = [base + i for i in r["example_ids"]]
     refuse = ("unsupported",) if how.get("form") == "arrow" else ()
@@ -73,20 +71,15 @@ def accepted() -> Iterator[Case]:
 
 
 def from_table() -> Iterator[Case]:
-    """The packs of ``cases/valid.json``: edges of layouts, kinds and spans."""
+    """The packs of ``cases/valid.json``: edges of layouts and kinds."""
     for case in json.loads((CASES / "valid.json").read_text(encoding="utf-8"))["cases"]:
         rows = case["rows"]
-        spans = "label_spans" in case.get("features", [])
-        for r, derived in zip(rows, case["derived"], strict=True):
-            r.setdefault("labels", derived.get("labels"))
         how = {
             n: case[n] for n in ("kind", "layout", "carry", "vocab_size") if n in case
         }
         size = case.get("pack_size", 96)
         about = case.get("about", "a pack of cases/valid.json")
-        yield good(
-            f"pack-{case['name']}", about, rows, spans=spans, pack_size=size, **how
-        )
+        yield good(f"pack-{case['name']}", about, rows, pack_size=size, **how)
 
 
 def files() -> Iterator[Case]:
@@ -189,17 +182,12 @@ def columns() -> Iterator[Case]:
     """Kinds, layouts, ids, and carried columns."""
     one = [{**r, "num_responses": [1] * len(r["example_ids"])} for r in rows_of()]
     yield good("scored-one", "kind scored, a single response each", one, kind="scored")
-    how = {"kind": "scored", "layout": "shared_prefix", "spans": True}
+    how = {"kind": "scored", "layout": "shared_prefix"}
     mixed = rows_of("scored", "shared_prefix")
     mixed[1] = {**rows_of()[1], "num_responses": [1]}
     yield good(
         "scored-mixed", "kind scored, 1 to 4 responses", mixed, shards=GROUPS, **how
     )
-    cut = rows_of()
-    for r in cut:  # a span for each token
-        ends = [t for t, i in enumerate(r["labels"]) if i != -100]
-        r["label_spans"] = [x for t in ends for x in (t, t + 1)]
-    yield good("spans-of-one", "spans that begin where others end", cut, spans=True)
     far = [
         {**r, "example_ids": [2**53 + 2 * i + 1 for i in r["example_ids"]]}
         for r in rows_of()

@@ -35,7 +35,7 @@ from packstore.pack.fill import fill
 Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100
 EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
-SIDES = ("preference-concat-plain", "scored-shared_prefix-plain")
+SIDES = ("preference-concat", "scored-shared_prefix")
 CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
 
 
@@ -59,16 +59,13 @@ class Golden:
 
     kind: str
     layout: str
-    labels: str
     file_format: str = "parquet"
 
     @property
     def name(self) -> str:
-        """Kind, layout, how labels are stored, and the file format if it is not
-        Parquet.
-        """
+        """Kind, layout, and the file format if it is not Parquet."""
         suffix = "" if self.file_format == "parquet" else f"-{self.file_format}"
-        return f"{self.kind}-{self.layout}-{self.labels}{suffix}"
+        return f"{self.kind}-{self.layout}{suffix}"
 
     @property
     def carry(self) -> dict[str, str]:
@@ -77,13 +74,11 @@ class Golden:
 
 
 def goldens() -> Iterator[Golden]:
-    """Every kind, layout and storage of labels as Parquet, and two of them as Arrow."""
-    yield from map(
-        Golden,
-        *zip(*itertools.product(KINDS, LAYOUTS, ("plain", "spans")), strict=True),
-    )
-    yield Golden("preference", "concat", "plain", "arrow")
-    yield Golden("scored", "shared_prefix", "spans", "arrow")
+    """Every kind and layout as Parquet, and two of them as Arrow."""
+    for kind, layout in itertools.product(KINDS, LAYOUTS):
+        yield Golden(kind, layout)
+    yield Golden("preference", "concat", "arrow")
+    yield Golden("scored", "shared_prefix", "arrow")
 
 
 def example(kind: str, number: int) -> list[Sequence]:
@@ -115,7 +110,7 @@ def offset(first: Sequence, other: Sequence) -> int:
 
 
 def row(golden: Golden, numbers: list[int]) -> Row:
-    """The pack of these examples, as JSON values, with plain labels."""
+    """The pack of these examples, as JSON values."""
     out: Row = {n: [] for n in ("input_ids", "labels", "reward", "lengths")}
     out |= {"seq_boundaries": [0], "example_ids": [ident(n) for n in numbers]}
     if golden.kind == "scored":
@@ -181,7 +176,6 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
     config = PackConfig.of(
         pack_size=PACK_SIZE,
         layout=golden.layout,
-        labels=golden.labels,
         format=golden.file_format,
         strategy="none",
         row_group_tokens=50,

@@ -68,7 +68,6 @@ def from_table() -> Iterator[Case]:
         k, n = {"preference": 2, "sft": 1, "scored": 1}[case["kind"]], 1
         if not case["rows"][0]["example_ids"]:
             n = 2  # so that there are as many examples as packs
-        spans = "label_spans" in case.get("features", [])
         filler = {
             "input_ids": [1, 2] * k * n,
             "labels": [-100, 2] * k * n,
@@ -86,7 +85,7 @@ def from_table() -> Iterator[Case]:
         names = (case["rule"], *OTHER_NAMES.get(case["name"], ()))
         about = case.get("about", case["name"])
         rows = [*case["rows"], filler]
-        yield bad(f"pack-{case['name']}", about, *names, rows=rows, spans=spans, **how)
+        yield bad(f"pack-{case['name']}", about, *names, rows=rows, **how)
 
 
 def at(path: str, value: Any) -> Change:
@@ -134,7 +133,6 @@ def manifests() -> Iterator[Case]:
             {"reward": "string"},
         ),
         ("path", "a shard outside the dataset", "shards/0/path", "../x.parquet"),
-        ("features", "a feature that is there twice", "features", ["label_spans"] * 2),
         ("pack-size", "a pack size that int32 cannot hold", "pack_size", 2**31),
         ("footer", "a footer larger than its file", "shards/0/footer_bytes", 2**24),
         ("base", "a base that is negative", "shards/0/example_id_base", -1),
@@ -327,7 +325,7 @@ def schemas() -> Iterator[Case]:
         ),
         "nulls": ("an element that is null", nulls("reward")),
         "kind": ("metadata of another kind", renamed(kind="preference")),
-        "features": ("metadata with a feature", renamed(features="label_spans")),
+        "features": ("metadata with a feature", renamed(features="zigzag")),
         "version": ("metadata of another version", renamed(format_version="2")),
         "key": ("metadata with a further key", renamed(later="1")),
         "keys": (
@@ -358,13 +356,6 @@ def schemas() -> Iterator[Case]:
         table=other,
         rows=small,
         carry=CARRY,
-    )
-    spans = at("features", ["label_spans"])
-    yield bad(
-        "schema-spans",
-        "labels, where the manifest tells label_spans",
-        "schema",
-        manifest=spans,
     )
 
 

@@ -37,23 +37,21 @@ def lists(value: pa.DataType, name: str = "element") -> pa.DataType:
 SIDE_TYPES["list<float32>"] = lists(pa.float32())
 
 
-def schema_of(
-    kind: str, layout: str, spans: bool, carry: Mapping[str, Any]
-) -> pa.Schema:
+def schema_of(kind: str, layout: str, carry: Mapping[str, Any]) -> pa.Schema:
     """Returns the schema of a shard; a carried type that is no text is an Arrow
     type.
     """
     i32, i64 = pa.int32(), pa.int64()
     columns = {
         "input_ids": i32,
-        "label_spans" if spans else "labels": i32,
+        "labels": i32,
         "reward": pa.float32(),
     }
     columns |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
     columns |= {"num_responses": i32} if KINDS[kind] is None else {}
     columns |= {n: TYPES[t] if isinstance(t, str) else t for n, t in carry.items()}
     metadata = {"format_version": "1", "kind": kind, "layout": layout}
-    metadata["features"] = "label_spans" if spans else ""
+    metadata["features"] = ""
     fields = [
         pa.field(name, lists(type_), nullable=False) for name, type_ in columns.items()
     ]
@@ -66,9 +64,7 @@ def to_table(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
     """Returns rows as a table; a reward may be too large for float32."""
     columns = []
     for field in schema:
-        values: list[Any] = [
-            row[n] if (n := field.name) in row else spans_of(row) for row in rows
-        ]
+        values: list[Any] = [row[field.name] for row in rows]
         if field.name == "reward":
             with np.errstate(over="ignore"):
                 values = [np.array(v, np.float64).astype(np.float32) for v in values]
@@ -76,30 +72,12 @@ def to_table(rows: Sequence[Row], schema: pa.Schema) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=schema)
 
 
-def labels_of(row: Row) -> list[int]:
-    """Returns the plain labels; of spans that are wrong, anything."""
-    if "labels" in row:
-        return list(row["labels"])
-    on = {
-        t
-        for a, b in zip(row["label_spans"][::2], row["label_spans"][1::2], strict=False)
-        for t in range(a, b)
-    }
-    return [i if t in on else -100 for t, i in enumerate(row["input_ids"])]
-
-
-def spans_of(row: Row) -> list[int]:
-    """Returns the runs of supervised tokens, start and end of each."""
-    on = [False, *(i != -100 for i in row["labels"]), False]
-    return [t for t, (a, b) in enumerate(itertools.pairwise(on)) if a != b]
-
-
 def counts_of(rows: Sequence[Row], kind: str) -> Row:
     """Returns what the manifest counts in packs."""
     b = [row["seq_boundaries"] for row in rows]
     steps = [y - x for bounds in b for x, y in itertools.pairwise(bounds)]
     tokens = [len(row["input_ids"]) for row in rows]
-    labels = [i for row in rows for i in labels_of(row) if i != -100]
+    labels = [i for row in rows for i in row["labels"] if i != -100]
     return {
         "rows": len(rows),
         "examples": sum(len(row["example_ids"]) for row in rows),
@@ -152,7 +130,6 @@ def dataset(
     kind: str = "sft",
     layout: str = "concat",
     *,
-    spans: bool = False,
     carry: Mapping[str, Any] | None = None,
     pack_size: int = 96,
     vocab_size: int | None = None,
@@ -171,10 +148,9 @@ def dataset(
     """Returns the files of a dataset.
 
     Args:
-        rows: packs; the plain labels also with `spans`, which then have
-        ``label_spans``. kind, layout, spans, carry, pack_size, vocab_size: as in the
-        manifest; `carry` may name a
-            type ``later:...`` through a pair of its name and its Arrow type.
+        rows: packs.
+        kind, layout, carry, pack_size, vocab_size: as in the manifest; `carry` may name
+            a type ``later:...`` through a pair of its name and its Arrow type.
         shards: packs of each row group of each shard; by default one row group.
         bases: ``example_id_base`` of each shard.
         form: ``parquet`` or ``arrow``.
@@ -188,7 +164,7 @@ def dataset(
     types = {n: t if isinstance(t, str) else t[0] for n, t in (carry or {}).items()}
     arrow = {n: t if isinstance(t, str) else t[1] for n, t in (carry or {}).items()}
     schema, out, infos, at = (
-        schema_of(kind, layout, spans, arrow),
+        schema_of(kind, layout, arrow),
         dict[str, bytes](),
         [],
         0,
@@ -222,7 +198,7 @@ def dataset(
     totals["bytes"] = sum(info["bytes"] for info in infos)
     document = {
         "format_version": 1,
-        "features": ["label_spans"] if spans else [],
+        "features": [],
         "kind": kind,
         "num_responses": KINDS[kind],
         "layout": layout,

@@ -109,7 +109,6 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
         "pack_size": {"pack_size": 128},
         "layout": {"layout": "shared_prefix"},
         "file_format": {"format": "arrow"},
-        "features": {"labels": "spans"},
     }
     for number, (name, settings) in enumerate(others.items()):
         b = pack(tmp_path / str(number), pairs(30, 30), **settings)

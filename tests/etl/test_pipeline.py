@@ -106,7 +106,7 @@ def test_what_goes_in_comes_out(
     monkeypatch.setattr("packstore.etl.spill.MAX_BUCKETS", 7)
     packed = do_pack(
         files, strategy=strategy, layout=layout, carry=("source", "measure:float64"),
-        labels="spans", seed=3,
+        seed=3,
     )  # fmt: skip
     assert packed.verify().ok
     assert by_id(packed) == plain

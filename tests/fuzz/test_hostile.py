@@ -50,7 +50,7 @@ def golden(
 
 
 def test_compressed_arrow_bodies_are_refused(tmp_path: Path) -> None:
-    data = golden(tmp_path, "preference-concat-plain-arrow", compression="zstd")
+    data = golden(tmp_path, "preference-concat-arrow", compression="zstd")
     with pytest.raises(IntegrityError, match="compress"):
         list(data.iter_packs())
     with pytest.raises(IntegrityError, match="compress"):
@@ -69,7 +69,7 @@ def test_dictionaries_that_grow_are_refused_where_sizes_are_read(
         return pa.ListArray.from_arrays(offsets, nines, type=lists.type)
 
     how = {"use_dictionary": True, "compression": "zstd"}
-    data = golden(tmp_path, "preference-concat-plain", {"lengths": bomb}, **how)
+    data = golden(tmp_path, "preference-concat", {"lengths": bomb}, **how)
     before = pa.total_allocated_bytes()
     with pytest.raises(IntegrityError, match="5000000"):
         data.read_columns(0, ["lengths"])
@@ -86,7 +86,7 @@ def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
         flat[np.flatnonzero(flat >= 0)[-1]] += 1
         return pa.ListArray.from_arrays(lists.offsets, flat, type=lists.type)
 
-    data = golden(tmp_path, "preference-concat-plain-arrow", {"labels": relabel})
+    data = golden(tmp_path, "preference-concat-arrow", {"labels": relabel})
     with pytest.raises(IntegrityError, match="labels-are-ids"):
         list(pt.PackedDataset(data.url))
     assert any("[labels-are-ids]" in problem for problem in data.verify().problems)
@@ -95,7 +95,7 @@ def test_labels_of_other_tokens_are_refused(tmp_path: Path) -> None:
 def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
     """Also after the first look at it, whose error may have been passed over."""
     flat = {"reward": lambda lists: pa.array([1] * len(lists), pa.uint32())}
-    data = golden(tmp_path, "preference-concat-plain-arrow", flat)
+    data = golden(tmp_path, "preference-concat-arrow", flat)
     data.prefetch(0)
     for _ in range(2):
         with pytest.raises(IntegrityError, match="schema"):
@@ -107,7 +107,7 @@ def test_another_schema_is_refused_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize("codec", ["lz4", "none"])
 def test_other_codecs_are_read(tmp_path: Path, codec: str) -> None:
     how = {"compression": codec, "use_dictionary": False, "write_page_checksum": True}
-    data = golden(tmp_path, "preference-concat-plain", **how)
-    expected = open_dataset(str(GOLDEN / "preference-concat-plain"))
+    data = golden(tmp_path, "preference-concat", **how)
+    expected = open_dataset(str(GOLDEN / "preference-concat"))
     for batch, other in zip(data.iter_batches(), expected.iter_batches(), strict=True):
         assert batch.equals(other)

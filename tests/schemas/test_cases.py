@@ -21,7 +21,6 @@ import packstore
 import packstore.errors
 from packstore.errors import FormatError
 from packstore.format import (
-    FEATURES,
     KINDS,
     LAYOUTS,
     RULES,
@@ -38,15 +37,8 @@ Load = Callable[[str], Any]
 Validator = Callable[[str], Any]
 
 
-def arrow_schema(case: Case, *, label_spans: bool | None = None) -> pa.Schema:
-    spans = (
-        "label_spans" in case.get("features", [])
-        if label_spans is None
-        else label_spans
-    )
-    return pack_schema(
-        case["kind"], case["layout"], label_spans=spans, carry=case.get("carry")
-    )
+def arrow_schema(case: Case) -> pa.Schema:
+    return pack_schema(case["kind"], case["layout"], carry=case.get("carry"))
 
 
 def to_batch(case: Case) -> pa.RecordBatch:
@@ -74,16 +66,9 @@ def check(case: Case) -> Packs:
 
 def test_valid_packs(valid: Case, validator: Validator) -> None:
     packs = check(valid)
-    logical = to_arrow(packs, arrow_schema(valid, label_spans=False)).to_pylist()
-    for row, derived, back in zip(
-        valid["rows"], valid["derived"], logical, strict=True
-    ):
+    assert to_arrow(packs, arrow_schema(valid)).to_pylist() == valid["rows"]
+    for row, derived in zip(valid["rows"], valid["derived"], strict=True):
         validator(f"pack#/$defs/{valid['kind']}").validate(row)
-        labels = {"labels": derived.pop("labels")} if "labels" in derived else {}
-        assert back == {
-            **labels,
-            **{n: v for n, v in row.items() if n != "label_spans"},
-        }
         assert READER["derive"](row, KINDS[valid["kind"]]) == derived
 
 
@@ -105,7 +90,6 @@ def test_valid_cases_cover_the_format(load: Load) -> None:
     assert {(c["kind"], c["layout"]) for c in cases} == {
         (k, v) for k in KINDS for v in LAYOUTS
     }
-    assert {name for c in cases for name in c.get("features", [])} == set(FEATURES)
 
 
 def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
@@ -118,7 +102,7 @@ def test_a_column_is_missing_or_holds_nulls_or_has_another_type(
         validator("pack#/$defs/preference"),
     )
     for at, name in enumerate(batch.schema.names):
-        with pytest.raises(FormatError, match=f"label_spans|{name}"):
+        with pytest.raises(FormatError, match=name):
             from_arrow(batch.drop_columns([name]), "preference")
         assert not document.is_valid({k: row[k] for k in row if k != name})
         lists = pa.list_(batch.schema.types[at].value_type)

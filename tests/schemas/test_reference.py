@@ -62,7 +62,7 @@ def damaged(draw: st.DrawFn) -> tuple[Row, str, str]:
 
 def judge(row: Row, kind: str, layout: str) -> str:
     """Returns the message of check_packs for the row; empty if it obeys every rule."""
-    schema = pack_schema(kind, layout, label_spans="label_spans" in row)
+    schema = pack_schema(kind, layout)
     columns = [pa.array([row[f.name]], type=f.type) for f in schema]
     try:
         packs = from_arrow(pa.RecordBatch.from_arrays(columns, schema=schema), kind)

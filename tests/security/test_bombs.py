@@ -167,7 +167,7 @@ def test_input_files(cell: Any, tmp_path: Path) -> None:
 
 
 KIT = Path(__file__).parents[2] / "schemas" / "conformance" / "v1"
-GOLDEN = KIT / "datasets" / "sft-concat-plain"
+GOLDEN = KIT / "datasets" / "sft-concat"
 
 
 @pytest.fixture

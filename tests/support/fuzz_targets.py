@@ -199,14 +199,14 @@ def shard_files(name: str) -> list[bytes]:
     return files(f"datasets/{name}/data/*")[:1]
 
 
-PARQUET, ARROW = "preference-concat-plain", "preference-concat-plain-arrow"
-SPANS = "scored-shared_prefix-spans"
+PARQUET, ARROW = "preference-concat", "preference-concat-arrow"
+GROUPS = "scored-shared_prefix"
 TARGETS: dict[str, Target] = {
     "dishonest_parquet": Target(
         lambda d: read_shard(d, PARQUET), lambda: shard_files(PARQUET)
     ),
-    "dishonest_spans": Target(
-        lambda d: read_shard(d, SPANS), lambda: shard_files(SPANS)
+    "dishonest_groups": Target(
+        lambda d: read_shard(d, GROUPS), lambda: shard_files(GROUPS)
     ),
     "dishonest_arrow": Target(
         lambda d: read_shard(d, ARROW), lambda: shard_files(ARROW)

@@ -39,12 +39,10 @@ SIDE = {
 }
 COMBINATIONS = sorted(
     itertools.product(
-        *(
-            ("preference", "sft", "scored"),
-            ("concat", "shared_prefix"),
-            ("plain", "spans"),
-        ),
-        *(("parquet", "arrow"), (False, True)),
+        ("preference", "sft", "scored"),
+        ("concat", "shared_prefix"),
+        ("parquet", "arrow"),
+        (False, True),
     )
 )
 SIDE_MANIFEST = "side/_packstore/side-000001.json"
@@ -110,10 +108,9 @@ def seed(number: int) -> tuple[str, Files]:
     """The files of an undamaged dataset, and of a side dataset of it below ``side/``;
     its name.
     """
-    kind, layout, labels, form, carried = COMBINATIONS[number]
+    kind, layout, form, carried = COMBINATIONS[number]
     how: dict[str, Any] = {
         "layout": layout,
-        "labels": labels,
         "format": form,
         "num_workers": 0,
     }
@@ -131,9 +128,7 @@ def seed(number: int) -> tuple[str, Files]:
         files = {
             str(path.relative_to(f"{folder}/ds")): path.read_bytes() for path in paths
         }
-    return "-".join(
-        [kind, layout, labels, form, "carry" if carried else "plain"]
-    ), files
+    return "-".join([kind, layout, form, "carry" if carried else "plain"]), files
 
 
 def make(number: int, folder: Path) -> str:

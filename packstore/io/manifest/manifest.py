@@ -217,7 +217,7 @@ class Manifest:
 
     @property
     def schema(self) -> pa.Schema:
-        """The logical Arrow schema, with plain `labels`."""
+        """The Arrow schema of the columns that this release reads."""
         return pack_schema(self.kind, self.layout, carry=self.carried)
 
     @property
@@ -225,8 +225,7 @@ class Manifest:
         """The Arrow schema of the shards; unknown columns have type `ANY_LIST`."""
         known_types = self.carried
         carry = {name: known_types.get(name, "") for name in self.carry}
-        has_spans = "label_spans" in self.features
-        return pack_schema(self.kind, self.layout, label_spans=has_spans, carry=carry)
+        return pack_schema(self.kind, self.layout, carry=carry)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -316,12 +315,6 @@ class Manifest:
         """
         head = decode(data, _Head, where)
         check_features(head.format_version, head.features, where)
-        require_equal(
-            where,
-            "features must not repeat",
-            features=len(head.features),
-            names=len(set(head.features)),
-        )
         check_last(head.sha256, where)
         # The field is left out without an index: `Manifest` alone would accept null.
         pack_index = bytes(head.pack_index).decode()
@@ -386,7 +379,7 @@ def build_manifest(
         seed=config.seed,
         pack_order="shuffled" if config.shuffle else "plain",
         file_format=config.format,
-        features=("label_spans",) if config.labels == "spans" else (),
+        features=(),
         carry=dict(shape.carry),
         totals=counter.totals(num_bytes),
         statistics=counter.statistics(shape.pack_size, planning),

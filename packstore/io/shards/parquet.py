@@ -84,9 +84,9 @@ class ParquetShard:
         metadata = self._metadata.row_group(group)
         rows = int(self._shard.row_groups.rows[group])
         tokens = int(self._shard.row_groups.tokens[group])
-        # The longest columns have two values per token (spans), or one more than tokens
-        # in each pack (boundaries).
-        max_values = rows + 2 * tokens
+        # The longest column, the boundaries, has at most one value more than tokens in
+        # each pack.
+        max_values = rows + tokens
         check_group(metadata, rows, max_values, self.names)
         range_ = byte_range(metadata, self._shard.bytes, columns)
         if columns is None:

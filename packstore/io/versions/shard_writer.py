@@ -79,12 +79,7 @@ class ShardWriter:
         self._shape = shape
         self._config = config
         self._run = run
-        self._schema = pack_schema(
-            shape.kind,
-            shape.layout,
-            label_spans=config.labels == "spans",
-            carry=dict(shape.carry),
-        )
+        self._schema = pack_schema(shape.kind, shape.layout, carry=dict(shape.carry))
         self._staging = Staging(location, (FOLDER, DATA))
 
         self._encoder = ThreadPoolExecutor(1, "packstore-write")

@@ -18,7 +18,7 @@ from packstore.torch import SideWriter
 
 PROFILES: dict[str, dict[str, Any]] = {
     "parquet": {},
-    "spans": {"labels": "spans"},
+    "shared_prefix": {"layout": "shared_prefix"},
     "arrow": {"format": "arrow"},
 }
 FLIPS = 40

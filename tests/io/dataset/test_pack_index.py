@@ -73,9 +73,7 @@ def test_sizes_are_those_of_the_packs(kit, tmp_path, kind, layout, file_format):
         "strategy": "pool",
         "pack_size": 200,
     }
-    ds = kit.made(
-        tmp_path / "ds", 90, kind, labels="spans", row_group_tokens=600, **how
-    )
+    ds = kit.made(tmp_path / "ds", 90, kind, row_group_tokens=600, **how)
     assert ds.group_rows.max() > 1
     assert told(ds.pack_index) == plainly(ds)
     assert list(map(tuple, ds.pack_index.counts.tolist())) == plainly(ds, COUNTS)

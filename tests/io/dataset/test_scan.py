@@ -84,7 +84,7 @@ def test_every_example_is_there_as_it_is_in_the_packs(
     kit: Any, kind: str, form: str, tmp_path: Path
 ) -> None:
     layout = "concat" if kind == "sft" else "shared_prefix"
-    first = packed(tmp_path, kind, format=form, layout=layout, labels="spans")
+    first = packed(tmp_path, kind, format=form, layout=layout)
     more = [{**record, "lang": "it", "x": 0.5} for record in records_of(kind, 9)]
     dataset = packstore.append(first, more)
     rows = expected(kit, dataset, records_of(kind), more)

@@ -18,29 +18,25 @@ from packstore import open as open_dataset
 from packstore.errors import IntegrityError, StorageError
 
 FORMATS = pytest.mark.parametrize("format_", ["parquet", "arrow"])
-LABELS = pytest.mark.parametrize("labels", ["plain", "spans"])
 
 
 @FORMATS
-@LABELS
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
-def test_round_trip(kit, place, format_, labels, kind):
+def test_round_trip(kit, place, format_, kind):
     records = kit.records(40, kind)
-    ds = kit.made(place, records, kind, format=format_, labels=labels, shard_tokens=1)
+    ds = kit.made(place, records, kind, format=format_, shard_tokens=1)
     assert len(ds) == ds.manifest.totals.packs == 40
     assert len(ds.manifest.shards) > 1
     assert kit.rows(ds) == [
         kit.stored_row(record, i) for i, record in enumerate(records)
     ]
     assert all(batch.schema.equals(ds.schema) for batch in ds.iter_batches())
-    assert ("label_spans" in ds.manifest.features) == (labels == "spans")
     assert ds.verify().ok
 
 
 @FORMATS
-@LABELS
-def test_a_shared_prompt_is_stored_once(kit, tmp_path, format_, labels):
-    how = {"format": format_, "labels": labels, "strategy": "pool"}
+def test_a_shared_prompt_is_stored_once(kit, tmp_path, format_):
+    how = {"format": format_, "strategy": "pool"}
     whole = kit.made(tmp_path / "concat", 90, **how)
     shared = kit.made(tmp_path / "shared", 90, layout="shared_prefix", **how)
     assert shared.verify().ok

@@ -316,7 +316,7 @@ def test_lineage(tmp_path) -> None:
         ),
         lineage(str(lines), max_length=12, max_drop_rate=0.9),
         lineage(first.url, pack_size=12, max_drop_rate=0.9),
-        lineage(first, layout="shared_prefix", labels="spans"),
+        lineage(first, layout="shared_prefix"),
     }
     assert len(same) == 1
     others = [
