@@ -2,10 +2,10 @@
 
 A sequence is a prompt and a response; the K sequences of a record are an example. The
 tokens of a sequence that lie in the row are its segment. In layout ``shared_prefix`` a
-segment omits the leading tokens that it shares with the first segment of its example;
-its logical sequence has them.
+segment omits leading tokens that it shares with an earlier segment of its pack, its
+parent, which may omit some itself; its logical sequence has them all.
 
-Letters in shapes: T tokens, S segments, E examples, P packs.
+Letters in shapes: T tokens, S segments, E examples, P packs, L logical tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import (
     IGNORE_INDEX,
     Column,
@@ -30,6 +30,7 @@ from packstore.format.arrays import (
     Int64,
     Packs,
     ids_of,
+    key_runs,
     labels_of,
 )
 from packstore.format.html import card
@@ -39,6 +40,7 @@ from packstore.torch.batch.layout import (
     AttentionLayout,
     Targets,
     cached_outside_inference_mode,
+    range_indices,
     segment_ids,
 )
 
@@ -89,6 +91,7 @@ _DERIVED = (
     "segment_ids",
     "target_index",
     "cu_seqlens_k",
+    "key_runs",
     "kv_index",
     "weights",
     "pack_ids",
@@ -110,6 +113,9 @@ class PackedBatch:
         max_seqlen: longest segment.
         max_seqlen_k: longest logical sequence.
         lengths: int32 `[S]`, logical length of each sequence.
+        parent_distances: int32 `[S]`, how many segments before it each segment's parent
+            stands, whose sequence has the tokens that the segment omits; 0 if the
+            segment omits none.
         rewards: float32 `[S]`, ground-truth reward of each sequence: the column
             ``reward``.
         ref_logps: float32 `[S]`, log-probs of a reference model, or None.
@@ -133,6 +139,7 @@ class PackedBatch:
     max_seqlen: int
     max_seqlen_k: int
     lengths: Tensor
+    parent_distances: Tensor
     rewards: Tensor
     ref_logps: Tensor | None
     example_ids: Tensor
@@ -144,7 +151,7 @@ class PackedBatch:
     cu_seqlens_unpadded: Tensor | None
     # int32 `[T]`: the token id where supervised, its bitwise complement elsewhere.
     _signed_ids: Tensor
-    # Tokens of shared prefixes that segments omit: the first of their example has them.
+    # Tokens that segments omit, L - T in all.
     _shared_tokens: int
     # int64 `[P]`: number of examples of each pack.
     _pack_examples: Int64
@@ -265,30 +272,41 @@ class PackedBatch:
         return pad(key_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
     @cached_outside_inference_mode
+    def key_runs(self) -> Tensor | None:
+        """int32 `[2, R]`, the runs of the row that make up the logical sequences.
+
+        A run begins at the start of a segment, of an ancestor or of the sequence's own.
+        The first row has the segments, the second the tokens of the runs: 0 for an own
+        segment, which is whole, with its padding. None if no segment omits tokens.
+
+        It is computed on the CPU, as the number of runs depends on the parents.
+        """
+        if not self._shared_tokens:
+            return None
+        offsets = self.cu_seqlens
+        if self.cu_seqlens_unpadded is not None:
+            offsets = self.cu_seqlens_unpadded
+        own_lengths = np.diff(offsets.cpu().numpy())
+        omitted = self.lengths.cpu().numpy() - own_lengths
+        parents = np.arange(len(omitted)) - self.parent_distances.cpu().numpy()
+        segments, tokens, _ = key_runs(parents, omitted, np.zeros_like(omitted))
+        runs = np.array([segments, tokens], np.int32)
+        return torch.from_numpy(runs).to(self.cu_seqlens.device)
+
+    @cached_outside_inference_mode
     def kv_index(self) -> Tensor | None:
         """int64 `[last of cu_seqlens_k]`, the token at each place of the logical
         sequences.
 
         None if no segment omits a shared prefix.
         """
-        if not self._shared_tokens:
+        runs = self.key_runs
+        if runs is None:
             return None
+        segments = runs[0].long()
         starts = self.cu_seqlens.long()
-        sequence, place = self.key_places
-        omitted_tokens = self.cu_seqlens_k.diff() - starts.diff()
-        place_in_segment = place - omitted_tokens[sequence]
-
-        # The first segment of an example holds the tokens that the others omit.
-        responses = self.num_responses.long()
-        prefix_starts = starts[responses.cumsum(0) - responses]
-        prefix_start = prefix_starts.repeat_interleave(
-            responses, output_size=self.num_segments
-        )
-        return torch.where(
-            place_in_segment < 0,
-            prefix_start[sequence] + place,
-            starts[sequence] + place_in_segment,
-        )
+        lengths = torch.where(runs[1] == 0, starts.diff()[segments], runs[1])
+        return range_indices(starts[segments], lengths, self.num_keys)
 
     @cached_outside_inference_mode
     def layout(self) -> AttentionLayout:
@@ -324,8 +342,7 @@ class PackedBatch:
         its place in the sequence.
         """
         starts = self.cu_seqlens_k.long()
-        num_keys = self.num_tokens + self._shared_tokens
-        sequence = segment_ids(starts.diff(), num_keys)
+        sequence = segment_ids(starts.diff(), self.num_keys)
         keys = torch.arange(len(sequence), device=starts.device)
         return sequence, keys - starts[sequence]
 
@@ -382,6 +399,11 @@ class PackedBatch:
         return len(self._signed_ids if ids is None else ids)
 
     @property
+    def num_keys(self) -> int:
+        """L, tokens of all logical sequences, and padding at the ends of segments."""
+        return self.num_tokens + self._shared_tokens
+
+    @property
     def num_segments(self) -> int:
         """S."""
         return len(self.lengths)
@@ -397,12 +419,15 @@ class PackedBatch:
         """Return a copy of the batch with other values of some fields.
 
         All other fields are computed before, from the old values. Fields that follow
-        from the offsets of segments are the exception: if `cu_seqlens` changes, they
-        are computed anew when they are needed.
+        from the offsets of segments or from their parents are the exception: if
+        `cu_seqlens` or `parent_distances` change, they are computed anew when they are
+        needed.
         """
         outdated = {"layout"}
         if "cu_seqlens" in changes:
             outdated |= {"position_ids", "segment_ids", "cu_seqlens_k", "kv_index"}
+        if "parent_distances" in changes:
+            outdated |= {"key_runs", "kv_index"}
         if "rewards" in changes or "num_responses" in changes:
             outdated.add("cpu_rewards_and_counts")
 
@@ -439,13 +464,15 @@ class PackedBatch:
             style: ``hf``: for a model that :func:`use_packed_attention` prepared.
                 ``flash``: for an unchanged Hugging Face model with a flash-attention
                 implementation. ``megatron``: under the names that Megatron's
-                packed-sequence code reads. ``padded``: the logical sequences as padded
-                rows `[S, longest]` with a mask, for any model; :meth:`unpad` brings its
-                output back to the flat row.
+                packed-sequence code reads. Both have no way to name shared keys, and
+                take the row of :meth:`to_concat`. ``padded``: the logical sequences as
+                padded rows `[S, longest]` with a mask, for any model; :meth:`unpad`
+                brings its output back to the flat row.
 
         Raises:
             UnknownNameError: `style` is unknown.
-            BackendError: the style cannot express the shared prefixes of this batch.
+            ConfigError: the style needs the row of :meth:`to_concat`, which segments
+                with padding do not have.
         """
         return STYLES.load(style)(self)
 
@@ -453,16 +480,68 @@ class PackedBatch:
         """Map values of padded sequences `[S, longest, ...]` to the row `[T, ...]`."""
         return padded[self.segment_ids, self.position_ids]
 
+    def to_concat(self) -> Self:
+        """Return the batch in layout ``concat``: whole sequences, laid end to end.
+
+        Examples, sequences and targets are the same, in the same order, and so are
+        `step`, weights and all values of examples and sequences. The row has L tokens;
+        those that a segment omitted have label -100. The batch itself is returned if no
+        segment omits any.
+
+        Raises:
+            ConfigError: segments are padded; pad them afterwards.
+        """
+        if self.kv_index is None:
+            return self
+        if self.cu_seqlens_unpadded is not None:
+            raise ConfigError(
+                sentence(
+                    where="batch.to_concat()",
+                    rule="segments that omit tokens must not be padded yet",
+                    found="a batch of pad_segments",
+                    remedy="Pad whole sequences: pad_segments(batch.to_concat(), …)",
+                )
+            )
+        sequence, place = self.key_places
+        omitted = self.cu_seqlens_k.diff() - self.cu_seqlens.diff()
+        is_omitted = place < omitted[sequence]
+        labels = self.labels[self.kv_index].masked_fill(is_omitted, IGNORE_INDEX)
+        return self.replace(
+            input_ids=self.input_ids[self.kv_index],
+            labels=labels,
+            target_index=self.places_in_concat(self.target_index),
+            cu_seqlens=self.cu_seqlens_k,
+            cu_seqlens_k=self.cu_seqlens_k,
+            max_seqlen=self.max_seqlen_k,
+            parent_distances=torch.zeros_like(self.parent_distances),
+            key_runs=None,
+            kv_index=None,
+            _shared_tokens=0,
+        )
+
+    def places_in_concat(self, tokens: Tensor) -> Tensor:
+        """Return where tokens of the row lie in the row of :meth:`to_concat`.
+
+        Args:
+            tokens: int64 `[n]`, indices in the row.
+
+        Returns:
+            int64 `[n]`, in the row of L tokens.
+        """
+        # Both segments end with the same tokens.
+        shifts = self.cu_seqlens_k[1:] - self.cu_seqlens[1:]
+        return tokens + shifts[self.segment_ids[tokens]]
+
     @torch.inference_mode(False)
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with `change` applied to all tensors that exist by now.
 
         Others are computed in the copy when they are needed.
         """
-        # Computed now, while the batch may still be on the CPU: on a GPU the number of
-        # targets would need a synchronisation, and weights and sources come from arrays
-        # on the CPU.
-        _ = self.target_index, self.weights, self.sources
+        # Computed now, while the batch may still be on the CPU: on a GPU the numbers of
+        # targets and of runs would need a synchronisation, and weights and sources come
+        # from arrays on the CPU.
+        _ = self.target_index, self.key_runs, self.weights, self.sources
         if self.kind == "scored":
             _ = self.cpu_rewards_and_counts
 
@@ -556,6 +635,9 @@ def collate(
         max_seqlen=max_seqlen,
         max_seqlen_k=max_seqlen_k,
         lengths=torch.from_numpy(lengths),
+        parent_distances=_concatenate(
+            [part.parent_distances for part in parts], np.int32
+        ),
         rewards=_concatenate([part.reward for part in parts], np.float32),
         ref_logps=ref_logps_tensor,
         example_ids=_concatenate([part.example_ids for part in parts], np.int64),

@@ -2,7 +2,7 @@
 
 A row holds S segments one after another. For attention each of them is a segment of
 queries, and the tokens that these may see are its key run: the segment itself, or in
-layout ``shared_prefix`` the shared tokens and then the segment.
+layout ``shared_prefix`` the tokens that it omits and then the segment.
 """
 
 from __future__ import annotations
@@ -57,14 +57,29 @@ def segment_ids(lengths: Tensor, size: int | None = None) -> Tensor:
     return runs.repeat_interleave(lengths, output_size=size)
 
 
+def range_indices(starts: Tensor, lengths: Tensor, size: int | None = None) -> Tensor:
+    """Concatenate ranges of integers, int64 `[sum of lengths]`.
+
+    Starts ``[10, 5]`` and lengths ``[3, 2]`` give ``[10, 11, 12, 5, 6]``.
+
+    Args:
+        starts: int64 `[n]`.
+        lengths: int `[n]`.
+        size: the sum of the lengths; None: compute it, which waits for the device.
+    """
+    run = segment_ids(lengths, size)
+    places = torch.arange(len(run), device=run.device)
+    return places + (starts - offsets(lengths)[:-1])[run]
+
+
 @dataclass(frozen=True, eq=False)
 class AttentionLayout:
     """The keys that each query may see: query segment `i` attends to key run `i` only.
 
     Causal masks are aligned at the end: with n queries and m >= n keys, query `j` has
     position ``m - n + j``. In layout ``concat`` both runs are the segment; in
-    ``shared_prefix`` the keys are the whole logical sequence: `kv_index` takes its
-    shared tokens from the example's first segment.
+    ``shared_prefix`` the keys are the whole logical sequence: `kv_index` takes the
+    tokens that a segment omits from its parent's sequence.
 
     Attributes:
         cu_seqlens_q: int32 `[S + 1]`, offsets of the query segments.

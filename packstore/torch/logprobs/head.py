@@ -510,7 +510,7 @@ def _last_tokens(batch: PackedBatch, pad_token_id: int | None) -> Tensor:
     """Return the row of each sequence's last token that is not padding, int64 `[S]`.
 
     Padding is `pad_token_id`. If a sequence has nothing else, its first token counts,
-    as in transformers. Tokens of a shared prefix have their row in the example's first
+    as in transformers. Tokens that a segment omits have their row in an earlier
     segment.
     """
     sequence, place = batch.key_places

@@ -45,17 +45,19 @@ from packstore.torch.models.unwrap import (
 
 logger = logging.getLogger("packstore")
 
-LENGTHS = (13, 16, 40, 6, 9)
-"""Tokens of the sequences: a pair, a long sequence, and another pair."""
+LENGTHS = (13, 16, 40, 6, 9, 12)
+"""Tokens of the sequences: a pair, a long sequence, and three that extend each
+other.
+"""
 
 LONG = 2
 """Index of the long sequence, which becomes longer than every window or chunk of the
 model's config (if time and memory allow).
 """
 
-SHARED_TOKENS = (0, 6, 0, 0, 4)
+SHARED_TOKENS = (0, 6, 0, 0, 4, 7)
 """In layout shared_prefix: prompt tokens that a sequence takes from the one before it,
-the first of its pair.
+its parent. The parent of the last one takes some itself.
 """
 
 TOKENS_BEYOND = 16
@@ -199,7 +201,7 @@ def _compare(model: nn.Module, inner: Any, vocab_size: int | None) -> float:
     layouts = {"concat": no_shared_tokens, "shared_prefix": SHARED_TOKENS}
     for layout, shared_tokens in layouts.items():
         where = f"check_isolation({type(model).__name__}), layout {layout}"
-        batch = _batch(sequences, shared_tokens, num_responses=(2, 1, 2)).to(device)
+        batch = _batch(sequences, shared_tokens, num_responses=(2, 1, 3)).to(device)
         segments = _packed_logits(model, batch, where)
         for i, segment in enumerate(segments):
             own_logits = expected.logits[i][shared_tokens[i] :].float()
@@ -464,7 +466,7 @@ def _batch(
     Args:
         sequences: token ids of each logical sequence.
         shared_tokens: of each sequence, leading tokens that are not stored again, as
-            they are stored with the first sequence of its example.
+            they are those of the sequence before it.
         num_responses: sequences of each example.
     """
     segments = [
@@ -473,15 +475,12 @@ def _batch(
     ]
     tokens = np.concatenate(segments)
     boundaries = to_offsets(np.array([len(segment) for segment in segments]))
-    sequence = np.arange(len(sequences))
-    first = np.repeat(to_offsets(np.array(num_responses))[:-1], num_responses)
-    distances_to_first = np.where(np.array(shared_tokens) > 0, sequence - first, 0)
     pack = Packs(
         signed_ids=~tokens.astype(np.int32),  # complements: no token is supervised
         reward=np.zeros(len(sequences), np.float32),
         lengths=np.array([len(ids) for ids in sequences], np.int32),
         seq_boundaries=boundaries.astype(np.int32),
-        parent_distances=distances_to_first.astype(np.int32),
+        parent_distances=(np.array(shared_tokens) > 0).astype(np.int32),
         example_ids=np.arange(len(num_responses)),
         num_responses=np.array(num_responses, np.int32),
         token_offsets=np.array([0, len(tokens)]),

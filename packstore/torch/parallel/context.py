@@ -27,7 +27,12 @@ from packstore.errors import ConfigError, sentence
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
-from packstore.torch.batch.layout import AttentionLayout, Targets, offsets, segment_ids
+from packstore.torch.batch.layout import (
+    AttentionLayout,
+    Targets,
+    offsets,
+    range_indices,
+)
 
 SplitMethod = Literal["zigzag", "contiguous"]
 
@@ -140,7 +145,7 @@ class ContextSplit:
         cls, *, starts: Tensor, lengths: Tensor, segments: Tensor, cuts: int
     ) -> Self:
         """Return a split with the index of its runs, and the inverse."""
-        index = _range_indices(starts.flatten(), lengths.flatten())
+        index = range_indices(starts.flatten(), lengths.flatten())
         places = torch.arange(len(index), device=index.device)
         inverse = torch.empty_like(index).index_copy_(0, index, places)
         return cls(
@@ -282,7 +287,7 @@ def _layout_of_rank(
     num_shared = (key_starts.diff() - starts.diff())[segments]
     keys_up_to_run = num_shared + run_starts - starts[segments]
     num_keys = torch.where(run_lengths > 0, keys_up_to_run + run_lengths, 0)
-    tokens = _range_indices(key_starts[segments], num_keys)
+    tokens = range_indices(key_starts[segments], num_keys)
     if batch.kv_index is not None:
         tokens = batch.kv_index[tokens]
 
@@ -298,16 +303,6 @@ def _layout_of_rank(
         num_rows=len(split.inverse),
         group=group,
     )
-
-
-def _range_indices(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate ranges of integers, int64 `[sum of lengths]`.
-
-    Starts ``[10, 5]`` and lengths ``[3, 2]`` give ``[10, 11, 12, 5, 6]``.
-    """
-    run = segment_ids(lengths)
-    places = torch.arange(len(run), device=run.device)
-    return places + (starts - offsets(lengths)[:-1])[run]
 
 
 def reduce_segment_sums(logps: Tensor, group: Any = None) -> Tensor:

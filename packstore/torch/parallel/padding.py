@@ -65,9 +65,10 @@ def round_up(value: Size, multiple: int) -> Size:
 def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     """Pad every segment of the batch at its end to a multiple of `multiple` tokens.
 
-    Padding tokens have id 0, label -100, and the next positions. `cu_seqlens` (and the
-    keys of shared prefixes) then describe the padded segments, `cu_seqlens_unpadded`
-    the segments before; fields per segment or example do not change.
+    Padding tokens have id 0, label -100, and the next positions; no other segment has
+    them as keys. `cu_seqlens` (and the keys of shared prefixes) then describe the
+    padded segments, `cu_seqlens_unpadded` the segments before; fields per segment or
+    example do not change.
 
     Raises:
         ConfigError: `multiple` is below 1.
@@ -226,6 +227,13 @@ def _append_segments(batch: PackedBatch, lengths: Tensor, tokens: int) -> Packed
     def append_ends(starts: Tensor) -> Tensor:
         return torch.cat([starts, (starts[-1] + lengths.cumsum(0)).int()])
 
+    key_runs = batch.key_runs
+    if key_runs is not None:
+        # Their keys are their own tokens: one run each, from the start of the segment.
+        own_runs = torch.zeros_like(lengths).repeat(2, 1)
+        own_runs[0] = torch.arange(batch.num_segments, S, device=lengths.device)
+        key_runs = torch.cat([key_runs, own_runs], dim=1)
+
     unpadded = batch.cu_seqlens_unpadded
     ref_logps = batch.ref_logps
     columns = {name: _pad_column(x, E) for name, x in batch.columns.items()}
@@ -238,6 +246,8 @@ def _append_segments(batch: PackedBatch, lengths: Tensor, tokens: int) -> Packed
         cu_seqlens=append_ends(batch.cu_seqlens),
         cu_seqlens_unpadded=None if unpadded is None else append_ends(unpadded),
         lengths=torch.cat([batch.lengths, lengths]),
+        parent_distances=_pad_end(batch.parent_distances, S, 0),
+        key_runs=key_runs,
         rewards=_pad_end(batch.rewards, S, 0),
         ref_logps=None if ref_logps is None else _pad_end(ref_logps, S, 0),
         example_ids=_pad_end(batch.example_ids, E, -1),

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forests import forest_packs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -37,16 +38,20 @@ from packstore.torch import (
 from packstore.torch.attention import ATTENTION, Settings
 
 KINDS = st.sampled_from(["preference", "sft", "scored"])
-LAYOUTS = st.sampled_from(["concat", "shared_prefix"])
+LAYOUTS = st.sampled_from(["concat", "shared_prefix", "forest"])
 SEEDS = st.integers(0, 1000)
 
 
 def make(
     kit: SimpleNamespace, seed: int, kind: str = "preference", layout: str = "concat"
 ) -> PackedBatch:
-    batch = collate(
-        kit.packed(random_examples(5, seed=seed, kind=kind), [2, 3], layout), kind
-    )
+    """Two packs of random examples, or, as layout ``forest``, of prefix trees."""
+    if layout == "forest":
+        _, packs = forest_packs(seed, kind, size=8)
+    else:
+        examples = random_examples(5, seed=seed, kind=kind)
+        packs = kit.packed(examples, [2, 3], layout)
+    batch = collate(packs, kind)
     reference = torch.linspace(-20, -10, batch.num_segments)
     strings = batch.example_ids.numpy().astype("U5")
     columns = {"w": batch.weights.clone(), "s": strings}
@@ -246,7 +251,7 @@ def test_fixed_shapes(kit: SimpleNamespace) -> None:
 SIZES = {"num_tokens": 500, "num_segments": 40, "max_seqlen": 60, "num_targets": 200}
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix", "forest"])
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_losses_do_not_see_what_fills_up(
     kit: SimpleNamespace, kind: str, layout: str
