@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from packstore.errors import BackendError
 from packstore.torch.batch.batch import PackedBatch
 
 
@@ -22,9 +21,9 @@ def hf(batch: Any) -> dict[str, Any]:
 
 def flash(batch: PackedBatch) -> dict[str, Any]:
     """Inputs for an unchanged Hugging Face model with a flash-attention
-    implementation.
+    implementation: whole sequences, laid end to end.
     """
-    _refuse_shared(batch, "model_inputs(style='flash')")
+    batch = batch.to_concat()
     return {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
@@ -38,7 +37,7 @@ def flash(batch: PackedBatch) -> dict[str, Any]:
 
 def megatron(batch: PackedBatch) -> dict[str, Any]:
     """Inputs with the names that NeMo's and Megatron-Bridge's packed-sequence code
-    reads.
+    reads: whole sequences, laid end to end.
 
     ``cu_seqlens`` are offsets in the row; ``cu_seqlens_unpadded``, only with padded
     segments, exclude the padding. Both end with -1, where that code cuts them:
@@ -46,7 +45,7 @@ def megatron(batch: PackedBatch) -> dict[str, Any]:
     These and ``max_seqlen`` stay on the CPU, as that code calls ``item()`` on them,
     which would synchronise a GPU.
     """
-    _refuse_shared(batch, "model_inputs(style='megatron')")
+    batch = batch.to_concat()
     inputs = {
         "tokens": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
@@ -69,13 +68,13 @@ def packed_seq_params(batch: PackedBatch) -> dict[str, Any]:
     As in Transformer Engine, ``cu_seqlens_q`` and ``cu_seqlens_kv`` exclude padding and
     ``…_padded`` include it; the latter are None without padded segments, as the kernels
     for them are slower. All offsets refer to the full row, also under context
-    parallelism. Several packs in a batch are one row.
+    parallelism. Several packs in a batch are one row, which holds whole sequences: that
+    of ``batch.to_concat()`` if segments omit shared prefixes.
 
     Raises:
-        BackendError: the batch has shared prefixes, which self-attention offsets cannot
-            express.
+        ConfigError: segments that omit shared prefixes are padded.
     """
-    _refuse_shared(batch, "packed_seq_params")
+    batch = batch.to_concat()
     cu_seqlens = batch.cu_seqlens
     cu_seqlens_padded = None
     if batch.cu_seqlens_unpadded is not None:
@@ -108,12 +107,3 @@ def padded(batch: PackedBatch) -> dict[str, Any]:
     input_ids[has_id] = ids
     mask = positions < batch.lengths[:, None]
     return {"input_ids": input_ids, "attention_mask": mask.long(), "use_cache": False}
-
-
-def _refuse_shared(batch: PackedBatch, where: str) -> None:
-    if batch.kv_index is not None:
-        raise BackendError(
-            f"{where}: every segment must be whole, as it has no way to name shared "
-            "keys; found a shared prefix. Use style='hf' or 'padded', or a dataset of "
-            "layout concat."
-        )

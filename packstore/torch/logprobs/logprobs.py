@@ -1,8 +1,8 @@
 """Log-probs of segments or tokens, from logits, or from hidden states without making
 the logits.
 
-Letters: T tokens of a batch, S segments, n supervised tokens (targets), H hidden size,
-V vocabulary.
+Letters: T tokens of a batch, S segments, L tokens of its logical sequences, n
+supervised tokens (targets), H hidden size, V vocabulary.
 
 The logits of 8192 tokens over a vocabulary of 128k are 4 GiB in float32, and autograd
 keeps about three times that. ``HeadLogProbs`` computes a tile of them at a time: some
@@ -66,8 +66,11 @@ def segment_logps(
         batch: the batch, or a rank's share of one; token t predicts token t + 1 of its
             segment.
         logits: `[T, V]` or `[1, T, V]`; or only of the rows ``batch.targets.rows``,
-            `[n, V]` or `[1, n, V]`.
-        hidden: `[T, H]` or `[1, T, H]`, the last hidden states.
+            `[n, V]` or `[1, n, V]`; or of the row of ``batch.to_concat()``, which
+            styles `flash` and `megatron` of ``batch.model_inputs`` take, `[L, V]` or
+            `[1, L, V]`.
+        hidden: `[T, H]` or `[1, T, H]`, the last hidden states; or `[L, H]` or
+            `[1, L, H]`.
         weight: `[V, H]`, the output head.
         bias: `[V]`, the bias of the head, if it has one.
         logit_scale: factor on the head's output (Cohere; one over Granite's
@@ -147,11 +150,11 @@ def _logps_of_logits(batch: PackedBatch | ContextShard, logits: Tensor) -> Tenso
     """
     targets = batch.targets
     n = len(targets.ids)
-    has_target_rows_only = logits.shape[:-1] in ((n,), (1, n)) and n != batch.num_tokens
-    if has_target_rows_only:
+    is_row = logits.shape[:-1] in _shapes_of_rows(batch)
+    if logits.shape[:-1] in ((n,), (1, n)) and not is_row:
         rows = logits.reshape(n, -1)
     else:
-        rows = _flatten(batch, logits, "logits")[targets.rows]
+        rows = _select_rows(batch, targets.rows, logits, "logits")
     exact = rows.to(exact_dtype(rows))
     return exact.log_softmax(-1).gather(-1, targets.ids[:, None]).squeeze(-1)
 
@@ -167,7 +170,7 @@ def _logps_of_hidden(
     and the output head.
     """
     targets = batch.targets
-    rows = _flatten(batch, hidden, "hidden")[targets.rows]
+    rows = _select_rows(batch, targets.rows, hidden, "hidden")
     width = rows.shape[1]
     weight_fits = weight.ndim == 2 and weight.shape[1] == width
     bias_fits = bias is None or bias.shape == weight.shape[:1]
@@ -181,23 +184,43 @@ def _logps_of_hidden(
     return logps
 
 
-def _flatten(batch: PackedBatch | ContextShard, values: Tensor, name: str) -> Tensor:
-    """Return values `[T, width]` or `[1, T, width]` as `[T, width]`.
+def _select_rows(
+    batch: PackedBatch | ContextShard, tokens: Tensor, values: Tensor, name: str
+) -> Tensor:
+    """Return the values of these tokens, `[n, width]`.
+
+    Args:
+        batch: the batch, or a rank's share of one.
+        tokens: int64 `[n]`, indices in its row.
+        values: `[T, width]` or `[1, T, width]`; or for the row of
+            :meth:`PackedBatch.to_concat`, `[L, width]` or `[1, L, width]`.
+        name: the argument of :func:`segment_logps`, for errors.
 
     Raises:
-        ConfigError: the argument `name` has another shape.
+        ConfigError: `values` have another shape.
     """
-    tokens = batch.num_tokens
-    if values.shape[:-1] not in ((tokens,), (1, tokens)):
+    if values.shape[:-1] not in _shapes_of_rows(batch):
         raise ConfigError(
             sentence(
                 where=f"segment_logps({name}=…)",
-                rule=f"its shape must be [T, …] or [1, T, …] with T = {tokens}",
+                rule="its shape must be [T, …] or [1, T, …] with T = "
+                f"{batch.num_tokens}",
                 found=str(tuple(values.shape)),
                 remedy="Padded outputs become flat with batch.unpad(…)",
             )
         )
-    return values.reshape(tokens, values.shape[-1])
+    rows = values.reshape(-1, values.shape[-1])
+    if isinstance(batch, PackedBatch) and len(rows) != batch.num_tokens:
+        tokens = batch.places_in_concat(tokens)
+    return rows[tokens]
+
+
+def _shapes_of_rows(batch: PackedBatch | ContextShard) -> list[tuple[int, ...]]:
+    """Return the leading shapes of values with one for each token of a row."""
+    lengths = [batch.num_tokens]
+    if isinstance(batch, PackedBatch):
+        lengths.append(batch.num_keys)
+    return [shape for length in lengths for shape in ((length,), (1, length))]
 
 
 class HeadLogProbs(torch.autograd.Function):
