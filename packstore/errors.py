@@ -345,7 +345,7 @@ class IntegrityError(FormatError):
 
 
 class UnsupportedFormatError(FormatError):
-    """The dataset needs a newer reader."""
+    """The dataset needs a newer reader, or one with a higher limit."""
 
 
 class CompatibilityError(PackstoreError, ValueError):

@@ -24,7 +24,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, ReadConfig
 from packstore.config.settings import check_class
-from packstore.errors import ConfigError, quote, sentence
+from packstore.errors import ConfigError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
@@ -52,6 +52,9 @@ logger = logging.getLogger("packstore")
 
 _CHUNK = 8
 """Packs looked up at once."""
+
+MAX_KEYS_PER_TOKEN = 16
+"""Default limit of the keys of a pack, for each token of its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,11 +104,14 @@ class PackedDataset(IterableDataset[Packs]):
         reading: how row groups are fetched, and whether unreadable ones are skipped.
         side: a side dataset, its URL, or several: their columns are joined to the packs
             by example id.
+        max_keys: maximum keys of a pack's attention, the tokens of its logical
+            sequences, which take memory; default: 16 x the pack size.
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
         ConfigError: `rank` is not below `world_size`, or only one of them is given.
         CompatibilityError: a side dataset does not belong to the dataset.
+        UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
 
     def __init__(
@@ -120,16 +126,22 @@ class PackedDataset(IterableDataset[Packs]):
         storage_options: Mapping[str, Any] | None = None,
         reading: ReadConfig | None = None,
         side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]] = (),
+        max_keys: int | None = None,
     ) -> None:
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if isinstance(source, Dataset):
+            _check_keys(source, max_keys)
             sides = [side] if isinstance(side, Side | str | os.PathLike) else side
             columns = SideColumns(source, sides) if sides else None
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
         elif side:
             raise ConfigError(
                 "side data joins a dataset; give it to the datasets of the stream."
+            )
+        elif max_keys is not None:
+            raise ConfigError(
+                "max_keys limits a dataset; give it to the datasets of the stream."
             )
         check_class(
             "PackedDataset", source, PackStream, "Give a dataset's folder or URL"
@@ -506,6 +518,25 @@ class PackedDataset(IterableDataset[Packs]):
         """Return the datasets of the loaders over this one that are still in use."""
         followers = [ref() for ref in self._followers]
         return [follower for follower in followers if follower is not None]
+
+
+def _check_keys(dataset: Dataset, max_keys: int | None) -> None:
+    """Raise UnsupportedFormatError if a pack has more keys than `max_keys`."""
+    manifest = dataset.manifest
+    limit = max_keys
+    if limit is None:
+        limit = MAX_KEYS_PER_TOKEN * manifest.pack_size
+    most_keys = manifest.statistics.most_keys
+    if most_keys > limit:
+        raise UnsupportedFormatError(
+            sentence(
+                where=f"{dataset.url}, statistics.most_keys",
+                rule=f"a pack may have at most {limit} keys",
+                found=str(most_keys),
+                remedy=f"Pass max_keys={most_keys} to PackedDataset if memory "
+                "allows, or pack the dataset again with a lower max_keys",
+            )
+        )
 
 
 def _to_chunks(places: range) -> Iterator[range]:

@@ -16,7 +16,14 @@ from torch.utils.data import DataLoader
 
 import packstore
 from packstore import Dataset
-from packstore.errors import CompatibilityError, ConfigError, DatasetNotFoundError
+from packstore.errors import (
+    CompatibilityError,
+    ConfigError,
+    DatasetNotFoundError,
+    UnsupportedFormatError,
+)
+from packstore.format import Examples
+from packstore.pack.fill import fill
 from packstore.testing import random_examples
 from packstore.torch import PackedDataLoader, PackedDataset
 
@@ -428,6 +435,37 @@ def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     ):
         with pytest.raises(ConfigError, match=mentioned):
             PackedDataLoader(make(stored), **settings)  # type: ignore[arg-type]
+
+
+def test_packs_of_too_many_keys_are_refused(
+    kit: SimpleNamespace, stored: Dataset, tmp_path: Path
+) -> None:
+    """Before anything is read: keys take memory."""
+    most_keys = stored.manifest.statistics.most_keys
+    assert len(make(stored, max_keys=most_keys)) == N
+    with pytest.raises(UnsupportedFormatError, match=f"max_keys={most_keys}"):
+        make(stored, max_keys=most_keys - 1)
+    with pytest.raises(ConfigError, match="max_keys"):
+        PackedDataset(make(stored).stream, max_keys=most_keys)
+
+    # One prompt of 300 tokens, and 40 answers of one.
+    prompt = np.arange(300) % kit.VOCAB
+    ids = np.concatenate([[*prompt, i] for i in range(40)]).astype(np.int32)
+    rows = Examples(
+        input_ids=ids,
+        supervised=np.arange(len(ids)) % 301 == 300,
+        sequence_offsets=np.arange(0, len(ids) + 1, 301),
+        example_offsets=np.arange(41),
+        reward=np.zeros(40, np.float32),
+        example_ids=np.arange(40),
+    )
+    packs = fill(rows, np.array([0, 40]), "shared_prefix", share="pack")
+    shared = kit.write(str(tmp_path / "shared"), packs, "sft", "shared_prefix")
+    assert shared.manifest.statistics.most_keys == 40 * 301
+    with pytest.raises(UnsupportedFormatError, match="max_keys"):
+        PackedDataset(shared)
+    (batch,) = PackedDataLoader(PackedDataset(shared, max_keys=40 * 301))
+    assert len(batch.kv_index) == 40 * 301
 
 
 @pytest.fixture(scope="module")
