@@ -110,8 +110,8 @@ def static_sizes(
 ) -> dict[str, int]:
     """Return sizes for :func:`pad_batch` that every batch of a dataset fits.
 
-    They are `num_tokens`, `num_segments` and `max_seqlen`, from the manifest's
-    statistics.
+    They are `num_tokens`, `num_segments`, `max_seqlen` and `num_targets`, from the
+    manifest's statistics.
 
     Args:
         manifest: manifest of the dataset.
@@ -145,6 +145,7 @@ def static_sizes(
         "num_tokens": num_tokens,
         "num_segments": num_segments,
         "max_seqlen": max_seqlen,
+        "num_targets": packs_per_batch * statistics.most_targets,
     }
 
 

@@ -301,14 +301,23 @@ def test_losses_do_not_see_what_fills_up(
 
 @pytest.mark.parametrize(
     ("kind", "multiple", "layout"),
-    [("preference", 1, "concat"), ("sft", 8, "concat"), ("scored", 8, "shared_prefix")],
+    [
+        ("preference", 1, "concat"),
+        ("sft", 8, "concat"),
+        ("scored", 8, "shared_prefix"),
+        ("sft", 8, "forest"),
+        ("scored", 1, "forest"),
+    ],
 )
 def test_sizes_from_the_manifest(
     kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
 ) -> None:
-    packs = kit.packed(
-        random_examples(24, seed=3, kind=kind), [1, 3, 5, 2, 4, 3, 2, 4], layout
-    )
+    if layout == "forest":
+        layout = "shared_prefix"
+        _, packs = forest_packs(3, kind, num_packs=8)
+    else:
+        examples = random_examples(24, seed=3, kind=kind)
+        packs = kit.packed(examples, [1, 3, 5, 2, 4, 3, 2, 4], layout)
     manifest = kit.write(str(tmp_path / "data"), packs, kind, layout).manifest
     shapes = set()
     sizes = static_sizes(manifest, 2, multiple=multiple)
@@ -323,6 +332,7 @@ def test_sizes_from_the_manifest(
                     batch.num_tokens,
                     batch.num_segments,
                     batch.max_seqlen,
+                    len(batch.target_index),
                     batch.max_seqlen_k,
                 )
             )
