@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 from torch import Tensor
+
+from packstore.torch.attention import flash
 
 
 def scores_of(q: Tensor, k: Tensor, scale: float, left: int, right: int) -> Tensor:
@@ -104,4 +107,14 @@ def on_cpu() -> Iterator[None]:
     with torch.library._scoped_library("aten", "IMPL") as library:
         library.impl("_flash_attention_forward", forward, "CPU")
         library.impl("_flash_attention_backward", backward, "CPU")
+        yield
+
+
+@contextmanager
+def backend_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backend `torch_varlen` takes float64 on a CPU, and finds both operators there."""
+    monkeypatch.setattr(flash, "DEVICES", ("cpu",))
+    monkeypatch.setattr(flash, "DTYPES", (torch.float64, torch.bfloat16))
+    monkeypatch.setattr(flash, "capability", lambda _: (9, 0))
+    with on_cpu():
         yield

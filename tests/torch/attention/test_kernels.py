@@ -110,14 +110,6 @@ STAND_INS = {
 }
 
 
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backends take the stand-ins' device and precision."""
-    monkeypatch.setattr(flash, "DEVICES", ("cpu",))
-    monkeypatch.setattr(flash, "DTYPES", (torch.float64, torch.bfloat16))
-    monkeypatch.setattr(flash, "capability", lambda _: (9, 0))
-
-
 @pytest.mark.parametrize("backend", KERNELS)
 def test_recorded_signatures_are_those_of_the_installed_package(backend: str) -> None:
     """Same names, order, kinds and defaults; the installed one may end with more that
@@ -139,11 +131,9 @@ def test_recorded_signatures_are_those_of_the_installed_package(backend: str) ->
 
 
 @pytest.fixture
-def stand_in(
-    on_cpu: None, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[str], Any]]:
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Any]]:
     """Loads a backend with a stand-in for its kernel."""
-    with varlen_kernels.on_cpu():
+    with varlen_kernels.backend_on_cpu(monkeypatch):
 
         def load(backend: str) -> Any:
             if backend in MODULES:
