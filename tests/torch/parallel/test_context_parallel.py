@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch.distributed as dist
+from forests import forest_packs
 from gradients import recompute_layers
 from ranks import launch
 from torch import Tensor
@@ -53,6 +54,8 @@ CASES = (
     Case(layout="shared_prefix", loss="simpo", fused=True),
     Case(layout="shared_prefix", backend="sdpa", how="contiguous"),
     Case(model="mistral", layout="shared_prefix", checkpointing=True),
+    Case(layout="forest", backend="sdpa", static=True),
+    Case(layout="forest", how="contiguous", loss="simpo", fused=True),
     Case(
         model="mistral", backend="sdpa", how="contiguous", loss="dpo_norm", static=True
     ),
@@ -151,8 +154,15 @@ def one_group_task(kit: SimpleNamespace, ranks: int) -> dict[str, Any]:
 
 
 def plain(kit: SimpleNamespace) -> list[PackedBatch]:
-    packs = [kit.packed(EXAMPLES, [2, 3], case.layout) for case in CASES]
-    return [collate(p, "preference", ref_logps=REFERENCE) for p in packs]
+    batches = []
+    for case in CASES:
+        if case.layout == "forest":
+            _, packs = forest_packs(4, "preference", size=6)
+        else:
+            packs = kit.packed(EXAMPLES, [2, 3], case.layout)
+        reference = np.linspace(-25, -15, len(packs.lengths)).astype(np.float32)
+        batches.append(collate(packs, "preference", ref_logps=reference))
+    return batches
 
 
 def compare(kit: SimpleNamespace, results: list[dict[str, Any]]) -> None:
