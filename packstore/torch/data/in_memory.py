@@ -107,9 +107,7 @@ def pack_in_memory(
     _check_longest(tokens, pack_size)
     packing = plan(tokens, pack_size=pack_size, shuffle=False)
     packs = fill(examples, packing.offsets, layout, packing.order)
-    if ref_logps is not None:
-        ref_logps_of_pairs = ref_logps.reshape(-1, 2)[packing.order]
-        packs = replace(packs, ref_logps=ref_logps_of_pairs.reshape(-1))
+    packs = replace(packs, ref_logps=_reorder_ref_logps(ref_logps, packing.order))
     return _batches_of_rank(packs, kind, examples.num_examples, rank, world_size)
 
 
@@ -153,6 +151,10 @@ def _batches_of_rank(
 class PackCollator:
     """Lays packs, or records of token ids, end to end as one batch.
 
+    In layout ``shared_prefix`` a record may leave out what any earlier one begins with.
+    So a record stands before those that extend it; otherwise the order stays. Example
+    ids are the indices of the records.
+
     Args:
         kind: ``preference``, ``sft`` or ``scored``.
         config: for records, `layout`, `fields` and `carry`; records have the shapes of
@@ -192,8 +194,12 @@ class PackCollator:
         config = PackConfig.of(self.config, kind=self.kind)
         records = [self._prepare(record) for record in records]
         examples, ref_logps, _ = _parse_records(records, config)
-        pack = fill(examples, np.array([0, len(records)]), config.layout)
-        return replace(pack, ref_logps=ref_logps)
+        offsets = np.array([0, len(records)])
+        if config.layout == "concat":
+            return replace(fill(examples, offsets, "concat"), ref_logps=ref_logps)
+        order = _order_beginnings_first(examples)
+        pack = fill(examples, offsets, config.layout, order, share="pack")
+        return replace(pack, ref_logps=_reorder_ref_logps(ref_logps, order))
 
     def _prepare(self, record: Any) -> Any:
         """Return a record; drop the texts of TRL's tokenized pairs, and cut their ids.
@@ -210,6 +216,54 @@ class PackCollator:
             for name in ("chosen_ids", "rejected_ids"):
                 record[name] = record[name][:max_response]
         return record
+
+
+def _order_beginnings_first(examples: Examples) -> Int64:
+    """Return an order in which an example stands before those that extend it.
+
+    A turn that one row learns is context in the row that extends it, which can leave it
+    out; the other way round it would be stored twice. Examples keep their order as far
+    as possible. Their first sequences are compared.
+
+    Returns:
+        int64 `[E]`.
+    """
+    starts = examples.sequence_offsets[examples.example_offsets[:-1]].tolist()
+    lengths = examples.lengths[examples.example_offsets[:-1]].tolist()
+    # Bytes are sorted as numbers are if the highest comes first.
+    ids = examples.input_ids.astype(">i4")
+    sequences = [
+        ids[start : start + length].tobytes()
+        for start, length in zip(starts, lengths, strict=True)
+    ]
+
+    # Sorted, an example stands behind those that it extends, the longest one last.
+    extended: dict[int, int] = {}
+    beginnings: list[int] = []
+    for example in sorted(range(len(sequences)), key=sequences.__getitem__):
+        sequence = sequences[example]
+        while beginnings and not sequence.startswith(sequences[beginnings[-1]]):
+            beginnings.pop()
+        if beginnings:
+            extended[example] = beginnings[-1]
+        beginnings.append(example)
+
+    order: dict[int, None] = {}  # a set that keeps its order
+    for example in range(len(sequences)):
+        chain = [example]
+        while chain[-1] in extended:
+            chain.append(extended[chain[-1]])
+        order.update(dict.fromkeys(reversed(chain)))
+    return np.array(list(order), np.int64)
+
+
+def _reorder_ref_logps(
+    ref_logps: Float32 | None, order: Int32 | Int64
+) -> Float32 | None:
+    """Return the log-probs of pairs, `[S]`, in the order of their examples."""
+    if ref_logps is None:
+        return None
+    return ref_logps.reshape(-1, 2)[order].reshape(-1)
 
 
 def _parse_records(

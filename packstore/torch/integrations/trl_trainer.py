@@ -223,7 +223,11 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         return super()._prepare_dataset(dataset, processing_class, args, dataset_name)
 
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
-        """Return the reference's log-probs of chosen and rejected, `[n]` in nats."""
+        """Return the reference's log-probs of chosen and rejected, `[n]` in nats.
+
+        In the order of the records, to which TRL adds them: the collator may have
+        changed it.
+        """
         self._use_packed_attention(model)
         peft_model = peft_model_of(self.model) if self.ref_model is None else None
         if peft_model is None:
@@ -232,7 +236,8 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
             context = as_reference(model, peft_model)
         with torch.no_grad(), context:
             logps = self._logps_from_logits(model, inputs)
-        chosen, rejected = logps.view(-1, 2).unbind(dim=1)
+        records = inputs.example_ids.argsort()
+        chosen, rejected = logps.view(-1, 2)[records].unbind(dim=1)
         return chosen, rejected
 
     def _run_reference(self, model: Any, batch: PackedBatch) -> Tensor | None:

@@ -216,3 +216,69 @@ def test_the_collator_lays_records_end_to_end() -> None:
         [-0.1 * s * s for s in range(2 * N)]
     )
     assert batch.kv_index is not None
+
+
+def turns(longest_first: bool = True) -> list[dict[str, Any]]:
+    """A row for each turn of forked dialogues, each of which extends the turn before."""
+    rng = np.random.default_rng(1)
+    rows: list[dict[str, Any]] = []
+    for _ in range(3):
+        context = rng.integers(0, 50, 30).tolist()
+        for fork in range(3):
+            prompt = [*context, fork]
+            for turn in range(4):
+                answer = rng.integers(0, 50, 4).tolist()
+                row = {"prompt_ids": prompt, "response_ids": answer}
+                rows.append({**row, "turn": turn, "number": float(len(rows))})
+                prompt = [*prompt, *answer, *rng.integers(0, 50, 3).tolist()]
+    if longest_first:
+        rows.sort(key=lambda row: -row["turn"])
+    return rows
+
+
+def assert_holds(batch: pt.PackedBatch, rows: list[dict[str, Any]]) -> None:
+    """Every sequence of the batch is that of its row, and so are its columns."""
+    starts = batch.cu_seqlens_k.tolist()
+    keys = torch.arange(batch.num_tokens) if batch.kv_index is None else batch.kv_index
+    targets = batch.target_index.tolist()
+    for i, record in enumerate(batch.example_ids.tolist()):
+        row = rows[record]
+        places = keys[starts[i] : starts[i + 1]].tolist()
+        ids = batch.input_ids[places].tolist()
+        assert ids == row["prompt_ids"] + row["response_ids"]
+        own = range(*batch.cu_seqlens[i : i + 2].tolist())
+        learned = [place for place in targets if place in own]
+        assert learned == places[len(row["prompt_ids"]) :]
+        assert batch.columns["number"][i] == row["number"]
+
+
+def test_the_collator_lays_rows_before_those_that_extend_them() -> None:
+    config = PackConfig(layout="shared_prefix", carry=("number",))
+    in_order, shuffled = turns(longest_first=False), turns()
+    sizes = []
+    for rows in (in_order, shuffled):
+        batch = pt.PackCollator("sft", config)(rows)
+        assert sorted(batch.example_ids.tolist()) == list(range(36))
+        assert_holds(batch, rows)
+        sizes.append(batch.num_tokens)
+        if rows is in_order:
+            assert batch.example_ids.tolist() == list(range(36))
+    concat = pt.PackCollator("sft", PackConfig(layout="concat"))(shuffled)
+    assert concat.example_ids.tolist() == list(range(36))
+    assert sizes[0] == sizes[1] < concat.num_tokens / 3
+
+
+def test_reference_log_probs_follow_their_pairs() -> None:
+    pairs = [
+        {"prompt_ids": row["prompt_ids"], "chosen_ids": row["response_ids"],
+         "rejected_ids": [7], "ref_chosen_logps": -i, "ref_rejected_logps": -i - 0.5}
+        for i, row in enumerate(turns())
+    ]  # fmt: skip
+    collator = pt.PackCollator("preference", PackConfig(layout="shared_prefix"))
+    packed = pt.pack_in_memory(pairs, 200, "shared_prefix", rank=0, world_size=1)
+    for batches in ([collator(pairs)], packed):
+        records = torch.cat([batch.example_ids for batch in batches])
+        assert records.tolist() != sorted(records.tolist())
+        expected = torch.stack([-records, -records - 0.5], dim=1).flatten()
+        found = torch.cat([batch.ref_logps for batch in batches])
+        assert found.tolist() == expected.tolist()

@@ -241,6 +241,30 @@ def test_a_reference_pass_leaves_the_policy_as_it_was(
     assert model.active_adapters == ["default"]
 
 
+def test_reference_log_probs_are_those_of_the_records(
+    trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """In their order: the collator puts a record before those that extend it."""
+    ids = [i % 40 for i in range(60)]
+    records = [
+        {"prompt_ids": ids[:n], "chosen_ids": ids[n : n + 6], "rejected_ids": [n % 40]}
+        for n in (50, 20, 35, 5)
+    ]
+    config = PackConfig(layout="shared_prefix")
+    batch = PackCollator("preference", config)(records)
+    assert batch.example_ids.tolist() == [3, 1, 2, 0]
+    args = config_of(trl, tmp_path / "run")
+    trainer = packed_trainer(
+        folder, args=args, train_dataset=rows, processing_class=tokenizer
+    )
+    found = trainer.compute_ref_log_probs(trainer.ref_model, batch)
+    for i, record in enumerate(records):
+        alone = PackCollator("preference", config)([record])
+        expected = trainer.compute_ref_log_probs(trainer.ref_model, alone)
+        for side in (0, 1):
+            torch.testing.assert_close(found[side][i], expected[side][0])
+
+
 @pytest.mark.parametrize(("logging_steps", "records"), [(10, 1), (4, 3)])
 def test_the_last_record_has_the_metrics_since_the_one_before(
     trl: Any, folder: str, rows: Any, tokenizer: Any, tmp_path: Path, logging_steps: int,
