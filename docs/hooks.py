@@ -15,6 +15,13 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 PAGES = {
     "schemas/format.md": "format.md",
+    "schemas/annex-a-shard-files.md": "annex-a-shard-files.md",
+    "schemas/annex-b-writing.md": "annex-b-writing.md",
+    "schemas/annex-c-many-writers.md": "annex-c-many-writers.md",
+    "schemas/annex-d-pack-index.md": "annex-d-pack-index.md",
+    "schemas/annex-e-side-data.md": "annex-e-side-data.md",
+    "schemas/annex-f-growth.md": "annex-f-growth.md",
+    "schemas/annex-g-conformance.md": "annex-g-conformance.md",
     "packstore/tokenizer/README.md": "stages/tokenizer.md",
     "packstore/pack/README.md": "stages/pack.md",
     "packstore/io/README.md": "stages/io.md",

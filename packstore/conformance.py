@@ -12,8 +12,8 @@ JSON object:
   carried ones and all derived values, and under ``side`` the joined columns, of its
   examples or sequences. Numbers that are not finite are the texts ``NaN``,
   ``Infinity``, ``-Infinity``.
-- ``{"refused": "NAME"}``: the broken rule, a name of section 6 of
-  ``schemas/format.md``, or ``""``.
+- ``{"refused": "NAME"}``: the broken rule, or another name of
+  ``schemas/annex-g-conformance.md``, or ``""``.
 
 The exit status is 0 if every answer is right, 1 if one is wrong, 2 if nothing could be
 run.

@@ -29,7 +29,9 @@ RULES: dict[str, str] = {
     "boundaries-count": (
         "seq_boundaries must hold one offset more than the pack has sequences"
     ),
-    "boundaries-span": "seq_boundaries must run from 0 to the number of tokens",
+    "boundaries-span": (
+        "seq_boundaries must start at 0, end at the number of tokens, and stay between"
+    ),
     "segments-nonempty": "seq_boundaries must increase strictly",
     "responses-count": (
         "the sequences must be those of its examples: K times, or num_responses"
@@ -43,22 +45,18 @@ RULES: dict[str, str] = {
     "lengths-concat": "in layout concat a length must equal the tokens of its segment",
     "parents-count": "parent_distances must be as many as lengths",
     "parent-earlier": (
-        "a parent must stand before its child in the same pack: a distance is 0 to the "
-        "number of segments before it"
+        "a parent must be an earlier segment of its pack: a distance is 0 to the "
+        "number of segments before"
     ),
     "prefix-whole": (
-        "a segment with distance 0 must be whole, and no other may be: its length is "
-        "the number of its tokens"
+        "a segment must leave out tokens if its distance is not 0, and none if it is 0"
     ),
     "prefix-inside": (
         "a segment must leave out fewer tokens than the sequence of its parent has"
     ),
-    "parent-stores": (
-        "a segment must leave out more tokens than its parent, which so stores the "
-        "last of them"
-    ),
+    "parent-stores": ("a segment must leave out more tokens than its parent does"),
     "prefix-repeats": (
-        "a segment must begin with the token behind those that it leaves out in the "
+        "a segment must begin with the token that follows those it leaves out, in the "
         "sequence of its parent"
     ),
     "pack-keys": "the lengths of a pack must add up to most_keys at most",

@@ -1,6 +1,6 @@
 """The format in Arrow terms: columns, version, feature flags, and conversion to numpy.
 
-The specification is ``schemas/format.md``, which a test compares with this file. The
+The specification is ``schemas/format.md`` and its annexes; a test compares them. The
 rules for rows are in :mod:`packstore.format.rules`.
 """
 

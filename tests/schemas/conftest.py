@@ -42,7 +42,14 @@ def schemas() -> Path:
 
 @pytest.fixture(scope="session")
 def prose() -> str:
+    """The page that every reader needs."""
     return (SCHEMAS / "format.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="session")
+def annex() -> Callable[[str], str]:
+    """The text of an annex, by its letter and name, such as ``b-writing``."""
+    return lambda name: (SCHEMAS / f"annex-{name}.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Makes a manifest fit changed files, by ``schemas/format.md``, as whoever attacks
+"""Makes a manifest fit changed files, by the pages in ``schemas/``, as whoever attacks
 would.
 """
 

@@ -2,8 +2,8 @@
 
 It names the shards and other files of a version, and has counts of records, examples
 and tokens. Its provenance names the sources, the tokenizer and the settings. It is
-checked on writing and on reading by the rules of ``schemas/format.md``: fields have
-their types, and counts add up. Fields of later releases are kept or ignored, never
+checked on writing and on reading by the rules of ``schemas/annex-b-writing.md``: fields
+have their types, and counts add up. Fields of later releases are kept or ignored, never
 refused, unless `features` names them.
 """
 

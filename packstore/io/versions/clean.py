@@ -5,7 +5,7 @@ is *spared* if it may belong to a running job that has not committed yet: if it 
 younger than jobs take, by the timestamps of the store. (The markers of jobs do not
 count, as a suspended job looks dead.) Files with names that packstore never gives are
 spared, too. All is checked again right before each removal. R1 to R6 are the rules of
-"Removing" in ``schemas/format.md``.
+"Removing" in ``schemas/annex-c-many-writers.md``.
 
 All files of a *run* (a job, or an equal job that repeats it) have its name in their
 paths, and count as young as the youngest of them. A *part* is a piece of a side dataset

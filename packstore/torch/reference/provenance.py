@@ -134,7 +134,7 @@ def describe_arithmetic(
 ) -> dict[str, str | None]:
     """Describe the numerics of a model under the current autocast state.
 
-    ``schemas/format.md``, section "Side datasets", defines the fields.
+    ``schemas/annex-e-side-data.md``, "Origin of `ref_logps`", defines the fields.
 
     Args:
         model: the model.
