@@ -22,6 +22,11 @@ from packstore.registry import choice, suggest
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
 """Variables of chat templates that come from the records."""
 
+KEYS_PER_TOKEN = 16
+"""Default maximum of a pack's keys, by tokens of `pack_size`: memory and time of
+attention grow with the keys.
+"""
+
 VERDICT_SIDES = ("first", "second", "tie")
 ROLE_MEANINGS = ("system", "user", "assistant", "tool")
 
@@ -35,6 +40,21 @@ class SizeConfig(Settings):
         "concat", "whole sequences, or each prompt once"
     )
     pad_to_multiple: int = setting(1, "reserve room to pad to a multiple of N", low=1)
+    max_keys: int | None = setting(
+        None,
+        "maximum sum of lengths in a pack (default: 16 x size)",
+        low=2,
+        high=2**31 - 1,
+    )
+
+    @property
+    def key_limit(self) -> int:
+        """Maximum sum of the lengths of the sequences of a pack: the keys of its
+        attention.
+        """
+        if self.max_keys is not None:
+            return self.max_keys
+        return min(KEYS_PER_TOKEN * self.pack_size, 2**31 - 1)
 
 
 @dataclass(frozen=True, kw_only=True)

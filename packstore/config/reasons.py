@@ -70,7 +70,7 @@ REASONS: Mapping[str, Reason] = {
     ),
     "unsupervised": Reason("every sequence must have a supervised token"),
     "overlong": Reason(
-        "an example must fit max_length and pack_size",
+        "an example must fit max_length, pack_size and max_keys",
         ("drop", "error", "truncate_prompt", "truncate_response"),
     ),
 }

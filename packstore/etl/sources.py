@@ -34,7 +34,7 @@ from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
 from packstore.pack.fill import unpack
-from packstore.pack.layout import sizes
+from packstore.pack.layout import count_keys, sizes
 from packstore.tokenizer import (
     RecordTokenizer,
     Tokenizer,
@@ -641,15 +641,22 @@ class DatasetExampleReader:
         first_sequences = examples.example_offsets[:-1]
         longest = np.maximum.reduceat(examples.lengths, first_sequences)
         tokens = sizes(examples, config.layout, config.pad_to_multiple)
+        keys = count_keys(examples)
         fits = (longest <= config.sequence_limit) & (tokens <= config.pack_size)
+        fits &= keys <= config.key_limit
         if fits.all():
             return examples
 
         for i in np.flatnonzero(~fits):
             detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
+            if keys[i] > config.key_limit:
+                detail += (
+                    f", all sequences {keys[i]} of at most {config.key_limit} "
+                    "(max_keys)"
+                )
             if config.on["overlong"] == "error":
                 rule = f"an example must fit pack_size {config.pack_size}"
-                remedy = "Raise pack_size or max_length"
+                remedy = "Raise pack_size, max_length or max_keys"
                 raise RecordError(
                     sentence(where=place, rule=rule, found=detail, remedy=remedy)
                 )

@@ -24,6 +24,7 @@ from packstore.config import PackConfig
 from packstore.format.arrays import Column, Examples, Int32, Int64, Packs
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.fill import fill, gather
+from packstore.pack.layout import count_keys
 from packstore.pack.plan import Plan
 
 _DTYPES: dict[str, npt.DTypeLike] = {
@@ -63,6 +64,7 @@ class Spill:
             self._folder = tempfile.TemporaryDirectory(prefix="packstore-")
         self._segments: list[_Store] = []
         self._lengths = Path(self._folder.name, "lengths")
+        self._keys = Path(self._folder.name, "keys")
         self.num_examples = 0
 
     def close(self) -> None:
@@ -73,7 +75,8 @@ class Spill:
         """Append examples.
 
         Args:
-            examples: E examples.
+            examples: E examples; the lengths of each one's sequences add up to at most
+                2^31 - 1.
             lengths: int32 `[E]`, tokens that each takes up in a pack, with padding.
         """
         if not examples.num_examples:
@@ -83,6 +86,7 @@ class Spill:
             self._segments.append(_Store(f"{self._folder.name}/{number}-segment"))
         self._segments[-1].append(examples)
         _append(self._lengths, np.ascontiguousarray(lengths, np.int32).data)
+        _append(self._keys, count_keys(examples).astype(np.int32).data)
         self.num_examples += examples.num_examples
 
     def lengths(self) -> Int32:
@@ -91,6 +95,13 @@ class Spill:
         At least one example must have been appended.
         """
         return np.fromfile(self._lengths, np.int32)
+
+    def keys(self) -> Int32:
+        """Return the sum of the lengths of each example's sequences, int32 `[E]`.
+
+        At least one example must have been appended.
+        """
+        return np.fromfile(self._keys, np.int32)
 
     def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
         """Yield the packs in plan order, about a row group at a time.

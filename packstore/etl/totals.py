@@ -462,7 +462,8 @@ def _remedy_for_drops(dropped: Counter[str], kind: str, job: WriteJob) -> str:
         return "List the dropped records in a file (rejects, --rejects FILE)"
     if job.extends is not None:
         return (
-            "The dataset decides pack_size and max_length: pack these records elsewhere"
+            "The dataset decides pack_size, max_length and max_keys: pack these "
+            "records elsewhere"
         )
     remedy = "Raise pack_size or max_length, or truncate "
     remedy += "(--on overlong=truncate_prompt)"

@@ -60,6 +60,14 @@ def sizes(examples: Examples, layout: str, multiple: int = 1) -> Int32:
     return np.diff(edges[examples.example_offsets]).astype(np.int32)
 
 
+def count_keys(examples: Examples) -> Int64:
+    """Return the sum of the lengths of each example's sequences: int64 `[E]`.
+
+    They are the keys of its attention: a layout leaves out tokens, but no keys.
+    """
+    return np.diff(examples.sequence_offsets[examples.example_offsets])
+
+
 def round_up(lengths: Int32, multiple: int) -> Int32:
     """Round lengths up to a multiple."""
     if multiple == 1:

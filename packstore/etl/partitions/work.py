@@ -40,7 +40,7 @@ from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
 from packstore.pack.layout import sizes
-from packstore.pack.plan import plan
+from packstore.pack.plan import plan_examples
 from packstore.tokenizer.dialogue import template
 from packstore.tokenizer.tally import Tally
 
@@ -284,7 +284,7 @@ class PartitionPacker:
             # The first one keeps the seed: its plan equals packstore.plan(lengths).
             seed = seeds.derive(config.seed, "partition", number) >> 1
             config = replace(config, seed=seed)
-        packing = plan(spill.lengths(), config=config)
+        packing = plan_examples(spill.lengths(), spill.keys(), config)
 
         # Only then the number of packs that remain in the job is known.
         is_last = number + 1 == config.partitions and notes is self.notes[-1]

@@ -24,12 +24,14 @@ from packstore.format import seeds
 from packstore.format.arrays import Bool, Examples, Int32, Int64
 from packstore.io.dataset.steps import cut_by_examples
 from packstore.io.inputs.sampling import Sampling
-from packstore.pack.layout import sizes
-from packstore.pack.plan import plan
+from packstore.pack.layout import count_keys, sizes
+from packstore.pack.plan import plan_examples
 from packstore.tokenizer.tally import Tally
 
 MAX_SIMULATED_PACKS = 10_000
 """Maximum packs that are cut into steps; the steps of more are scaled from these."""
+
+INT32_MAX = np.iinfo(np.int32).max
 
 UNSEEN = 3
 """95 % upper limit of the expected number of drops in a sample that has none (rule of
@@ -142,6 +144,8 @@ class Projection:
         lengths = {
             "place": np.full(examples.num_examples, len(self._lengths), np.int32),
             "longest": np.maximum.reduceat(examples.lengths, first_sequences),
+            # No setting allows more than fit an int32.
+            "keys": np.minimum(count_keys(examples), INT32_MAX).astype(np.int32),
         }
         for layout in self._layouts:
             lengths[layout] = sizes(examples, layout)
@@ -156,9 +160,10 @@ class Projection:
         tokens = self._columns[config.layout]
         padded = self._columns[f"padded {config.layout}"]
         is_short = self._columns["longest"] <= config.sequence_limit
-        fits: Bool = is_short & (padded <= config.pack_size)
+        has_few_keys = self._columns["keys"] <= config.key_limit
+        fits: Bool = is_short & has_few_keys & (padded <= config.pack_size)
 
-        packing = plan(padded[fits], config=config)
+        packing = plan_examples(padded[fits], self._columns["keys"][fits], config)
         packing = replace(packing, tokens=int(tokens[fits].sum()))
 
         packed_examples = self._sum(self._by_place(fits))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -34,6 +34,11 @@ class _Sizes:
     def longest(self) -> int:
         return int(self.lengths.max())
 
+    @property
+    def keys(self) -> int:
+        """Tokens of all sequences, which the setting `max_keys` limits."""
+        return int(self.lengths.sum())
+
     def total(self, lengths: Int64) -> int:
         """Return the stored tokens of the example with its sequences cut to `lengths`.
 
@@ -51,8 +56,9 @@ def fit(
     """Return the sequences of one example, truncated if necessary and allowed.
 
     Every sequence must fit ``config.sequence_limit``, and the example
-    ``config.pack_size``, with sequences padded to ``config.pad_to_multiple``. Layout
-    ``shared_prefix`` counts the prompt once.
+    ``config.pack_size``, with sequences padded to ``config.pad_to_multiple``; layout
+    ``shared_prefix`` counts shared tokens once. All sequences together, with shared
+    tokens in each, must fit ``config.key_limit``.
 
     Args:
         specials: control tokens; a truncated response keeps those that end it.
@@ -62,7 +68,15 @@ def fit(
     """
     sizes = _measure(sequences, config)
     total = sizes.total(sizes.lengths)
-    if sizes.longest <= config.sequence_limit and total <= config.pack_size:
+    if total > config.pack_size and config.layout == "shared_prefix":
+        # Sequences may share more with others than with the first one.
+        sizes = replace(sizes, left_out=_find_left_out(sequences))
+        total = sizes.total(sizes.lengths)
+    if (
+        sizes.longest <= config.sequence_limit
+        and total <= config.pack_size
+        and sizes.keys <= config.key_limit
+    ):
         return sequences
 
     fitted = None
@@ -76,6 +90,10 @@ def fit(
         f"longest sequence {sizes.longest} of at most {config.sequence_limit} tokens, "
         f"example {total} of at most {config.pack_size}"
     )
+    if sizes.keys > config.key_limit:
+        detail += (
+            f", all sequences {sizes.keys} of at most {config.key_limit} (max_keys)"
+        )
     raise Refused("overlong", detail)
 
 
@@ -88,6 +106,19 @@ def _measure(sequences: list[Tokens], config: TokenizeConfig) -> _Sizes:
         # The last shared token is stored again: it predicts the token behind it.
         left_out[1:] = [max(number - 1, 0) for number in shared[1:]]
     return _Sizes(lengths, shared, left_out, config.pad_to_multiple)
+
+
+def _find_left_out(sequences: list[Tokens]) -> Int64:
+    """Return the tokens of each sequence that layout ``shared_prefix`` does not store
+    again, int64 `[S]`.
+    """
+    left_out = np.zeros(len(sequences), np.int64)
+    for i, tokens in enumerate(sequences):
+        prompt = tokens.ids[: _prompt_length(tokens)]
+        for earlier in sequences[:i]:
+            shared = common_prefix(earlier.ids, prompt)
+            left_out[i] = max(left_out[i], shared - 1)
+    return left_out
 
 
 def _cut_prompts(
@@ -106,10 +137,12 @@ def _cut_prompts(
     max_cut = shared - max(head, 1)  # one token must remain, to predict the response
     cuts = range(min_cut, max_cut + 1)
 
-    def negative_total(cut: int) -> int:  # bisect needs an increasing key
-        return -sizes.total(sizes.lengths - np.where(stores_prompt, cut, 0))
+    def fits(cut: int) -> bool:
+        total = sizes.total(sizes.lengths - np.where(stores_prompt, cut, 0))
+        keys = sizes.keys - cut * len(sequences)
+        return total <= config.pack_size and keys <= config.key_limit
 
-    index = bisect_left(cuts, -config.pack_size, key=negative_total)
+    index = bisect_left(cuts, True, key=fits)
     if index == len(cuts):
         return None
     end = head + cuts[index]
@@ -124,11 +157,13 @@ def _cut_responses(
 ) -> list[Tokens] | None:
     """Return the sequences cut to the largest length that fits, or None."""
 
-    def total_of(limit: int) -> int:
-        return sizes.total(np.minimum(sizes.lengths, limit))
+    def exceeds(limit: int) -> bool:
+        lengths = np.minimum(sizes.lengths, limit)
+        keys = int(lengths.sum())
+        return sizes.total(lengths) > config.pack_size or keys > config.key_limit
 
     limits = range(1, config.sequence_limit + 1)
-    num_fitting = bisect_right(limits, config.pack_size, key=total_of)
+    num_fitting = bisect_left(limits, True, key=exceeds)
     limit = num_fitting  # the largest that fits, as they count from 1
 
     fitted = []

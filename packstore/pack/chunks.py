@@ -1,0 +1,272 @@
+"""Cuts examples that begin alike into chunks that stand together in a pack.
+
+A pack with shared prefixes stores a beginning once, however many of its sequences have
+it. So examples are sorted until those that begin alike are neighbours, and the runs of
+such examples are cut into *chunks*; a strategy packs chunks in place of examples.
+
+The order is a walk through the tree of all beginnings: an example stands before those
+that extend it. The branches of a node are in random order, so neighbours that share
+little are no more alike than any two examples. Only the first sequences of examples are
+compared. :func:`packstore.pack.fill.fill` finds all that is shared in a pack, which is
+never less than planned here.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from packstore.format import seeds
+from packstore.format.arrays import Examples, Int32, Int64, to_offsets
+from packstore.pack.layout import count_keys, round_up, sizes
+
+BLOCK = 16
+"""Tokens of a block. Examples are sorted by hashes of the whole blocks that they begin
+with, and stand together if they share this many tokens more than all examples do.
+"""
+
+CHUNKS_PER_PACK = 4
+"""A chunk may end at this fraction of a pack: smaller ones repeat more beginnings, and
+of larger ones a pack holds too few to be filled well, or to be random.
+"""
+
+MAX_REPEATED = 32
+"""A chunk ends before the pack is full only where the next one repeats at most this
+fraction of a pack. So rows that have most of their tokens in common stay together.
+"""
+
+_BLOCKS_AT_ONCE = 4096
+"""Blocks that are hashed at once, as many as fit the cache."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chunks:
+    """Examples that stand together in a pack, as they begin alike.
+
+    Attributes:
+        order: int64 `[n]`, the examples, chunk by chunk.
+        offsets: int64 `[C + 1]`; chunk c holds ``order[offsets[c] : offsets[c + 1]]``.
+        tokens: int64 `[C]`, tokens that each takes up in a pack, with padding, besides
+            `common`.
+        common: tokens that a pack stores once for all of its chunks.
+    """
+
+    order: Int64
+    offsets: Int64
+    tokens: Int64
+    common: int
+
+
+class CommonBeginning:
+    """The tokens that all prompts begin with, found in one pass over the examples.
+
+    Attributes:
+        ids: int32, the tokens; None before the first example.
+    """
+
+    def __init__(self) -> None:
+        self.ids: Int32 | None = None
+
+    def add(self, examples: Examples) -> None:
+        """Add examples, one at least."""
+        starts, _ = _first_sequences(examples)
+        shortest = min(_first_prompt_lengths(examples))
+        if self.ids is None:
+            self.ids = examples.input_ids[starts[0] : starts[0] + shortest].copy()
+        length = min(shortest, len(self.ids))
+        for start in starts.tolist():
+            differs = examples.input_ids[start : start + length] != self.ids[:length]
+            if differs.any():
+                length = int(differs.argmax())
+        self.ids = self.ids[:length]
+
+    def tokens(self, multiple: int = 1) -> int:
+        """Return the tokens that every sequence but the first of a pack leaves out.
+
+        Args:
+            multiple: stored parts of sequences are rounded up to a multiple of this.
+        """
+        if self.ids is None:
+            return 0
+        # The last shared token is stored again: it predicts the token behind it.
+        omitted = max(len(self.ids) - 1, 0)
+        return omitted // multiple * multiple
+
+
+def cut_chunks(
+    examples: Examples,
+    pack_size: int,
+    max_keys: int,
+    *,
+    multiple: int = 1,
+    common: int = 0,
+    seed: int = 0,
+) -> Chunks:
+    """Cut examples into chunks, each of which fits a pack.
+
+    Args:
+        examples: at least one; each has at most `pack_size` stored tokens, and
+            sequences of at most `max_keys` tokens together.
+        pack_size: maximum tokens of a pack.
+        max_keys: maximum sum of the lengths of the sequences of a pack.
+        multiple: the stored part of each sequence is rounded up to a multiple of this.
+        common: see :meth:`CommonBeginning.tokens`; of these examples, and of all others
+            that are packed with them.
+        seed: decides the order of examples that begin differently.
+    """
+    order = _order_by_beginning(examples, seed)
+    tokens = sizes(examples, "shared_prefix", multiple).astype(np.int64)[order] - common
+    shared = _shared_with_previous(examples, order)
+    # The last shared token is stored again: it predicts the token behind it.
+    omitted = np.maximum(shared - 1, 0)
+    _, lengths = _first_sequences(examples)
+    lengths = lengths[order]
+    saved = round_up(lengths, multiple) - round_up(lengths - omitted, multiple)
+    offsets, chunk_tokens = _cut(
+        tokens=tokens.tolist(),
+        saved=np.maximum(saved - common, 0).tolist(),
+        keys=count_keys(examples)[order].tolist(),
+        capacity=pack_size - common,
+        max_keys=max_keys,
+    )
+    return Chunks(order, offsets, chunk_tokens, common)
+
+
+def _cut(
+    *,
+    tokens: list[int],
+    saved: list[int],
+    keys: list[int],
+    capacity: int,
+    max_keys: int,
+) -> tuple[Int64, Int64]:
+    """Return the offsets of the chunks `[C + 1]`, and their tokens `[C]`.
+
+    Args:
+        tokens: `[n]`, tokens of each example on its own.
+        saved: `[n]`, how many of them it leaves out behind the example before it.
+        keys: `[n]`, sum of the lengths of its sequences.
+        capacity: maximum tokens of a chunk.
+        max_keys: maximum keys of a chunk.
+    """
+    offsets: list[int] = []
+    chunk_tokens: list[int] = []
+    num_tokens = 0
+    num_keys = 0
+    for place, saved_tokens in enumerate(saved):
+        tokens_with_next = num_tokens + tokens[place] - saved_tokens
+        keys_with_next = num_keys + keys[place]
+
+        fits = tokens_with_next <= capacity and keys_with_next <= max_keys
+        is_large_enough = tokens_with_next > capacity // CHUNKS_PER_PACK
+        # Where two would not fit a pack, one shall fill it.
+        may_end = is_large_enough and num_tokens <= capacity // 2
+        should_end = may_end and saved_tokens <= capacity // MAX_REPEATED
+        if place and saved_tokens >= BLOCK and fits and not should_end:
+            num_tokens = tokens_with_next
+            num_keys = keys_with_next
+            continue
+
+        if place:
+            chunk_tokens.append(num_tokens)
+        offsets.append(place)
+        num_tokens = tokens[place]
+        num_keys = keys[place]
+    chunk_tokens.append(num_tokens)
+    offsets.append(len(tokens))
+    return np.array(offsets, np.int64), np.array(chunk_tokens, np.int64)
+
+
+def _order_by_beginning(examples: Examples, seed: int) -> Int64:
+    """Return the examples in the order of the tree of their beginnings: int64 `[E]`."""
+    starts, lengths = _first_sequences(examples)
+    num_blocks = lengths // BLOCK
+    hashes = _hash_blocks(examples.input_ids, starts, num_blocks, seed)
+    # One byte order, so that the result does not depend on the machine.
+    hash_bytes = hashes.astype("<u4", copy=False).tobytes()
+    edges = (hashes.itemsize * to_offsets(num_blocks)).tolist()
+    sort_keys = [
+        (hash_bytes[start:end], length)
+        for (start, end), length in zip(
+            itertools.pairwise(edges), lengths.tolist(), strict=True
+        )
+    ]
+    order = sorted(range(examples.num_examples), key=sort_keys.__getitem__)
+    return np.array(order, np.int64)
+
+
+def _hash_blocks(
+    input_ids: Int32, starts: Int64, num_blocks: Int32, seed: int
+) -> npt.NDArray[np.uint32]:
+    """Return the hashes of the first blocks of some sequences, one after another.
+
+    Source: the multilinear hash of Lemire and Kaser, "Strongly universal string hashing
+        is fast", 2014: the upper half of a sum of products.
+    """
+    ends = starts + BLOCK * num_blocks
+    ranges = zip(starts.tolist(), ends.tolist(), strict=True)
+    ids = np.concatenate([input_ids[start:end] for start, end in ranges])
+    blocks = ids.reshape(-1, BLOCK)
+    factors = seeds.keys(BLOCK, seed, "beginnings")
+    hashes = np.empty(len(blocks), np.uint32)
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        batch = blocks[start : start + _BLOCKS_AT_ONCE].astype(np.uint64)
+        hashes[start : start + _BLOCKS_AT_ONCE] = (batch @ factors) >> np.uint64(32)
+    return hashes
+
+
+def _shared_with_previous(examples: Examples, order: Int64) -> Int32:
+    """Return how many tokens of each prompt the example before it begins with, too.
+
+    Of the first sequences; 0 if they are less than a block.
+
+    Args:
+        examples: the examples.
+        order: int64 `[E]`, their order.
+
+    Returns:
+        int32 `[E]`, in this order.
+    """
+    input_ids = examples.input_ids
+    starts, lengths = _first_sequences(examples)
+    prompt_lengths = np.array(_first_prompt_lengths(examples))[order].tolist()
+    starts_in_order = starts[order].tolist()
+    lengths_in_order = lengths[order].tolist()
+    shared = np.zeros(len(order), np.int32)
+    for place in range(1, len(order)):
+        a = starts_in_order[place - 1]
+        b = starts_in_order[place]
+        length = min(lengths_in_order[place - 1], prompt_lengths[place])
+        if length < BLOCK or input_ids[a] != input_ids[b]:
+            continue
+        differs = input_ids[a : a + length] != input_ids[b : b + length]
+        if differs.any():
+            length = int(differs.argmax())
+        shared[place] = length
+    return shared
+
+
+def _first_sequences(examples: Examples) -> tuple[Int64, Int32]:
+    """Return the starts of the first sequences of examples, int64 `[E]`, and their
+    lengths, int32 `[E]`.
+    """
+    first_sequences = examples.example_offsets[:-1]
+    starts = examples.sequence_offsets[first_sequences]
+    return starts, examples.lengths[first_sequences]
+
+
+def _first_prompt_lengths(examples: Examples) -> list[int]:
+    """Return the tokens of each example's first sequence before its first supervised
+    one.
+    """
+    flags = examples.supervised.tobytes()
+    starts, lengths = _first_sequences(examples)
+    prompt_lengths = []
+    for start, length in zip(starts.tolist(), lengths.tolist(), strict=True):
+        first_supervised = flags.find(b"\x01", start, start + length)
+        is_all_prompt = first_supervised < 0
+        prompt_lengths.append(length if is_all_prompt else first_supervised - start)
+    return prompt_lengths
