@@ -181,24 +181,30 @@ def _pack_lines(reader: PackReader, number: int, marks_supervised: bool) -> list
         f"tokens, {len(pack.num_responses)} examples, {len(pack.seq_boundaries) - 1} "
         "segments"
     )
+    num_shared = int(pack.segment_offsets.sum())
+    if num_shared:
+        heading += f", {num_shared} shared tokens left out"
     lines = [Text(heading, "bold")]
-    for sequence in reader.sequences(pack):
-        lines.append(Text(_sequence_title(sequence), "blue"))
+    for i, sequence in enumerate(reader.sequences(pack)):
+        lines.append(Text(_sequence_title(i, sequence), "blue"))
         lines.append(_sequence_text(reader, pack, sequence, marks_supervised))
     return lines
 
 
-def _sequence_title(sequence: dict[str, Any]) -> str:
-    start = sequence["start"]
-    stop = sequence["stop"]
-    title = (
-        f"{sequence['place']} · {sequence['side']} · reward {sequence['reward']:g} · "
-        f"tokens {start}–{stop}"
-    )
-    num_shared = sequence["length"] - (stop - start)
-    if num_shared:
-        title += f" · first {num_shared} shared with the first segment"
-    return title
+def _sequence_title(number: int, sequence: dict[str, Any]) -> str:
+    """Return the title of a sequence, `number` in its pack."""
+    facts = [
+        f"sequence {number}",
+        sequence["place"],
+        sequence["side"],
+        f"reward {sequence['reward']:g}",
+        f"tokens {sequence['start']}–{sequence['stop']}",
+    ]
+    if sequence["shared"]:
+        facts.append(
+            f"first {sequence['shared']} shared with sequence {sequence['parent']}"
+        )
+    return " · ".join(facts)
 
 
 def _sequence_text(

@@ -6,8 +6,10 @@ const byId = (id) => document.getElementById(id);
 const format = (n) => n.toLocaleString("en");
 const FOLD = 60; // tokens shown at each end of a folded run
 const LONG = 6000; // tokens of a run above which it is folded, as a browser would draw for minutes; for prompts: 240
+const NAMES = 12; // sequences that are named as sharing tokens
+const INDENTS = 8; // depths that are drawn indented
 const HITS = 50; // sequences that a search lists at once
-const cachedPacks = new Map((about.embedded || []).map((pack) => [pack.number, pack]));
+const cachedPacks = new Map((about.embedded || []).map((pack) => [pack.number, link(pack)]));
 const numbers = about.embedded ? [...cachedPacks.keys()] : null;
 const state = { pack: null, find: "", search: 0 };
 
@@ -33,14 +35,32 @@ async function load(number) {
   const pack = await answer.json().catch(() => ({ error: `The server answers ${answer.status}.` }));
   if (!answer.ok) throw new Error(pack.error);
   if (cachedPacks.size > 8) cachedPacks.delete(cachedPacks.keys().next().value);
-  cachedPacks.set(number, pack);
+  cachedPacks.set(number, link(pack));
   return pack;
 }
 
 const roleOf = (sequence) => (about.sides.includes(sequence.side) ? sequence.side : "response");
-const omittedOf = (sequence) => sequence.length - (sequence.stop - sequence.start);
 
-// Returns the runs of a sequence with one role: [role, start, stop].
+// Adds to each sequence what it shares: its number; its depth, 0 if it is stored whole; the ranges of earlier
+// sequences that it begins with, [sequence, length], the first tokens first; and the later sequences that begin
+// with tokens of its own ("readers"), at most the first `reach` ones.
+function link(pack) {
+  pack.sequences.forEach((sequence, number) => {
+    let parent = pack.sequences[sequence.parent];
+    const depth = parent ? parent.depth + 1 : 0;
+    Object.assign(sequence, { number, depth, ranges: [], readers: [], reach: 0 });
+    for (let end = sequence.shared; parent; parent = pack.sequences[parent.parent]) {
+      const length = end - parent.shared;
+      sequence.ranges.unshift([parent, length]);
+      parent.readers.push(sequence);
+      parent.reach = Math.max(parent.reach, length);
+      end = parent.shared;
+    }
+  });
+  return pack;
+}
+
+// Returns the runs of a segment with one role that are or are not shared: [role, start, stop, isShared].
 function runsOf(pack, sequence) {
   const runs = [];
   let seen = false;
@@ -48,22 +68,39 @@ function runsOf(pack, sequence) {
     const on = pack.ids[i] >= 0;
     seen = seen || on;
     const role = on ? roleOf(sequence) : seen ? "unsupervised" : "prompt";
+    const isShared = i < sequence.start + sequence.reach;
     const last = runs[runs.length - 1];
-    if (last && last[0] === role) last[2] = i + 1;
-    else runs.push([role, i, i + 1]);
+    if (last && last[0] === role && last[3] === isShared) last[2] = i + 1;
+    else runs.push([role, i, i + 1, isShared]);
   }
   return runs;
+}
+
+// Say how many tokens a sequence shares: with the earlier one that stores them, and with later ones.
+const sharedTokens = (sequence) => `shares its first ${format(sequence.shared)} tokens with `;
+function sharedBy(sequence) {
+  if (!sequence.readers.length) return "";
+  const which = sequence.shared ? "next" : "first";
+  return `its ${which} ${format(sequence.reach)} tokens are shared by ${namesOf(sequence.readers)}`;
+}
+
+function namesOf(sequences) {
+  const names = sequences.slice(0, NAMES).map((sequence) => sequence.number).join(", ");
+  if (sequences.length === 1) return `sequence ${names}`;
+  return sequences.length > NAMES ? `${format(sequences.length)} sequences: ${names}, …` : `sequences ${names}`;
 }
 
 function show(pack) {
   state.pack = pack;
   const tokens = pack.ids.length;
+  const keys = pack.sequences.reduce((sum, sequence) => sum + sequence.length, 0);
   const supervised = pack.ids.filter((id) => id >= 0).length;
   byId("pack-title").textContent = `Pack ${format(pack.number)}`;
   byId("pack-facts").textContent =
     `${format(tokens)} of ${format(about.packSize)} tokens, ${format(pack.columns.length)} examples, ` +
     `${format(pack.sequences.length)} segments, ${format(supervised)} tokens supervised ` +
-    `(${((100 * supervised) / tokens).toFixed(1)} %)`;
+    `(${((100 * supervised) / tokens).toFixed(1)} %)` +
+    (keys > tokens ? `; the whole sequences have ${format(keys)} tokens` : "");
   byId("number").value = pack.number;
   const place = numbers ? numbers.indexOf(pack.number) : pack.number;
   byId("previous").disabled = place <= 0;
@@ -74,7 +111,7 @@ function show(pack) {
   drawSequences(pack);
 }
 
-// Draws a block for each sequence, as wide as its tokens. A prompt that its example shares is hatched.
+// Draws a block for each sequence, as wide as its tokens. What later sequences share is hatched.
 function drawStrip(pack) {
   byId("strip").replaceChildren();
   const groups = new Map();
@@ -84,13 +121,13 @@ function drawStrip(pack) {
       byId("strip").append(groups.get(sequence.example));
     }
     const group = groups.get(sequence.example);
-    const name = `Example ${sequence.example + 1}, ${sequence.side}, ${format(sequence.stop - sequence.start)} tokens` +
-      `${omittedOf(sequence) ? `, ${format(omittedOf(sequence))} shared` : ""}, ${sequence.place}`;
+    const shares = sequence.shared ? `${sharedTokens(sequence)}sequence ${sequence.parent}` : "";
+    const facts = [`Sequence ${i}`, sequence.side, `${format(sequence.stop - sequence.start)} tokens`, shares, sharedBy(sequence)];
+    const name = [...facts, sequence.place].filter(Boolean).join(", ");
     const block = make("button", { type: "button", class: "block", "aria-label": name, title: name });
     block.style.flexGrow = sequence.stop - sequence.start;
-    const shared = !group.childElementCount && pack.sequences.some((o) => o.example === sequence.example && omittedOf(o));
-    for (const [role, start, stop] of runsOf(pack, sequence)) {
-      const part = make("span", { class: `part ${role}${shared && role === "prompt" ? " shared" : ""}` });
+    for (const [role, start, stop, isShared] of runsOf(pack, sequence)) {
+      const part = make("span", { class: `part ${role}${isShared ? " shared" : ""}` });
       part.style.flexGrow = stop - start;
       block.append(part);
     }
@@ -109,19 +146,17 @@ function drawStrip(pack) {
 function drawAttention(pack) {
   const n = pack.ids.length;
   const svg = make("svg", { viewBox: `0 0 ${n} ${n}`, role: "img", "aria-label": "Attention: queries down, keys across" });
-  const first = new Map();
   pack.sequences.forEach((sequence, i) => {
-    if (!first.has(sequence.example)) first.set(sequence.example, sequence);
-    const [role, , end] = runsOf(pack, sequence)[0];
-    const [a, p, b] = [sequence.start, role === "prompt" ? end : sequence.start, sequence.stop];
+    const prompt = runsOf(pack, sequence).filter(([role]) => role === "prompt").pop();
+    const [a, p, b] = [sequence.start, prompt ? prompt[2] : sequence.start, sequence.stop];
     const shape = (points, kind) => svg.append(make("polygon", { points: points.join(" "), class: kind, "data-i": i },
       make("title", {}, `${sequence.side}, ${sequence.place}`)));
     if (p > a) shape([[a, a], [p, p], [a, p]], "prompt");
     shape([[a, p], [p, p], [b, b], [a, b]], roleOf(sequence));
-    if (omittedOf(sequence)) {
-      const box = { x: first.get(sequence.example).start, y: a, width: omittedOf(sequence), height: b - a };
+    for (const [other, length] of sequence.ranges) {
+      const box = { x: other.start, y: a, width: length, height: b - a };
       svg.append(make("rect", { ...box, class: `gathered ${roleOf(sequence)}`, "data-i": i },
-        make("title", {}, `${sequence.side} sees ${format(omittedOf(sequence))} shared tokens`)));
+        make("title", {}, `sequence ${i} sees ${format(length)} tokens of sequence ${other.number}`)));
     }
   });
   svg.addEventListener("click", (event) => {
@@ -144,19 +179,28 @@ function drawSequences(pack) {
     const on = pack.ids.slice(sequence.start, sequence.stop).filter((id) => id >= 0).length;
     const facts = [`reward ${sequence.reward}`, `${format(sequence.length)} tokens`, `${format(on)} supervised`,
       `places ${format(sequence.start)}–${format(sequence.stop - 1)}`];
-    if (omittedOf(sequence)) facts.push(`first ${format(omittedOf(sequence))} stored in the first segment`);
-    const head = make("h4", {}, make("b", { class: roleOf(sequence) }, sequence.side), ...facts.map((f) => make("span", {}, f)));
+    const name = make("b", { class: roleOf(sequence) }, `sequence ${i} · ${sequence.side}`);
+    const head = make("h4", {}, name, ...facts.map((fact) => make("span", {}, fact)));
+    const shares = make("p", { class: "soft shares" });
+    if (sequence.shared) {
+      const parent = make("button", { type: "button" }, `sequence ${sequence.parent}`);
+      parent.addEventListener("click", () => select(sequence.parent));
+      shares.append(sharedTokens(sequence), parent, sequence.readers.length ? "; " : "");
+    }
+    shares.append(sharedBy(sequence));
     const tokens = make("div", { class: "tokens", tabindex: 0, role: "group", dir: "auto",
       "aria-label": `Tokens of ${sequence.side}; arrow keys move`, "data-i": i });
     fill(tokens, pack, sequence, []);
-    record.append(make("article", { class: "sequence", id: `sequence-${i}` }, head, tokens));
+    const article = make("article", { class: "sequence", id: `sequence-${i}` }, head, shares, tokens);
+    article.style.setProperty("--depth", Math.min(sequence.depth, INDENTS));
+    record.append(article);
   });
 }
 
 // Fills a sequence with its tokens. Long runs are folded, except for the ranges in `opened`.
 function fill(box, pack, sequence, opened) {
   box.replaceChildren();
-  for (const [role, start, stop] of runsOf(pack, sequence)) {
+  for (const [role, start, stop, isShared] of runsOf(pack, sequence)) {
     const isShort = stop - start <= (role === "prompt" ? 240 : LONG);
     const visible = (i) => isShort || i < start + FOLD || i >= stop - FOLD || opened.some(([from, to]) => i >= from && i < to);
     for (let i = start; i < stop; i++) {
@@ -168,7 +212,7 @@ function fill(box, pack, sequence, opened) {
         box.append(open);
       }
       if (pack.texts[i] === null && box.lastChild) continue;
-      const span = make("span", { class: role, "data-t": i }, (pack.texts[i] || "·").replaceAll("\n", "↵\n"));
+      const span = make("span", { class: isShared ? `${role} shared` : role, "data-t": i }, (pack.texts[i] || "·").replaceAll("\n", "↵\n"));
       if (pack.ids[i] >= 0) span.classList.add("on");
       box.append(span);
     }
@@ -177,10 +221,12 @@ function fill(box, pack, sequence, opened) {
 
 // Marks the text of the search in a sequence; returns its first token, or null if the text is absent.
 function mark(box, pack, sequence) {
+  if (!state.find) return null;
   const texts = pack.texts.slice(sequence.start, sequence.stop).map((text) => text || "");
-  const from = texts.join("").toLowerCase().indexOf(state.find.toLowerCase());
-  if (!state.find || from < 0) return null;
-  let end = 0;
+  const before = textBefore(pack, sequence, state.find.length - 1);
+  const from = (before + texts.join("")).toLowerCase().indexOf(state.find.toLowerCase());
+  if (from < 0) return null;
+  let end = before.length;
   const hits = texts.flatMap((text, i) => {
     const start = end;
     end += text.length;
@@ -197,6 +243,9 @@ function select(i) {
   const block = byId("strip").querySelectorAll(".block")[i];
   block.setAttribute("aria-current", "true");
   article.setAttribute("aria-current", "true");
+  const sequence = state.pack.sequences[i];
+  const related = new Set([...sequence.ranges.map(([other]) => other), ...sequence.readers].map((other) => other.number));
+  byId("strip").querySelectorAll(".block").forEach((other, j) => other.classList.toggle("related", related.has(j)));
   for (const shape of byId("attention").querySelectorAll("[data-i]")) {
     shape.classList.toggle("current", shape.dataset.i === String(i));
   }
@@ -220,7 +269,7 @@ function describe(span) {
   const ids = pack.ids.slice(t, end).map((id) => (id < 0 ? ~id : id)).join(" ");
   const role = span.classList.contains("prompt") ? "prompt" : `${sequence.side}, ${span.classList.contains("on") ? "" : "not "}supervised`;
   byId("token").textContent = `id ${ids} ${JSON.stringify(pack.texts[t] || "")} · ${role} · place ${format(t)} of the pack · ` +
-    `position ${format(t - sequence.start + omittedOf(sequence))} of the sequence`;
+    `position ${format(t - sequence.start + sequence.shared)} of the sequence`;
 }
 
 byId("sequences").addEventListener("mouseover", (event) => {
@@ -271,13 +320,22 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
 });
 
+// Returns the last characters of what a sequence shares with earlier ones, at most `length`.
+function textBefore(pack, sequence, length) {
+  let text = "";
+  for (const [other, tokens] of [...sequence.ranges].reverse()) {
+    for (let i = other.start + tokens - 1; i >= other.start && text.length < length; i--) text = (pack.texts[i] || "") + text;
+  }
+  return text.slice(text.length - Math.min(length, text.length));
+}
+
 // Returns the text around the match if a sequence matches the query, else null.
 function match(pack, sequence, query) {
   if (query.side && sequence.side !== query.side) return null;
   const [, file, line] = /^(.*):(\d+)$/.exec(query.q) || [];
   const [, path, place] = /^(.*), \w+ (\d+)$/s.exec(sequence.place) || [];
   if (query.q === sequence.id || (line && line === place && path.endsWith(file))) return ["", "", ""];
-  const text = pack.texts.slice(sequence.start, sequence.stop).join("");
+  const text = textBefore(pack, sequence, query.q.length - 1) + pack.texts.slice(sequence.start, sequence.stop).join("");
   const from = text.toLowerCase().indexOf(query.q.toLowerCase());
   const end = from + query.q.length;
   return from < 0 ? null : [text.slice(Math.max(from - 48, 0), from), text.slice(from, end), text.slice(end, end + 48)];
@@ -339,12 +397,12 @@ byId("stop").addEventListener("click", stop);
 const responses = about.sides.length ? about.sides.map((side) => [side, `${side}, supervised`]) : [["response", "response, supervised"]];
 const shared = about.layout === "shared_prefix";
 const roles = [["prompt", "prompt"], ...responses, ["unsupervised", "in a response, not supervised"]];
-if (shared) roles.push(["prompt shared", "prompt stored once for its example"]);
+if (shared) roles.push(["prompt shared", "stored once, shared with later sequences"]);
 for (const [role, name] of roles) byId("legend").append(make("li", {}, make("i", { class: role }), name));
 for (const side of about.sides) byId("side").append(make("option", { value: side }, side));
 byId("of").textContent = `of 0 to ${format(about.packs - 1)}`;
 byId("attention-note").textContent = "Queries down, keys across: a token sees what is coloured in its row. " +
-  (shared ? "Pale blocks: the prompt, stored once, that the other responses of an example also see." : "Segments do not see each other.");
+  (shared ? "Pale blocks: tokens that a sequence shares with an earlier one, and sees there." : "Segments do not see each other.");
 byId("note").textContent = about.note;
 byId("note").hidden = !about.note;
 

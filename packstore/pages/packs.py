@@ -89,8 +89,14 @@ class PackReader:
         }
 
     def sequences(self, pack: Packs) -> list[dict[str, Any]]:
-        """Return the facts about each sequence of a pack, without its tokens."""
+        """Return the facts about each sequence of a pack, without its tokens.
+
+        Its tokens ``start`` to ``stop`` stand in the pack. It begins with ``shared``
+        further ones of the sequence numbered ``parent``; None: it is stored whole.
+        """
         sequences: list[dict[str, Any]] = []
+        omitted_tokens = pack.segment_offsets.tolist()
+        parents = pack.parents.tolist()
         for example, example_id in enumerate(pack.example_ids.tolist()):
             place = self._place(example_id)
             for side in self._sides(int(pack.num_responses[example])):
@@ -104,6 +110,8 @@ class PackReader:
                         "start": int(pack.seq_boundaries[i]),
                         "stop": int(pack.seq_boundaries[i + 1]),
                         "length": int(pack.lengths[i]),
+                        "shared": omitted_tokens[i],
+                        "parent": parents[i] if omitted_tokens[i] else None,
                         "reward": float(f"{pack.reward[i]:.6g}"),
                     }
                 )

@@ -71,7 +71,7 @@ TABLE = [
     ("show {0}/packed", 0, ["{0}/pairs.jsonl, line 7 · rejected · reward 0 · tokens "]),
     ("show {0}/packed", 0, ["Question 3?⟦ Answer 3.</s>⟧", "Question 3?⟦ No.</s>⟧"]),
     ("show {0}/packed --ids", 0, ["supervised text stands in ⟦ ⟧"]),
-    ("show {0}/shared", 0, ["shared with the first segment", "⟦ No.</s>⟧"]),
+    ("show {0}/shared", 0, ["shared with sequence 0", "⟦ No.</s>⟧"]),
     ("show {0}/packed --pack 99", 1, ["--pack must lie in 0..0"]),
     ("show {0}/packed --tokenizer {0}/other.json", 1, ["must be the tokenizer that"]),
     (

@@ -139,6 +139,12 @@ def test_a_pack_is_drawn_as_it_is_stored(
             :-1
         ].tolist()
         assert [s["length"] for s in drawn["sequences"]] == pack.lengths.tolist()
+        shared = [s["shared"] for s in drawn["sequences"]]
+        assert shared == pack.segment_offsets.tolist()
+        assert (max(shared) > 0) == (dataset.manifest.layout == "shared_prefix")
+        for number, sequence in enumerate(drawn["sequences"]):
+            parent = number - pack.parent_distances[number]
+            assert sequence["parent"] == (parent if sequence["shared"] else None)
         assert [s["side"] for s in drawn["sequences"][:2]] == ["chosen", "rejected"]
         first = divmod(int(drawn["sequences"][0]["id"]), 1 << 40)
         assert (
@@ -253,4 +259,4 @@ def test_a_browser_makes_no_element_of_a_record(
     )
     supervised = "".join(unescape(part) for role, part in spans if role == "chosen on")
     assert supervised.replace("↵\n", "\n") == text
-    assert {role for role, _ in spans} == {"prompt", "chosen on"}
+    assert {role for role, _ in spans} == {"prompt shared", "chosen on"}
