@@ -51,11 +51,13 @@ STRATEGIES = ("first_fit_shuffle", "first_fit_decreasing", "pool")
 
 
 def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Examples:
-    """All examples of a file that fit a pack, tokenized, in input order."""
+    """All examples of a file that fit a pack in both layouts, tokenized, in input
+    order.
+    """
     with tempfile.TemporaryDirectory() as folder:
         dataset = packstore.pack(
             path, f"{folder}/out", tokenizer, pack_size=pack_size, strategy="none",
-            chat_template=template, max_drop_rate=0.9,
+            layout="concat", chat_template=template, max_drop_rate=0.9,
         )  # fmt: skip
         examples = Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
         return examples.take(np.argsort(examples.example_ids))

@@ -21,7 +21,7 @@ SIZES = {"view": "1180,800", "stats": "1180,1120"}
 
 COMMANDS = """\
 pack demo/train.jsonl prefs --tokenizer demo/tokenizer --chat-template chatml --pack-size 512 \
---layout shared_prefix --carry source
+--carry source
 show prefs --pack 1 --count 3 --html view.html
 stats prefs --by source --html stats.html
 """

@@ -57,7 +57,7 @@ def train(steps: int) -> list[float]:
         advantages = rewards - rewards.mean(1, keepdim=True)
         advantages /= rewards.std(1, keepdim=True) + 1e-4
         groups = list(zip(prompts, answers, advantages, strict=True))
-        batches = pt.pack_in_memory(groups, pack_size=256, layout="shared_prefix")
+        batches = pt.pack_in_memory(groups, pack_size=256)
         pt.use_packed_attention(model)
         for _ in range(2):  # in the second pass, ratios are clipped
             for batch in batches:

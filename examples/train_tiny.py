@@ -71,7 +71,6 @@ def pack_all(tokenizer: Path, out: Path) -> None:
             pack_size=size,
             max_length=PACK_SIZE // 2,
             on={"overlong": "truncate_response"},
-            layout="concat" if name == "chats" else "shared_prefix",
             max_drop_rate=0.6,
         )
         m = ds.manifest

@@ -125,7 +125,7 @@ PACK = Command(
     "--pack-size 4096\n"
     "  packstore pack odd.jsonl odd-8k --tokenizer t.json --adapter "
     "forms.py:read_pair\n"
-    "  packstore pack prefs-8k prefs-32k --pack-size 32768 --layout shared_prefix\n"
+    "  packstore pack prefs-8k prefs-32k --pack-size 32768\n"
     "  packstore pack --config job.yaml --dry-run\n"
     "  zcat raw.gz | packstore pack - prefs-8k --tokenizer tokenizer.json\n",
 )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from packstore.config.reasons import answers_of
 from packstore.config.record_fields import SPELLINGS
@@ -36,8 +36,8 @@ class SizeConfig(Settings):
     """Size of a pack, and layout of the sequences in it."""
 
     pack_size: int = setting(8192, "maximum tokens per pack", low=2, high=2**31 - 1)
-    layout: Literal["concat", "shared_prefix"] = setting(
-        "concat", "whole sequences, or each prompt once"
+    layout: Literal["auto", "concat", "shared_prefix"] = setting(
+        "auto", "auto: prompts once, except in sft"
     )
     pad_to_multiple: int = setting(1, "reserve room to pad to a multiple of N", low=1)
     max_keys: int | None = setting(
@@ -55,6 +55,19 @@ class SizeConfig(Settings):
         if self.max_keys is not None:
             return self.max_keys
         return min(KEYS_PER_TOKEN * self.pack_size, 2**31 - 1)
+
+    def with_layout_of(self, kind: str) -> Self:
+        """Return the settings with the layout that `auto` means for a kind.
+
+        Several answers to a prompt share it; the only sequence of ``sft`` has none to
+        share its prompt with.
+
+        Args:
+            kind: ``preference``, ``sft`` or ``scored``.
+        """
+        if self.layout != "auto":
+            return self
+        return replace(self, layout="concat" if kind == "sft" else "shared_prefix")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -250,7 +250,7 @@ def _pack(
     """Pack the examples of a reader, and commit the dataset of each job."""
     if isinstance(reader, RecordExampleReader):
         reader.announce()
-    config = replace(config, partitions=reader.partitions)
+    config = replace(config, layout=reader.layout, partitions=reader.partitions)
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
 

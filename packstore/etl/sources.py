@@ -153,6 +153,7 @@ def open_records(
         kind = _detect_kind(
             first_rows, config, adapter, prefers_ids=reference_tokenizer is None
         )
+    config = config.with_layout_of(kind)
     build_tokenizer = partial(
         RecordTokenizer, reference_tokenizer, config, kind, adapter=adapter
     )
@@ -373,6 +374,7 @@ class RecordExampleReader:
         inputs: the files; none if the records are in memory.
         paths: ordinal of an input -> its path.
         kind: ``preference``, ``sft`` or ``scored``.
+        layout: of the packs, ``concat`` or ``shared_prefix``.
         carry: name of each column that is copied into the packs -> its type.
         vocab_size: of the tokenizer; None: the records hold token ids.
     """
@@ -392,6 +394,7 @@ class RecordExampleReader:
         self.inputs = input_reader.inputs
         self.paths = input_reader.paths
         self.kind = kind
+        self.layout = config.layout
         self.carry = parse_carry(config)
         self.vocab_size = (
             reference_tokenizer.vocab_size if reference_tokenizer else None
@@ -595,7 +598,9 @@ class DatasetExampleReader:
         manifest = dataset.manifest
         _require_repackable(dataset, config)
         manifest.require_readable(dataset.url)
+        config = config.with_layout_of(manifest.kind)
         self.kind = manifest.kind
+        self.layout = config.layout
         self.carry = dict(manifest.carry)
         self.vocab_size = manifest.vocab_size
         self.size = int(dataset.row_groups.examples.sum())

@@ -61,7 +61,7 @@ def command(folder: Path, text: str) -> list[str]:
         ("stats packed", {}),
         ("estimate pairs.jsonl --tokenizer t.json", {"kind": "preference"}),
         ("inspect packed", {"kind": "preference"}),
-        ("show packed --tokenizer t.json", {"layout": "concat"}),
+        ("show packed --tokenizer t.json", {"layout": "shared_prefix"}),
     ],
     ids=lambda value: value.split()[0] if isinstance(value, str) else "",
 )

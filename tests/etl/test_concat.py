@@ -107,7 +107,7 @@ def test_what_differs_is_named(tmp_path: Path) -> None:
     a = pack(tmp_path / "a", pairs(30))
     others = {
         "pack_size": {"pack_size": 128},
-        "layout": {"layout": "shared_prefix"},
+        "layout": {"layout": "concat"},
         "file_format": {"format": "arrow"},
     }
     for number, (name, settings) in enumerate(others.items()):

@@ -75,7 +75,12 @@ def test_a_small_input_is_read_in_full_and_is_exact(
 ) -> None:
     (choice,) = sampled(ordered, len(LENGTHS), **how).choices
     packed = packstore.pack(
-        ordered, tmp_path / "out", pack_size=LONG, max_drop_rate=0.9, **how
+        ordered,
+        tmp_path / "out",
+        pack_size=LONG,
+        layout="concat",
+        max_drop_rate=0.9,
+        **how,
     )
     overlong = packed.manifest.records.dropped["overlong"]
     assert (choice.packs, choice.dropped) == (len(packed), overlong)

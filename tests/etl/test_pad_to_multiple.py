@@ -76,6 +76,7 @@ def test_what_fits_only_without_padding(tmp_path: Path, overlong: str) -> None:
         records,
         tmp_path / "out",
         pack_size=24,
+        layout="concat",
         pad_to_multiple=M,
         on={"overlong": overlong},
     )
@@ -86,6 +87,10 @@ def test_what_fits_only_without_padding(tmp_path: Path, overlong: str) -> None:
         padded = -(-packs.segment_lengths // M) * M
         assert np.add.reduceat(padded, packs.sequence_offsets[:-1]).max() <= 24
     whole = packstore.pack(
-        records, tmp_path / "whole", pack_size=24, on={"overlong": "error"}
+        records,
+        tmp_path / "whole",
+        pack_size=24,
+        layout="concat",
+        on={"overlong": "error"},
     )
     assert whole.manifest.records.packed == 10

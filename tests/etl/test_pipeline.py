@@ -146,9 +146,9 @@ def test_same_bytes_for_any_number_of_workers(
 
 
 def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
-    first = do_pack(PAIRS, carry=("source",))
+    first = do_pack(PAIRS, carry=("source",), layout="concat")
     second = do_pack(first, None, pack_size=512, layout="shared_prefix", seed=9)
-    third = do_pack(second, None, pack_size=256, seed=4)
+    third = do_pack(second, None, pack_size=256, layout="concat", seed=4)
     assert by_id(first) == by_id(second) == by_id(third)
     assert (
         second.manifest.provenance["repacked_from"]["fingerprint"]
@@ -160,7 +160,7 @@ def test_packing_anew_changes_packs_not_examples(do_pack: Pack) -> None:
     )
     assert second.verify().ok
     assert third.verify().ok
-    small = do_pack(first, None, pack_size=40, max_drop_rate=0.9)
+    small = do_pack(first, None, pack_size=40, layout="concat", max_drop_rate=0.9)
     records = small.manifest.records
     assert records.read == 60 == records.packed + records.dropped["overlong"]
     with pytest.raises(ConfigError, match="tokenizer"):
@@ -200,6 +200,7 @@ def test_nemo_aligner_packs_the_same(shared_data: Path, do_pack: Pack) -> None:
         shared_data / "nemo" / "dummy-dpo.jsonl",
         shared_data / "nemo" / "tokenizer.json",
         pack_size=90,
+        layout="concat",
         add_bos=False,
         append_eos=False,
     )

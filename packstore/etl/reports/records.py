@@ -89,7 +89,7 @@ def estimate(
     tokenizer: Any = None,
     *,
     pack_sizes: Sequence[int] | None = None,
-    layouts: Sequence[Literal["concat", "shared_prefix"]] | None = None,
+    layouts: Sequence[Literal["auto", "concat", "shared_prefix"]] | None = None,
     sample: int = SAMPLE,
     records: int | None = None,
     packs_per_batch: int | None = None,
@@ -110,7 +110,8 @@ def estimate(
         source, tokenizer, adapter, storage_options, progress: see
             :func:`packstore.pack`.
         pack_sizes, layouts: values to combine. None: the setting `pack_size` or
-            `layout` if it is in `settings`, else 2048 to 32768 and both layouts.
+            `layout` if it is in `settings`, else 2048 to 32768 and both layouts. A
+            layout of ``auto`` stands for both, too.
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
         packs_per_batch, gradient_accumulation_steps, examples_per_step: how one rank
@@ -135,6 +136,8 @@ def estimate(
     )
     pack_sizes = _values_of("pack_size", pack_sizes, settings, PACK_SIZES)
     layouts = _values_of("layout", layouts, settings, LAYOUTS)
+    if "auto" in layouts:
+        layouts = LAYOUTS
     base, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     STRATEGIES.check(base.strategy)
     if base.selects:
@@ -224,6 +227,7 @@ def dry_run(
         block_bytes=SAMPLE_BLOCK_BYTES,
         adapter=loaded_adapter,
     )
+    config = replace(config, layout=reader.layout)
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
     projection = Projection(sampling, total, [config.layout], config.pad_to_multiple)

@@ -46,7 +46,7 @@ _NO_LIMIT = 1 << 24
 def pack_in_memory(
     records: Sequence[Record] | Examples,
     pack_size: int,
-    layout: Literal["concat", "shared_prefix"] = "concat",
+    layout: Literal["auto", "concat", "shared_prefix"] = "auto",
     *,
     kind: str = "auto",
     fields: Mapping[str, str] | None = None,
@@ -66,8 +66,8 @@ def pack_in_memory(
             tokens, such as :class:`~packstore.torch.PolicyLoss`, the responses to a
             prompt that do not fit one pack may be split over several records.
         pack_size: maximum tokens of a batch.
-        layout: ``concat`` or ``shared_prefix``, which stores a prompt once for its
-            responses.
+        layout: ``concat``; or ``shared_prefix``, which stores a prompt once for its
+            responses; ``auto``: by the kind, as :func:`packstore.pack` chooses.
         kind: ``preference``, ``sft`` or ``scored``; default: the kind that the fields
             of the records belong to.
         fields: canonical name -> name in the records.
@@ -103,6 +103,7 @@ def pack_in_memory(
     else:
         examples, ref_logps, kind = _parse_records(records, config)
 
+    layout = config.with_layout_of(kind).layout
     tokens = sizes(examples, layout)
     _check_longest(tokens, pack_size)
     packing = plan(tokens, pack_size=pack_size, shuffle=False)
@@ -191,7 +192,7 @@ class PackCollator:
         """Return one pack of all records."""
         from packstore.pack.fill import fill
 
-        config = PackConfig.of(self.config, kind=self.kind)
+        config = PackConfig.of(self.config, kind=self.kind).with_layout_of(self.kind)
         records = [self._prepare(record) for record in records]
         examples, ref_logps, _ = _parse_records(records, config)
         offsets = np.array([0, len(records)])

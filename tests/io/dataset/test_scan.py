@@ -182,7 +182,7 @@ def test_only_what_is_needed_is_read(
 def test_errors(tmp_path: Path) -> None:
     with pytest.raises(DatasetNotFoundError):
         packstore.scan(tmp_path / "none")
-    dataset = packed(tmp_path)
+    dataset = packed(tmp_path, layout="concat")
     shard = Path(dataset.shard_urls[0])
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1

@@ -24,7 +24,8 @@ FORMATS = pytest.mark.parametrize("format_", ["parquet", "arrow"])
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_round_trip(kit, place, format_, kind):
     records = kit.records(40, kind)
-    ds = kit.made(place, records, kind, format=format_, shard_tokens=1)
+    how = {"format": format_, "layout": "concat"}
+    ds = kit.made(place, records, kind, shard_tokens=1, **how)
     assert len(ds) == ds.manifest.totals.packs == 40
     assert len(ds.manifest.shards) > 1
     assert kit.rows(ds) == [
@@ -37,7 +38,7 @@ def test_round_trip(kit, place, format_, kind):
 @FORMATS
 def test_a_shared_prompt_is_stored_once(kit, tmp_path, format_):
     how = {"format": format_, "strategy": "pool"}
-    whole = kit.made(tmp_path / "concat", 90, **how)
+    whole = kit.made(tmp_path / "concat", 90, layout="concat", **how)
     shared = kit.made(tmp_path / "shared", 90, layout="shared_prefix", **how)
     assert shared.verify().ok
     assert shared.manifest.totals.logical_tokens == whole.manifest.totals.tokens

@@ -140,6 +140,27 @@ def test_rollouts_are_laid_out_as_examples(layout: Any) -> None:
     assert sorted(seen) == list(range(N))
 
 
+def test_the_layout_follows_the_kind() -> None:
+    pair = {"prompt": [1, 2, 3], "chosen": [4], "rejected": [5]}
+    group = ([1, 2, 3], [[4], [5], [6]], [1.0, 0.0, 2.0])
+    chat = {"prompt": [1, 2, 3], "response": [4]}
+    longer_chat = {"prompt": [1, 2, 3, 4, 5], "response": [6]}
+    for kind, records, num_tokens in (
+        ("preference", [pair], 4 + 2),
+        ("scored", [group], 4 + 2 + 2),
+        ("sft", [chat, longer_chat], 4 + 6),
+    ):
+        (batch,) = pt.pack_in_memory(records, 90)
+        assert (batch.kind, batch.num_tokens) == (kind, num_tokens)
+    assert pt.PackCollator("preference")([pair]).num_tokens == 4 + 2
+    assert pt.PackCollator("sft")([chat, longer_chat]).num_tokens == 4 + 6
+
+    config = PackConfig(layout="concat")
+    (whole,) = pt.pack_in_memory([pair], 90, "concat")
+    assert whole.num_tokens == 4 + 4
+    assert pt.PackCollator("preference", config)([pair]).num_tokens == 4 + 4
+
+
 def test_rollouts_of_equal_responses_are_kept() -> None:
     same = [
         ([1, 2], [[3, 4], [3, 4]], [1.0, 0.0]),

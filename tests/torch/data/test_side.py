@@ -134,9 +134,8 @@ def test_two_columns_of_one_name(packed: SimpleNamespace, tmp_path: Path) -> Non
 
 def test_a_side_of_all_joins_the_rest(packed: SimpleNamespace, tmp_path: Path) -> None:
     """Packing anew may drop examples."""
-    fewer = packstore.pack(
-        packed.first.url, str(tmp_path / "fewer"), pack_size=15, max_drop_rate=0.5
-    )
+    settings: Any = {"pack_size": 15, "layout": "concat", "max_drop_rate": 0.5}
+    fewer = packstore.pack(packed.first.url, str(tmp_path / "fewer"), **settings)
     assert 0 < fewer.manifest.totals.examples < N
     for batch in batches(PackedDataset(fewer, side=[packed.side])):
         assert_joined(batch)
