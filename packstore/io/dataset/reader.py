@@ -35,7 +35,12 @@ from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import DECODER_ERRORS, decoding
 from packstore.io.shards.arrow_file import ArrowFile, batch_crc32
 from packstore.io.shards.parquet import ParquetShard
-from packstore.io.shards.shard import NonconformingFile, ShardInfo, crc32_of
+from packstore.io.shards.shard import (
+    NonconformingFile,
+    ShardInfo,
+    crc32_of,
+    declared_footer_bytes,
+)
 from packstore.io.store import local
 from packstore.io.store.location import Location
 
@@ -161,6 +166,12 @@ class ShardReader:
         if not self._is_intact_footer(footer):
             raise IntegrityError(
                 "its footer must have the sha256 that the manifest records"
+            )
+        declared_bytes = declared_footer_bytes(footer)
+        if declared_bytes != len(footer):
+            raise NonconformingFile(
+                f"its footer must have {len(footer)} bytes, as the manifest says; it "
+                f"declares {declared_bytes}"
             )
         return footer
 

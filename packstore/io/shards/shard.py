@@ -94,20 +94,23 @@ class ShardInfo:
     further: Any = field(default_factory=dict)
 
 
-def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
-    """Return sizes and hashes of a finished shard, named as in :class:`ShardInfo`.
+def declared_footer_bytes(end: bytes) -> int:
+    """Return the size of the footer that a shard declares in its last bytes.
 
     Parquet and Arrow files end with the footer, its length in four bytes, and a magic
-    word.
+    word. The size includes all of them.
     """
+    magic_bytes = len(b"ARROW1") if end.endswith(b"ARROW1") else len(b"PAR1")
+    length = int.from_bytes(end[-magic_bytes - 4 : -magic_bytes], "little")
+    return length + 4 + magic_bytes
+
+
+def file_hashes(file: io.BufferedIOBase) -> dict[str, Any]:
+    """Return sizes and hashes of a finished shard, named as in :class:`ShardInfo`."""
     sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - 10, 0))
-    end = file.read()
-    magic_bytes = len(b"ARROW1") if end.endswith(b"ARROW1") else len(b"PAR1")
-    declared_length = int.from_bytes(end[-magic_bytes - 4 : -magic_bytes], "little")
-    footer_bytes = declared_length + 4 + magic_bytes
-
+    footer_bytes = declared_footer_bytes(file.read())
     file.seek(size - footer_bytes)
     return {
         "bytes": size,
