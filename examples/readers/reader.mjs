@@ -1,4 +1,4 @@
-// A reader of packstore datasets that was written from schemas/format.md alone.
+// A reader of packstore datasets that was written from the pages in schemas/ alone.
 //
 //     npm install && node reader.mjs DATASET [SIDE...]
 //
@@ -24,11 +24,11 @@ const SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "b
 const CODECS = ["ZSTD", "LZ4_RAW", "UNCOMPRESSED"];
 const ENCODINGS = ["PLAIN", "RLE", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "BIT_PACKED"];
 const COLUMNS = ["input_ids", "labels", "reward", "lengths", "seq_boundaries",
-  "example_ids", "num_responses"];
+  "parent_distances", "example_ids", "num_responses"];
 
 class Refused extends Error {}
 
-/** Refuses the dataset under a name of section 6 unless `ok`. */
+/** Refuses the dataset under a name of section 9 or annex G unless `ok`. */
 function need(ok, name) {
   if (!ok) throw new Refused(name);
 }
@@ -40,7 +40,7 @@ const range = (a, b) => Array.from({ length: b - a }, (_, i) => a + i);
 const same = (a, b) => a.length === b.length && a.every((v, i) => v === b[i]);
 const sha256 = (data) => createHash("sha256").update(data).digest("hex");
 
-// ------------------------------------------------------------- manifests (sections 12 to 16)
+// ---------------------------------------------- manifests (annex B; for side data, annex E)
 
 /** I-JSON: members have different names, texts are Unicode; large whole numbers are BigInt. */
 function parseJson(text) {
@@ -51,6 +51,7 @@ function parseJson(text) {
   const scalar = () => {
     const value = JSON.parse(now);
     if (typeof value === "string") need(value.isWellFormed(), "manifest");
+    if (typeof value === "number") need(Number.isFinite(value), "manifest"); // 1e400
     const large = /^-?\d+$/.test(now) && !Number.isSafeInteger(value);
     return large ? BigInt(now) : value;
   };
@@ -230,7 +231,7 @@ function checkSide(side) {
   checkSha256(side.lineage);
 }
 
-// ----------------------------------------------------------------- shards (sections 7 to 11)
+// ------------------------------------------------------------------------- shards (annex A)
 
 /** The bytes of a file, its size and hash verified. */
 function stored(folder, file, name = "bytes") {
@@ -328,9 +329,12 @@ function footer(data, name) {
 async function readShard(folder, shard, m) {
   const data = stored(folder, shard), groups = shard.row_groups, packs = [];
   need(sha256(data.subarray(-shard.footer_bytes)) === shard.footer_sha256, "bytes");
+  need(shard.footer_bytes === data.readUInt32LE(data.length - 8) + 8, "bytes");
   const metadata = footer(data, "encoding");
   const types = { input_ids: [I32], labels: [I32], reward: [F32] };
-  Object.assign(types, { lengths: [I32], seq_boundaries: [I32], example_ids: [I64] });
+  Object.assign(types, { lengths: [I32], seq_boundaries: [I32] });
+  if (m.layout === "shared_prefix") types.parent_distances = [I32];
+  types.example_ids = [I64];
   if (KINDS[m.kind] === null) types.num_responses = [I32];
   const carry = known(m.carry, SCALARS);
   for (const n of Object.keys(m.carry)) types[n] = n in carry ? [SCALARS[carry[n]]] : null;
@@ -360,7 +364,7 @@ async function readShard(folder, shard, m) {
   return packs;
 }
 
-// ------------------------------------------------------- packs (sections 3 to 6, 8 to 10)
+// --------------------------------- packs (sections 3 to 5, 7 and 9), pack index (annex D)
 
 /** K of each example. */
 function responses(pack, kind) {
@@ -375,6 +379,8 @@ function checkPack(pack, m) {
   for (const n of Object.keys(m.carry))
     need(!(n in pack) || pack[n].length === examples, "columns-agree");
   need(b.length === lengths.length + 1, "boundaries-count");
+  if (m.layout === "shared_prefix")
+    need(pack.parent_distances.length === lengths.length, "parents-count");
   need(b[0] === 0 && b.at(-1) === tokens, "boundaries-span");
   const segments = steps(b), counts = responses(pack, m.kind);
   need(segments.every((n) => n > 0), "segments-nonempty");
@@ -386,48 +392,56 @@ function checkPack(pack, m) {
   need(ids.every((i) => 0 <= i && i < top), "ids-range");
   need(labels.every((x, t) => x === ids[t] || x === -100), "labels-are-ids");
   need(segments.every((_, i) => labels[b[i]] === -100), "first-unsupervised");
-  const prompts = segments.map((_, i) => {
-    const at = labels.slice(b[i], b[i + 1]).findIndex((x) => x !== -100);
-    need(at >= 0, "supervised-nonempty");
-    return ids.slice(b[i], b[i] + at);
-  });
+  for (const i of segments.keys())
+    need(labels.slice(b[i], b[i + 1]).some((x) => x !== -100), "supervised-nonempty");
   need(reward.every(Number.isFinite), "reward-finite");
-  const offset = segments.map((n, i) => lengths[i] - n);
-  if (m.layout === "concat") return need(offset.every((n) => n === 0), "lengths-concat");
-  let s = 0;
-  for (const k of counts) {
-    const first = prompts[s];
-    need(offset[s] === 0, "prefix-first-whole");
-    for (const i of range(s + 1, s + k)) {
-      need(0 <= offset[i] && offset[i] <= first.length, "prefix-offset");
-      const prompt = [...first.slice(0, offset[i]), ...prompts[i]];
-      const part = prompt.findIndex((id, t) => id !== first[t]);
-      const shared = part < 0 ? prompt.length : part;
-      need(offset[i] === Math.max(shared - 1, 0), "prefix-offset");
-    }
-    s += k;
+  const offsets = offsetsOf(pack);
+  if (m.layout === "concat") need(offsets.every((n) => n === 0), "lengths-concat");
+  else checkParents(pack, offsets);
+  need(sum(lengths) <= m.statistics.most_keys, "pack-keys");
+}
+
+/** The number of leading tokens that each segment leaves out. */
+function offsetsOf({ lengths, seq_boundaries: b }) {
+  return steps(b).map((n, i) => lengths[i] - n);
+}
+
+/** The rules of layout `shared_prefix`. */
+function checkParents({ input_ids: ids, seq_boundaries: b, lengths, ...pack }, offsets) {
+  for (const [i, distance] of pack.parent_distances.entries()) {
+    need(0 <= distance && distance <= i, "parent-earlier");
+    need((distance === 0) === (offsets[i] === 0), "prefix-whole");
+    if (distance === 0) continue;
+    const parent = i - distance;
+    need(0 <= offsets[i] && offsets[i] < lengths[parent], "prefix-inside");
+    need(offsets[i] > offsets[parent], "parent-stores");
+    // The parent stores the token behind those that its child leaves out.
+    const repeated = b[parent] + offsets[i] - offsets[parent];
+    need(ids[repeated] === ids[b[i]], "prefix-repeats");
   }
 }
 
-/** The derived values of section 5. */
-function derive(pack, kind) {
-  const { seq_boundaries: b, lengths } = pack, segments = steps(b);
-  let s = 0;
-  const first = responses(pack, kind).flatMap((k) => Array(k).fill((s += k) - k));
-  const offset = segments.map((n, i) => lengths[i] - n);
-  const ends = [0];
-  for (const n of lengths) ends.push(ends.at(-1) + n);
-  const each = (make) => segments.flatMap((_, i) => range(b[i], b[i + 1]).map((t) => make(i, t)));
+/**
+ * The derived values of section 5. The keys of a sequence are the places of its tokens in the
+ * pack: those that its segment leaves out are the first keys of its parent.
+ */
+function derive(pack) {
+  const { seq_boundaries: b, lengths } = pack, segments = steps(b), offsets = offsetsOf(pack);
+  const keys = [], sequenceLabels = [], ends = [0];
+  for (const [i, offset] of offsets.entries()) {
+    const leftOut = offset ? keys[i - pack.parent_distances[i]].slice(0, offset) : [];
+    keys.push([...leftOut, ...range(b[i], b[i + 1])]);
+    sequenceLabels.push(...leftOut.map(() => -100), ...pack.labels.slice(b[i], b[i + 1]));
+    ends.push(ends[i] + lengths[i]);
+  }
   return {
-    segment_offsets: offset,
-    segment_ids: each((i) => i),
-    position_ids: each((i, t) => offset[i] + t - b[i]),
+    segment_offsets: offsets,
+    segment_ids: segments.flatMap((n, i) => Array(n).fill(i)),
+    position_ids: segments.flatMap((_, i) => range(offsets[i], lengths[i])),
     cu_seqlens: b,
     cu_seqlens_k: ends,
-    kv_index: segments.flatMap((_, i) => [
-      ...range(b[first[i]], b[first[i]] + offset[i]),
-      ...range(b[i], b[i + 1]),
-    ]),
+    kv_index: keys.flat(),
+    sequence_labels: sequenceLabels,
     max_seqlen: most(segments),
     max_seqlen_k: most(lengths),
   };
@@ -498,6 +512,9 @@ function checkCounts(m, shards) {
   need(spread.min === least(examples) && spread.max === most(examples), "counts");
   need(s.longest_sequence === most(lengths) && s.shortest_pack === least(tokens), "counts");
   need(s.most_segments === most(packs.map((p) => p.lengths.length)), "counts");
+  need(s.most_keys === most(packs.map((p) => sum(p.lengths))), "counts");
+  const targets = packs.map((p) => p.labels.filter((x) => x !== -100).length);
+  need(s.most_targets === most(targets), "counts");
   const histogram = {};
   for (const length of lengths) {
     const bucket = 2 ** Math.floor(Math.log2(length));
@@ -508,7 +525,7 @@ function checkCounts(m, shards) {
   need(names.every((name) => s.length_histogram[name] === histogram[name]), "counts");
 }
 
-// --------------------------------------------------------------- side datasets (section 15)
+// ------------------------------------------------------------------ side datasets (annex E)
 
 /** The ids that a side dataset covers: first, and end (exclusive). */
 function spansOf(side, m) {
@@ -587,7 +604,7 @@ async function read(folder, folders) {
   const sides = [];
   for (const path of folders) sides.push(await readSide(path, m));
   joinSides(packs, sides, m.kind);
-  return { packs: packs.map((pack) => ({ ...pack, ...derive(pack, m.kind) })) };
+  return { packs: packs.map((pack) => ({ ...pack, ...derive(pack) })) };
 }
 
 /** JSON: BigInt as digits, numbers that are not finite as texts. */

@@ -1,9 +1,9 @@
-"""A reader of packstore datasets that was written from schemas/format.md alone.
+"""A reader of packstore datasets that was written from the pages in schemas/ alone.
 
     python examples/readers/reader.py DATASET [SIDE...]
 
 It checks and reads all of a dataset, and prints what packstore's conformance kit asks
-for. It needs pyarrow and numpy, not packstore, and reads a shard at once: clear code,
+for. It needs pyarrow, not packstore, and reads a shard at once: clear code,
 not a fast loader.
 """
 
@@ -20,12 +20,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 KINDS = {"preference": 2, "sft": 1, "scored": None}
-COLUMNS = "input_ids labels reward lengths seq_boundaries example_ids num_responses"
+COLUMNS = (
+    "input_ids labels reward lengths seq_boundaries parent_distances example_ids "
+    "num_responses"
+)
 SCALARS = {"string": "string", "int64": "int64", "float64": "double", "bool": "bool"}
 SIDE = {**SCALARS, "float32": "float", "list<float32>": "list<element: float not null>"}
 COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
@@ -36,6 +38,8 @@ CODECS, ENCODINGS = (
 ENCODINGS |= {"BYTE_STREAM_SPLIT", "BIT_PACKED"}  # BIT_PACKED: levels of old writers
 GROUPS = ["rows", "examples", "tokens", "longest"]
 SUMS = ["rows", "examples", "sequences", "tokens", "supervised_tokens", "bytes"]
+MOST = ["longest_sequence", "most_segments", "most_keys", "most_targets"]
+MOST += ["shortest_pack"]
 
 Json = dict[str, Any]
 
@@ -45,13 +49,18 @@ class Refused(Exception):
 
 
 def need(ok: Any, name: str) -> None:
-    """Refuses the dataset under a name of section 6 unless `ok`."""
+    """Refuses the dataset under a name of section 9 or annex G unless `ok`."""
     if not ok:
         raise Refused(name)
 
 
-# ---------------------------------------------------------------- manifests (sections
-# 12 to 16)
+# --------------------------------------------- manifests (annex B; for side data, annex E)
+
+
+def finite(text: str) -> float:
+    """A number with a fraction or an exponent, in the range of a double."""
+    need(math.isfinite(float(text)), "manifest")
+    return float(text)
 
 
 def members(pairs: list[tuple[str, Any]]) -> Json:
@@ -86,7 +95,10 @@ def read_manifest(folder: Path, prefix: str) -> Json:
     try:
         text = data.decode()
         document = json.loads(
-            text, object_pairs_hook=members, parse_constant=lambda _: 1 / 0
+            text,
+            object_pairs_hook=members,
+            parse_float=finite,
+            parse_constant=lambda _: 1 / 0,
         )
         json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair
     except (ValueError, ArithmeticError, RecursionError) as error:
@@ -126,9 +138,7 @@ MANIFEST = {
     "statistics": {
         "fill_rate": "number",
         "examples_per_pack": {"min": "count", "mean": "number", "max": "count"},
-        **dict.fromkeys(
-            ["longest_sequence", "most_segments", "shortest_pack"], "count"
-        ),
+        **dict.fromkeys(MOST, "count"),
         "length_histogram": TALLY,
         "planning": {},
     },
@@ -290,8 +300,7 @@ def check_side(side: Json) -> None:
     need(side["columns"], "manifest")
 
 
-# -------------------------------------------------------------------- shards (sections
-# 7 to 11)
+# ------------------------------------------------------------------------ shards (annex A)
 
 
 def stored(folder: Path, file: Json, name: str = "bytes") -> bytes:
@@ -347,6 +356,9 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
     """
     footer = data[-shard["footer_bytes"] :]
     need(hashlib.sha256(footer).hexdigest() == shard["footer_sha256"], "bytes")
+    magic = 6 if m["file_format"] == "arrow" else 4  # ARROW1 or PAR1
+    length = int.from_bytes(footer[-magic - 4 : -magic], "little")
+    need(len(footer) == length + 4 + magic, "bytes")
     carry = known(m["carry"], SCALARS)
     i32, f32, i64 = (
         f"list<element: {t} not null>" for t in ("int32", "float", "int64")
@@ -356,7 +368,9 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
         "labels": i32,
         "reward": f32,
     }
-    types |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
+    types |= {"lengths": i32, "seq_boundaries": i32}
+    types |= {"parent_distances": i32} if m["layout"] == "shared_prefix" else {}
+    types |= {"example_ids": i64}
     types |= {"num_responses": i32} if KINDS[m["kind"]] is None else {}
     for name in m["carry"]:
         types[name] = (
@@ -423,8 +437,7 @@ def arrow_crc32(batch: pa.RecordBatch, file: pa.Buffer) -> int:
     return crc
 
 
-# ------------------------------------------------------------- packs (sections 3 to 6,
-# 8 to 10)
+# ------------------------------- packs (sections 3 to 5, 7 and 9), pack index (annex D)
 
 
 def check_pack(pack: Json, m: Json) -> None:
@@ -437,6 +450,8 @@ def check_pack(pack: Json, m: Json) -> None:
         all(len(pack[n]) == examples for n in m["carry"] if n in pack), "columns-agree"
     )
     need(len(b) == len(lengths) + 1, "boundaries-count")
+    if m["layout"] == "shared_prefix":
+        need(len(pack["parent_distances"]) == len(lengths), "parents-count")
     need(b[0] == 0 and b[-1] == tokens, "boundaries-span")
     need(all(a < z for a, z in pairwise(b)), "segments-nonempty")
     counts = pack.get("num_responses", [KINDS[m["kind"]]] * examples)
@@ -450,52 +465,70 @@ def check_pack(pack: Json, m: Json) -> None:
         all(x in (i, -100) for x, i in zip(labels, ids, strict=True)), "labels-are-ids"
     )
     need(all(labels[x] == -100 for x in b[:-1]), "first-unsupervised")
-    prompts = []  # tokens before the first supervised one
     for start, end in pairwise(b):
-        on_ = [t for t in range(start, end) if labels[t] != -100]
-        need(on_, "supervised-nonempty")
-        prompts.append(ids[start : on_[0]])
+        is_supervised = any(x != -100 for x in labels[start:end])
+        need(is_supervised, "supervised-nonempty")
     need(all(map(math.isfinite, reward)), "reward-finite")
-    offset = [
-        n - (end - start) for n, (start, end) in zip(lengths, pairwise(b), strict=True)
-    ]
     if m["layout"] == "concat":
-        need(not any(offset), "lengths-concat")
-        return
-    s = 0
-    for k in counts:
-        need(offset[s] == 0, "prefix-first-whole")
-        for i in range(s + 1, s + k):
-            need(0 <= offset[i] <= len(prompts[s]), "prefix-offset")
-            prompt = prompts[s][: offset[i]] + prompts[i]
-            agree = [x == y for x, y in zip(prompts[s], prompt, strict=False)]
-            shared = [*agree, False].index(False)
-            need(offset[i] == max(shared - 1, 0), "prefix-offset")
-        s += k
+        need(not any(offsets_of(pack)), "lengths-concat")
+    else:
+        check_parents(pack)
+    need(sum(lengths) <= m["statistics"]["most_keys"], "pack-keys")
 
 
-def derive(pack: Json, k: int | None) -> Json:
-    """The derived values of section 5."""
-    b, lengths = np.array(pack["seq_boundaries"]), np.array(pack["lengths"])
-    segments = np.diff(b)
-    counts = np.array(
-        pack["num_responses"] if k is None else [k] * len(pack["example_ids"])
-    )
-    first = np.repeat(np.cumsum(counts) - counts, counts)
-    offset, ids = lengths - segments, np.repeat(np.arange(len(segments)), segments)
-    keys = [
-        np.r_[b[f] : b[f] + n, b[i] : b[i + 1]]
-        for i, (f, n) in enumerate(zip(first, offset, strict=True))
-    ]
+def offsets_of(pack: Json) -> list[int]:
+    """The number of leading tokens that each segment leaves out."""
+    segments = pairwise(pack["seq_boundaries"])
+    return [n - (z - a) for n, (a, z) in zip(pack["lengths"], segments, strict=True)]
+
+
+def check_parents(pack: Json) -> None:
+    """The rules of layout ``shared_prefix``.
+
+    A parent stores the token behind those that its child leaves out, as it leaves out
+    fewer itself. So nothing has to be rebuilt.
+    """
+    ids, b, lengths = pack["input_ids"], pack["seq_boundaries"], pack["lengths"]
+    offsets = offsets_of(pack)
+    for i, distance in enumerate(pack["parent_distances"]):
+        need(0 <= distance <= i, "parent-earlier")
+        need((distance == 0) == (offsets[i] == 0), "prefix-whole")
+        if distance:
+            parent = i - distance
+            need(0 <= offsets[i] < lengths[parent], "prefix-inside")
+            need(offsets[i] > offsets[parent], "parent-stores")
+            repeated = b[parent] + offsets[i] - offsets[parent]
+            need(ids[repeated] == ids[b[i]], "prefix-repeats")
+
+
+def derive(pack: Json) -> Json:
+    """The derived values of section 5.
+
+    The keys of a sequence are the places of its tokens in the pack: those that its
+    segment leaves out are the first keys of its parent.
+    """
+    b, lengths = pack["seq_boundaries"], pack["lengths"]
+    distances = pack.get("parent_distances", [0] * len(lengths))
+    offsets = offsets_of(pack)
+    keys: list[list[int]] = []
+    segment_ids, position_ids, sequence_labels, ends = [], [], [], [0]
+    for i, (start, end) in enumerate(pairwise(b)):
+        left_out = keys[i - distances[i]][: offsets[i]] if offsets[i] else []
+        keys.append([*left_out, *range(start, end)])
+        segment_ids += [i] * (end - start)
+        position_ids += range(offsets[i], lengths[i])
+        sequence_labels += [-100] * offsets[i] + pack["labels"][start:end]
+        ends.append(ends[-1] + lengths[i])
     return {
-        "segment_offsets": offset.tolist(),
-        "segment_ids": ids.tolist(),
-        "position_ids": (offset[ids] + np.arange(b[-1]) - b[ids]).tolist(),
-        "cu_seqlens": b.tolist(),
-        "cu_seqlens_k": np.r_[0, np.cumsum(lengths)].tolist(),
-        "kv_index": np.concatenate(keys).tolist(),
-        "max_seqlen": int(segments.max()),
-        "max_seqlen_k": int(lengths.max()),
+        "segment_offsets": offsets,
+        "segment_ids": segment_ids,
+        "position_ids": position_ids,
+        "cu_seqlens": b,
+        "cu_seqlens_k": ends,
+        "kv_index": [key for own in keys for key in own],
+        "sequence_labels": sequence_labels,
+        "max_seqlen": max(end - start for start, end in pairwise(b)),
+        "max_seqlen_k": max(lengths),
     }
 
 
@@ -576,10 +609,12 @@ def check_counts(m: Json, shards: list[list[Json]]) -> None:
     need(spread["max"] == max(examples, default=0), "counts")
     need(abs(spread["mean"] - sum(examples) / n) <= 1e-6, "counts")
     need(s["longest_sequence"] == max(lengths, default=0), "counts")
-    need(
-        s["most_segments"] == max((len(p["lengths"]) for p in packs), default=0),
-        "counts",
-    )
+    segments = [len(pack["lengths"]) for pack in packs]
+    need(s["most_segments"] == max(segments, default=0), "counts")
+    keys = [sum(pack["lengths"]) for pack in packs]
+    need(s["most_keys"] == max(keys, default=0), "counts")
+    targets = [sum(x != -100 for x in pack["labels"]) for pack in packs]
+    need(s["most_targets"] == max(targets, default=0), "counts")
     need(s["shortest_pack"] == min(tokens, default=0), "counts")
     buckets = [str(1 << (length.bit_length() - 1)) for length in lengths]
     need(s["length_histogram"] == {b: buckets.count(b) for b in buckets}, "counts")
@@ -611,8 +646,7 @@ def read_shard(folder: Path, shard: Json, m: Json) -> list[Json]:
     return packs
 
 
-# ------------------------------------------------------------------- side datasets
-# (section 15)
+# ----------------------------------------------------------------- side datasets (annex E)
 
 
 def fingerprint(m: Json) -> str:
@@ -720,7 +754,7 @@ def read(folder: Path, sides: Sequence[Path] = ()) -> Json:
     if m.get("pack_index"):
         check_index(folder, m, shards)
     join(packs, sides, m)
-    return {"packs": [pack | derive(pack, KINDS[m["kind"]]) for pack in packs]}
+    return {"packs": [pack | derive(pack) for pack in packs]}
 
 
 def plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import struct
@@ -11,6 +12,7 @@ from typing import Any
 
 import pyarrow as pa
 from case import Case, Files, Row
+from footers import join, split, with_bit_packed_levels
 from golden import CARRY, Golden, carried, row
 from writer import dataset, index_table, lists, put_index, side
 
@@ -83,7 +85,7 @@ def from_table() -> Iterator[Case]:
 
 
 def files() -> Iterator[Case]:
-    """Whatever section 11 lets writers do."""
+    """Whatever annex A lets writers do."""
     names = [*rows_of(carry=True)[0]]
     integers = [n for n in names if n not in ("reward", "source", "weight", "checked")]
     delta = {f"{n}.list.element": "DELTA_BINARY_PACKED" for n in integers}
@@ -130,6 +132,15 @@ def files() -> Iterator[Case]:
             shards=GROUPS,
             how=how,
         )
+    about = "a footer that lists BIT_PACKED, an encoding of levels"
+    yield good("file-bit-packed", about, shards=[[3]], data=with_bit_packed_levels)
+    # A footer may have 16 MiB, and 64 KiB for each row group besides.
+    name = "x" * 33_000
+    rows = [{**r, name: [0] * len(r["example_ids"])} for r in rows_of()]
+    about = "a footer of more than 64 KiB for one row group"
+    yield good("file-footer", about, rows, carry={name: "int64"})
+    about = "a shard without row groups, between others"
+    yield good("file-no-row-groups", about, shards=[[2], [], [1]])
     how = {"carry": CARRY, "shards": [[3]], "form": "arrow"}
     yield good("arrow-carried", "carried columns in Arrow", rows_of(carry=True), **how)
     how = {
@@ -184,7 +195,7 @@ def columns() -> Iterator[Case]:
     yield good("scored-one", "kind scored, a single response each", one, kind="scored")
     how = {"kind": "scored", "layout": "shared_prefix"}
     mixed = rows_of("scored", "shared_prefix")
-    mixed[1] = {**rows_of()[1], "num_responses": [1]}
+    mixed[1] = {**rows_of()[1], "num_responses": [1], "parent_distances": [0]}
     yield good(
         "scored-mixed", "kind scored, 1 to 4 responses", mixed, shards=GROUPS, **how
     )
@@ -280,9 +291,22 @@ def manifests() -> Iterator[Case]:
         manifest["statistics"]["fill_rate"] += 9e-7
 
     yield good("rounded", "a fraction that was rounded", manifest=rounded)
+    real = lambda m: m.update(pack_size=float(m["pack_size"]))  # noqa: E731
+    about = "a whole number with a point, which not every reader can tell"
+    either = good("whole-with-point", about, manifest=real)
+    yield dataclasses.replace(either, refuse=("manifest",))
 
 
 MANIFEST = "_packstore/manifest-000001.json"
+
+
+def largest_index(data: bytes) -> bytes:
+    """The same index, as large as that of two shards and three packs may be: bytes that
+    no footer names stand before the footer.
+    """
+    before, footer = split(data)
+    missing = 65_536 + 4_096 * 2 + 32 * 3 - len(data)
+    return join(before + bytes(missing), footer)
 
 
 def indexes() -> Iterator[Case]:
@@ -307,6 +331,10 @@ def indexes() -> Iterator[Case]:
     nulls = {name: pa.nulls(3, pa.int64()) for name in names}
     about = "a pack index with counts that nobody counted, and further columns"
     yield indexed("index-nulls", about, {**nulls, "_weights": pa.array([1.5, 2, 3])})
+    about = "an index whose footer lists BIT_PACKED, an encoding of levels"
+    yield indexed("index-bit-packed", about, {}, data=with_bit_packed_levels)
+    about = "an index of as many bytes as it may have"
+    yield indexed("index-largest", about, {}, data=largest_index)
     later = {"later": pa.array(["a", "b", "c"])}
     yield indexed("index-later", "sizes and a further column", later, compression="lz4")
 
@@ -422,6 +450,9 @@ def sides() -> Iterator[Case]:
     yield with_side(
         "side-later", about, wide, columns, both, manifest=lambda m: m.update(later=1)
     )
+    about = "side data whose footer lists BIT_PACKED, an encoding of levels"
+    how = {"data": with_bit_packed_levels}
+    yield with_side("side-bit-packed", about, values, REF, joined, **how)
     about = "side data of each part"
     yield parts_case("side-parts", about, [(0, 1), (1, 2), (2, 3)])
     yield parts_case("side-runs", "side data of a part, and of two", [(0, 1), (1, 3)])

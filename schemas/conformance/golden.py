@@ -55,16 +55,25 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Golden:
-    """One golden dataset: its name, and the settings that make it."""
+    """One golden dataset: its name, and the settings that make it.
+
+    Attributes:
+        kind, layout, file_format: of the dataset.
+        is_forest: its sequences are conversations that continue each other, and share
+            what they can with any earlier sequence of their pack.
+    """
 
     kind: str
     layout: str
     file_format: str = "parquet"
+    is_forest: bool = False
 
     @property
     def name(self) -> str:
-        """Kind, layout, and the file format if it is not Parquet."""
-        suffix = "" if self.file_format == "parquet" else f"-{self.file_format}"
+        """Kind, layout, ``forest``, and the file format if it is not Parquet."""
+        suffix = "-forest" if self.is_forest else ""
+        if self.file_format != "parquet":
+            suffix += f"-{self.file_format}"
         return f"{self.kind}-{self.layout}{suffix}"
 
     @property
@@ -74,18 +83,51 @@ class Golden:
 
 
 def goldens() -> Iterator[Golden]:
-    """Every kind and layout as Parquet, and two of them as Arrow."""
+    """Every kind and layout as Parquet, forests of every kind, and some as Arrow."""
     for kind, layout in itertools.product(KINDS, LAYOUTS):
         yield Golden(kind, layout)
     yield Golden("preference", "concat", "arrow")
     yield Golden("scored", "shared_prefix", "arrow")
+    for kind in KINDS:
+        yield Golden(kind, "shared_prefix", is_forest=True)
+    yield Golden("sft", "shared_prefix", "arrow", is_forest=True)
 
 
-def example(kind: str, number: int) -> list[Sequence]:
+PATHS = ("", "A", "AB", "AC", "ABD", "A", "ABDE", "ABDF", "G", "GA", "ABDEH", "ACA")
+"""The turns of conversations; each turn has a letter. They continue each other, fork,
+and one is there twice.
+"""
+
+
+def turn(letter: str) -> list[int]:
+    """The tokens of a turn; some have one token."""
+    n = ord(letter) - ord("A")
+    return [(13 * n + 5 * j) % VOCAB_SIZE for j in range(1 + n % 3)]
+
+
+def conversation(kind: str, number: int, k: int) -> Sequence:
+    """Two tokens that all begin with, turns, and a token for the response."""
+    ids = [1, 2]
+    supervised = [False, False]
+    for letter in PATHS[(number + k) % len(PATHS)]:
+        ids += turn(letter)
+        # Some learn the turns that others only read.
+        supervised += [number % 4 == 1] * len(turn(letter))
+    ids.append(90 + k)
+    supervised.append(True)
+    reward = 1.0 if kind == "sft" else (number - 4 * k) / 8
+    return Sequence(ids, supervised, reward)
+
+
+def example(golden: Golden, number: int) -> list[Sequence]:
     """An example whose sequences mostly share their prompt, and sometimes part inside
     it.
     """
+    kind = golden.kind
     sequences = []
+    if golden.is_forest:
+        responses = range(KINDS[kind] or 1 + number % 3)
+        return [conversation(kind, number, k) for k in responses]
     for k in range(KINDS[kind] or 2 + number % 3):
         prompt = [(5 * number + 3 * j) % VOCAB_SIZE for j in range(1 + number % 6)]
         if k and number % 5 == 4:
@@ -102,25 +144,49 @@ def example(kind: str, number: int) -> list[Sequence]:
     return sequences
 
 
-def offset(first: Sequence, other: Sequence) -> int:
-    """Leading tokens that `other` leaves out in layout ``shared_prefix``."""
-    pairs = zip(first.prompt, other.prompt, strict=False)
-    shared = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
-    return max(shared - 1, 0)
+def shared_tokens(a: list[int], b: list[int]) -> int:
+    """The number of leading tokens that are the same in both."""
+    pairs = zip(a, b, strict=False)
+    return len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+
+def left_out(earlier: list[Sequence], sequence: Sequence) -> tuple[int, int]:
+    """The leading tokens that a sequence leaves out in layout ``shared_prefix``.
+
+    Args:
+        earlier: the sequences before it that it may share them with.
+        sequence: the sequence.
+
+    Returns:
+        Their number, and how many sequences before it its parent stands: the first of
+        those that share the most of its prompt.
+    """
+    counts = [shared_tokens(other.ids, sequence.prompt) for other in earlier]
+    most = max(counts, default=0)
+    if most < 2:
+        return 0, 0
+    return most - 1, len(earlier) - counts.index(most)
 
 
 def row(golden: Golden, numbers: list[int]) -> Row:
     """The pack of these examples, as JSON values."""
     out: Row = {n: [] for n in ("input_ids", "labels", "reward", "lengths")}
-    out |= {"seq_boundaries": [0], "example_ids": [ident(n) for n in numbers]}
+    out["seq_boundaries"] = [0]
+    if golden.layout == "shared_prefix":
+        out["parent_distances"] = []
+    out["example_ids"] = [ident(n) for n in numbers]
     if golden.kind == "scored":
-        out["num_responses"] = [len(example(golden.kind, n)) for n in numbers]
+        out["num_responses"] = [len(example(golden, n)) for n in numbers]
+    earlier: list[Sequence] = []
     for number in numbers:
-        sequences = example(golden.kind, number)
-        for k, s in enumerate(sequences):
-            start = (
-                offset(sequences[0], s) if k and golden.layout == "shared_prefix" else 0
-            )
+        if not golden.is_forest:
+            earlier = []
+        for s in example(golden, number):
+            start = 0
+            if golden.layout == "shared_prefix":
+                start, distance = left_out(earlier, s)
+                out["parent_distances"].append(distance)
+            earlier.append(s)
             labels = [
                 i if on else IGNORE_INDEX
                 for i, on in zip(s.ids, s.supervised, strict=True)
@@ -151,7 +217,7 @@ def carried(numbers: list[int]) -> dict[str, list[Any]]:
 
 def examples(golden: Golden, numbers: list[int]) -> Examples:
     """The same examples as packstore holds them."""
-    groups = [example(golden.kind, n) for n in numbers]
+    groups = [example(golden, n) for n in numbers]
     flat = list(itertools.chain(*groups))
     columns = carried(numbers) if golden.carry else {}
     kinds = {
@@ -199,7 +265,9 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
     location = Location(str(folder))
     with ShardWriter(location, shape, config, run="0123456789ab") as writer:
         offsets = to_offsets(np.array([len(p) for p in packs]))
-        writer.write(fill(examples(golden, numbers), offsets, golden.layout))
+        share = "pack" if golden.is_forest else "example"
+        made = examples(golden, numbers)
+        writer.write(fill(made, offsets, golden.layout, share=share))
         finished = writer.finish()
     records = Records(read=len(numbers), packed=len(numbers), dropped={}, noted={})
     manifest = build_manifest(shape, config, finished, records, {}, provenance)
@@ -207,9 +275,9 @@ def write(golden: Golden, folder: Path, packs: list[list[int]]) -> None:
     commit(location, replace(manifest, pack_index=index).to_json(), 1)
 
 
-def side_row(kind: str, number: int) -> Row:
+def side_row(golden: Golden, number: int) -> Row:
     """Returns the row of an example in the side dataset."""
-    sequences = len(example(kind, number))
+    sequences = len(example(golden, number))
     return {
         "example_ids": ident(number),
         "ref_logps": [-0.25 - number - k / 8 for k in range(sequences)],
@@ -231,21 +299,21 @@ SIDE_COLUMNS = {
 }
 
 
-def side_columns(kind: str, numbers: list[int]) -> Row:
+def side_columns(golden: Golden, numbers: list[int]) -> Row:
     """Returns the columns of the side dataset, joined to the pack of these examples."""
-    rows = [side_row(kind, number) for number in numbers]
+    rows = [side_row(golden, number) for number in numbers]
     columns = {name: [row[name] for row in rows] for name in SIDE_COLUMNS}
     return columns | {"ref_logps": list(itertools.chain(*columns["ref_logps"]))}
 
 
-def write_side(where: str, source: Dataset) -> None:
+def write_side(golden: Golden, where: str, source: Dataset) -> None:
     """The side dataset of a golden dataset, in two shards."""
-    kind, numbers = source.manifest.kind, list(range(sum(EXAMPLES_PER_PACK)))
+    numbers = list(range(sum(EXAMPLES_PER_PACK)))
     provenance = {"model": "none", "dtype": "float32", "layers": 0, "checked": True}
     with SideWriter(where, source, SIDE_COLUMNS, provenance=provenance) as writer:
         for some in (numbers[7:], numbers[:7]):
-            arrays = {c: np.array(v) for c, v in side_columns(kind, some).items()}
-            counts = np.array([len(example(kind, n)) for n in some])
+            arrays = {c: np.array(v) for c, v in side_columns(golden, some).items()}
+            counts = np.array([len(example(golden, n)) for n in some])
             writer.write(np.array([ident(n) for n in some]), arrays, counts)
 
 
@@ -260,7 +328,8 @@ def make(root: Path) -> None:
     ``root/sides``.
     """
     for golden in goldens():
-        write(golden, root / "datasets" / golden.name, packs())
-    for name in SIDES:
-        source = open_dataset(str(root / "datasets" / name))
-        write_side(str(root / "sides" / name), source)
+        folder = root / "datasets" / golden.name
+        write(golden, folder, packs())
+        if golden.name in SIDES:
+            source = open_dataset(str(folder))
+            write_side(golden, str(root / "sides" / golden.name), source)

@@ -6,7 +6,7 @@
 ``kit.json`` lists the cases: the dataset and the side datasets that a reader gets, and
 either the file with what it must decode or the names under which it may refuse.
 packstore writes the golden datasets (``golden.py``), and ``writer.py`` all others, by
-format.md alone. A file of a released version is never written anew: cases are added.
+the pages alone. A file of a released version is never written anew: cases are added.
 """
 
 from __future__ import annotations
@@ -21,12 +21,10 @@ from typing import Any
 import golden
 from accepted import accepted
 from case import Case, Files, Row
+from compare import digest
 from plain_reader import READER
 from refused_files import refused_files
 from refused_values import refused_values
-from writer import KINDS
-
-from packstore.conformance import digest
 
 HERE = Path(__file__).parent
 
@@ -45,9 +43,7 @@ def goldens(root: Path) -> list[Case]:
         )
         cases.append(dataclasses.replace(case, expect=packs))
         if one.name in golden.SIDES:
-            sides = [
-                golden.side_columns(one.kind, numbers) for numbers in golden.packs()
-            ]
+            sides = [golden.side_columns(one, numbers) for numbers in golden.packs()]
             packs = [
                 {**pack, "side": own} for pack, own in zip(packs, sides, strict=True)
             ]
@@ -79,10 +75,7 @@ def plain(value: Any) -> Any:
 
 def expected(case: Case) -> str:
     """The text of the file with what a dataset decodes to, a line for each pack."""
-    packs = [
-        {**pack, **READER["derive"](pack, KINDS[case.kind])}
-        for pack in case.expect or []
-    ]
+    packs = [{**pack, **READER["derive"](pack)} for pack in case.expect or []]
     rows = ",\n".join(f"  {json.dumps(plain(pack))}" for pack in packs)
     about = f'"kind": "{case.kind}", "layout": "{case.layout}"'
     return f'{{\n {about},\n "packs": [\n{rows}\n ]\n}}\n'

@@ -5,12 +5,12 @@ All hashes and counts that a case does not name fit.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 from accepted import (
     CASES,
     MANIFEST,
@@ -19,6 +19,7 @@ from accepted import (
     rows_of,
 )
 from case import Case, Files, Row
+from footers import gap, with_sizes
 from forged import sealed
 from golden import CARRY
 from writer import dataset, lists
@@ -46,12 +47,12 @@ def refused_files() -> Iterator[Case]:
 
 
 OTHER_NAMES = {
-    "boundaries-leave-the-pack": ("segments-nonempty",),
     "pair-of-three": ("manifest",),
     "sft-of-two": ("manifest",),
+    "keys-too-many": ("counts",),
 }
-"""What a case breaks as well: K times the examples are the sequences of a manifest,
-too.
+"""What the manifest of a case breaks as well: K times the examples are its sequences,
+and the most keys of a pack are a count of its packs.
 """
 
 
@@ -65,6 +66,8 @@ def from_table() -> Iterator[Case]:
             for n in ("kind", "layout", "carry", "pack_size", "vocab_size")
             if n in case
         }
+        if "most_keys" in case:
+            how["manifest"] = at("statistics/most_keys", case["most_keys"])
         k, n = {"preference": 2, "sft": 1, "scored": 1}[case["kind"]], 1
         if not case["rows"][0]["example_ids"]:
             n = 2  # so that there are as many examples as packs
@@ -76,13 +79,15 @@ def from_table() -> Iterator[Case]:
         filler |= {
             "seq_boundaries": [*range(0, 2 * k * n + 1, 2)],
             "reward": [1.0] * k * n,
+            "parent_distances": [0] * k * n,
         }
         filler |= {
             "example_ids": [*range(20, 20 + n)],
             "num_responses": [1] * n,
             "source": [""] * n,
         }
-        names = (case["rule"], *OTHER_NAMES.get(case["name"], ()))
+        also = case.get("also", ())
+        names = (case["rule"], *also, *OTHER_NAMES.get(case["name"], ()))
         about = case.get("about", case["name"])
         rows = [*case["rows"], filler]
         yield bad(f"pack-{case['name']}", about, *names, rows=rows, **how)
@@ -134,6 +139,7 @@ def manifests() -> Iterator[Case]:
         ),
         ("path", "a shard outside the dataset", "shards/0/path", "../x.parquet"),
         ("pack-size", "a pack size that int32 cannot hold", "pack_size", 2**31),
+        ("pack-size-0", "a pack size of 0", "pack_size", 0),
         ("footer", "a footer larger than its file", "shards/0/footer_bytes", 2**24),
         ("base", "a base that is negative", "shards/0/example_id_base", -1),
     ):
@@ -166,7 +172,11 @@ def manifests() -> Iterator[Case]:
         ),
         "twice": (
             "two members of one name",
-            lambda m: sealed(m).replace(b'"seed"', b'"seed": 1, "s\\u0065ed"'),
+            lambda m: resealed(sealed(m).replace(TWINS[0], TWINS[1])),
+        ),
+        "hash-escaped": (
+            "the name of its hash has an escape",
+            lambda m: b"\\u0073ha256".join(sealed(m).rsplit(b"sha256", 1)),
         ),
         "utf-8": (
             "a text that is no UTF-8",
@@ -180,6 +190,10 @@ def manifests() -> Iterator[Case]:
             "a number that JSON does not have",
             lambda m: raw(m).replace(b'"seed": 0', b'"later": NaN, "seed": 0'),
         ),
+        "infinite": (
+            "a number that no double can hold",
+            lambda m: raw(m).replace(b'"planning": {', b'"planning": {"x": 1e400'),
+        ),
     }
     for name, (about, seal) in texts.items():
         case = bad(
@@ -191,6 +205,16 @@ def manifests() -> Iterator[Case]:
         )
         case.files |= dataset(rows_of()) if name == "torn" else {}
         yield case
+
+
+TWINS = b'"seed"', b'"seed": 1, "s\\u0065ed"'
+"""A member of a manifest, and two that have its name."""
+
+
+def resealed(text: bytes) -> bytes:
+    """A text of a manifest that was changed, with the hash that fits now."""
+    body = text[: text.rindex(b",")]
+    return text.replace(text[-68:-4], hashlib.sha256(body).hexdigest().encode())
 
 
 def raw(document: Row) -> bytes:
@@ -225,6 +249,35 @@ def files() -> Iterator[Case]:
         "bytes",
         manifest=at("shards/0/footer_sha256", "0" * 64),
     )
+    kept: list[bytes] = []
+
+    def more_footer(manifest: Row) -> None:
+        shard = manifest["shards"][0]
+        shard["footer_bytes"] += 1
+        footer = kept[-1][-shard["footer_bytes"] :]
+        shard["footer_sha256"] = hashlib.sha256(footer).hexdigest()
+
+    yield bad(
+        "footer-length",
+        "a footer that is shorter than its manifest tells; the hash fits",
+        "bytes",
+        "encoding",
+        data=lambda data: kept.append(data) or data,
+        manifest=more_footer,
+    )
+
+    def huge(footer_bytes: int) -> Change:
+        def change(manifest: Row) -> None:
+            manifest["shards"][0] |= {"bytes": 2**25, "footer_bytes": footer_bytes}
+            manifest["totals"]["bytes"] = 2**25
+
+        return change
+
+    most = 2**24 + 2**16
+    about = "a footer as large as it may be with one row group, of a file that is not"
+    yield bad("footer-largest", about, "bytes", manifest=huge(most))
+    about = "a footer a byte larger than it may be with one row group"
+    yield bad("manifest-footer-limit", about, "manifest", manifest=huge(most + 1))
     yield bad(
         "row-group-crc32",
         "another crc32 of a row group",
@@ -290,6 +343,9 @@ def renamed(**metadata: str) -> Change:
     return lambda t: t.replace_schema_metadata({**t.schema.metadata, **texts})
 
 
+PARENTS = "parent_distances"
+
+
 def schemas() -> Iterator[Case]:
     """Shards whose schema is not that of the manifest."""
     i32, item, plain = (
@@ -297,7 +353,7 @@ def schemas() -> Iterator[Case]:
         lists(pa.int32(), "item"),
         {"use_compliant_nested_type": False},
     )
-    counts = pa.array([[1, 1], [1], [1, 1, 1]], lists(i32))
+    ones = pa.array([[1, 1], [1], [1, 1, 1]], lists(i32))
     columns: dict[str, tuple[str, Change]] = {
         "missing": ("no column reward", lambda t: t.drop_columns(["reward"])),
         "order": ("columns in another order", lambda t: t.select([1, 0, *range(2, 6)])),
@@ -312,7 +368,7 @@ def schemas() -> Iterator[Case]:
         "counts": (
             "num_responses in kind sft",
             lambda t: t.append_column(
-                pa.field("num_responses", lists(i32), False), counts
+                pa.field("num_responses", lists(i32), False), ones
             ),
         ),
         "ids": ("token ids of 64 bits", cast("input_ids", lists(pa.int64()))),
@@ -326,6 +382,11 @@ def schemas() -> Iterator[Case]:
         "nulls": ("an element that is null", nulls("reward")),
         "kind": ("metadata of another kind", renamed(kind="preference")),
         "features": ("metadata with a feature", renamed(features="zigzag")),
+        "layout": ("metadata of another layout", renamed(layout="shared_prefix")),
+        "parents": (
+            "parent_distances in layout concat",
+            lambda t: t.add_column(5, t.field(3).with_name(PARENTS), ones),
+        ),
         "version": ("metadata of another version", renamed(format_version="2")),
         "key": ("metadata with a further key", renamed(later="1")),
         "keys": (
@@ -347,6 +408,10 @@ def schemas() -> Iterator[Case]:
         table=cast("lengths", item),
         form="arrow",
     )
+    about = "no parent_distances in layout shared_prefix"
+    shared = {"rows": rows_of(layout="shared_prefix"), "layout": "shared_prefix"}
+    lost = lambda t: t.drop_columns([PARENTS])  # noqa: E731
+    yield bad("schema-parents-missing", about, "schema", table=lost, **shared)
     other = cast("turns", lists(pa.int32()))
     small = [{**r, "turns": [0] * len(r["example_ids"])} for r in rows_of(carry=True)]
     yield bad(
@@ -360,7 +425,7 @@ def schemas() -> Iterator[Case]:
 
 
 def encodings() -> Iterator[Case]:
-    """Files that section 11 forbids."""
+    """Files that annex A forbids."""
     carry = {"rows": rows_of(carry=True), "carry": CARRY}
     delta = {"source.list.element": "DELTA_LENGTH_BYTE_ARRAY"}
     strings = {"source.list.element": "DELTA_BYTE_ARRAY"}
@@ -417,20 +482,9 @@ def encodings() -> Iterator[Case]:
     about = "an element that is null, in a batch of Arrow"
     yield bad("arrow-nulls", about, "schema", "bytes", form="arrow", table=null_reward)
     yield bad("encoding-gap", "a byte between two column chunks", "encoding", data=gap)
-
-
-def gap(data: bytes) -> bytes:
-    """The same Parquet file, with a byte between its last two column chunks."""
-    group = pq.read_metadata(pa.BufferReader(data)).row_group(0)
-    at = group.column(group.num_columns - 1).data_page_offset
-    end = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
-    old, new = (
-        b"\x26" + varint(2 * offset) for offset in (at, at + 1)
-    )  # an i64 of Thrift
-    assert data[end:].count(old) == 1
-    return data[:at] + b"\0" + data[at:end] + data[end:].replace(old, new)
-
-
-def varint(n: int) -> bytes:
-    """A whole number in Thrift's compact protocol."""
-    return bytes([n]) if n < 128 else bytes([n & 127 | 128]) + varint(n >> 7)
+    about = "a footer that tells more than 2^27 values of a column"
+    many = lambda data: with_sizes(data, num_values=2**27 + 1)  # noqa: E731
+    yield bad("encoding-values", about, "encoding", data=many)
+    about = "a footer that tells more than 512 MiB of a row group"
+    large = lambda data: with_sizes(data, num_bytes=2**29 + 1)  # noqa: E731
+    yield bad("encoding-bytes", about, "encoding", data=large)

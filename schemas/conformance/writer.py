@@ -47,7 +47,9 @@ def schema_of(kind: str, layout: str, carry: Mapping[str, Any]) -> pa.Schema:
         "labels": i32,
         "reward": pa.float32(),
     }
-    columns |= {"lengths": i32, "seq_boundaries": i32, "example_ids": i64}
+    columns |= {"lengths": i32, "seq_boundaries": i32}
+    columns |= {"parent_distances": i32} if layout == "shared_prefix" else {}
+    columns |= {"example_ids": i64}
     columns |= {"num_responses": i32} if KINDS[kind] is None else {}
     columns |= {n: TYPES[t] if isinstance(t, str) else t for n, t in carry.items()}
     metadata = {"format_version": "1", "kind": kind, "layout": layout}
@@ -85,13 +87,23 @@ def counts_of(rows: Sequence[Row], kind: str) -> Row:
         "tokens": sum(tokens),
         "supervised_tokens": len(labels),
         "longest": min(max(1, *steps, 1), sum(tokens)),
-        "squares": [
-            sum((y - x) ** 2 for x, y in itertools.pairwise(bounds)) for bounds in b
-        ],
+        "squares": [squares_of(row) for row in rows],
     }
 
 
+def squares_of(row: Row) -> int:
+    """Returns what the pack index tells of the attention of a pack."""
+    segments = itertools.pairwise(row["seq_boundaries"])
+    pairs = zip(row["lengths"], segments, strict=False)  # a row may lack some
+    return sum((end - start) * (2 * n - (end - start)) for n, (start, end) in pairs)
+
+
 SUMS = ("rows", "examples", "sequences", "tokens", "supervised_tokens")
+
+
+def targets_of(row: Row) -> int:
+    """Returns the number of supervised tokens of a pack."""
+    return sum(label != -100 for label in row["labels"])
 
 
 def statistics_of(rows: Sequence[Row], pack_size: int) -> Row:
@@ -114,6 +126,8 @@ def statistics_of(rows: Sequence[Row], pack_size: int) -> Row:
         },
         "longest_sequence": max(0, *lengths, 0),
         "most_segments": max((len(row["lengths"]) for row in rows), default=0),
+        "most_keys": max((sum(row["lengths"]) for row in rows), default=0),
+        "most_targets": max(map(targets_of, rows), default=0),
         "shortest_pack": min(tokens, default=0),
         "length_histogram": histogram,
         "planning": {},
@@ -245,9 +259,21 @@ def index_table(rows: Sequence[Row]) -> pa.Table:
 
 
 def put_index(
-    document: Row, out: Files, table: pa.Table, rows: Sequence[int], **how: Any
+    document: Row,
+    out: Files,
+    table: pa.Table,
+    rows: Sequence[int],
+    data: Callable[[bytes], bytes] = same,
+    **how: Any,
 ) -> None:
-    """Puts an index with a row group for each shard, and names it in the manifest."""
+    """Puts an index with a row group for each shard, and names it in the manifest.
+
+    Args:
+        document, out: the manifest, and where the file goes.
+        table, rows: its rows, and their number in each row group.
+        data: changes the bytes of the file.
+        how: options of pyarrow.
+    """
     sink = io.BytesIO()
     options = {
         "compression": "zstd",
@@ -258,10 +284,11 @@ def put_index(
     with pq.ParquetWriter(sink, table.schema, **{**options, **how}) as writer:
         for at, n in zip(itertools.accumulate(rows, initial=0), rows, strict=False):
             writer.write_table(table.slice(at, n))
+    made = data(sink.getvalue())
     info: Row = {"path": "", "bytes": 0, "sha256": ""}
-    fit(info, sink.getvalue())
+    fit(info, made)
     info["path"] = f"_packstore/packs-000001-{info['sha256'][:16]}.index"
-    out[info["path"]] = sink.getvalue()
+    out[info["path"]] = made
     document["pack_index"] = info
 
 
@@ -281,8 +308,10 @@ def side(
     *,
     how: Mapping[str, Any] | None = None,
     table: Callable[[pa.Table], pa.Table] = same,
+    data: Callable[[bytes], bytes] = same,
     manifest: Callable[[Row], object] = same,
     files: Callable[[Files], object] = same,
+    seal: Callable[[Row], bytes] = sealed,
 ) -> Files:
     """Returns the files of a side dataset of one shard; arguments as of
     :func:`dataset`.
@@ -292,15 +321,16 @@ def side(
         {n: t if isinstance(t, str) else t[1] for n, t in columns.items()}
     )
     made = table(pa.Table.from_pylist(list(rows), schema))
-    data = shard_bytes(made, [len(made)], "parquet", **{**HOW, **(how or {})})
+    stored = shard_bytes(made, [len(made)], "parquet", **{**HOW, **(how or {})})
+    stored = data(stored)
     info: Row = {"path": "", "bytes": 0, "sha256": "", "rows": len(made)}
-    fit(info, data)
+    fit(info, stored)
     info["path"] = f"data/0123456789ab-00000-{info['sha256'][:16]}.parquet"
     document = {"side_version": 1, "features": [], "kind": kind, "lineage": lineage}
     document |= {"fingerprint": lineage, "columns": types, "provenance": {}}
     document |= {"package_version": "0.1.0", "shards": [info]}
-    out = {info["path"]: data}
+    out = {info["path"]: stored}
     manifest(document)
-    out["_packstore/side-000001.json"] = sealed(document)
+    out["_packstore/side-000001.json"] = seal(document)
     files(out)
     return out

@@ -33,6 +33,7 @@ def is_valid(row: Row, kind: str, layout: str) -> bool:
         "layout": layout,
         "carry": {},
         "pack_size": 2**31,
+        "statistics": {"most_keys": 2**63},
         "provenance": {},
     }
     with contextlib.suppress(READER["Refused"]):
@@ -47,6 +48,10 @@ def damaged(draw: st.DrawFn) -> tuple[Row, str, str]:
     case = draw(st.sampled_from(PLAIN))
     row = copy.deepcopy(draw(st.sampled_from(case["rows"])))
     layout = draw(st.sampled_from(["concat", "shared_prefix"]))
+    if layout == "concat":
+        row.pop("parent_distances", None)
+    else:
+        row.setdefault("parent_distances", [0] * len(row["lengths"]))
     for _ in range(draw(st.integers(0, 3))):
         name = draw(st.sampled_from(sorted(row)))
         column, limit = row[name], 2**63 if name == "example_ids" else 2**31

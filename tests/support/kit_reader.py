@@ -23,6 +23,7 @@ from packstore.errors import (
     FormatError,
     UnsupportedFormatError,
 )
+from packstore.pack.fill import unpack
 
 NAMES = {
     r"\[([a-z-]+)\]": None,  # a rule of packs
@@ -30,10 +31,11 @@ NAMES = {
     "example ids must be distinct|must have example ids of": "example-ids",
     "must hold nulls|not hold nulls|its schema must|its lists must": "schema",
     "not be compressed|compression among|no dictionary|side by side|UTF8": "encoding",
-    "crc32|sha256|must have bytes|no such file": "bytes",
+    r"at most \d+ (bytes|values)": "encoding",
+    "crc32|sha256|must have bytes|no such file|footer must have": "bytes",
     "must have": "counts",
 }
-"""What a problem says -> the name of section 6; the first that is found."""
+"""What a problem says -> the name of annex G; the first that is found."""
 
 
 def named(problem: str) -> str:
@@ -78,6 +80,10 @@ def plain(packs: Any, manifest: Any) -> dict[str, Any]:
         "seq_boundaries": packs.seq_boundaries,
         "segment_offsets": packs.segment_offsets,
     }
+    whole = unpack(packs)
+    out["sequence_labels"] = np.where(whole.supervised, whole.input_ids, -100)
+    if manifest.layout == "shared_prefix":
+        out["parent_distances"] = packs.parent_distances
     out |= {"reward": batch.rewards, **batch.columns}
     out = {name: values.tolist() for name, values in out.items()}
     out |= {"max_seqlen": batch.max_seqlen, "max_seqlen_k": batch.max_seqlen_k}
