@@ -104,7 +104,13 @@ def test_every_setting_has_one_home_and_a_help() -> None:
             assert field.metadata["help"], name
             homes.setdefault(name, set()).add(stage.__name__)
     shared = {name for name, stages in homes.items() if len(stages) > 1}
-    assert shared == {"pack_size", "layout", "pad_to_multiple", "max_keys"}
+    assert shared == {
+        "pack_size",
+        "layout",
+        "share_prefixes",
+        "pad_to_multiple",
+        "max_keys",
+    }
     assert set(homes) == set(PackConfig.__dataclass_fields__)
 
 

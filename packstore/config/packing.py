@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from packstore.config.reasons import answers_of
 from packstore.config.record_fields import SPELLINGS
 from packstore.config.settings import Settings, setting
-from packstore.errors import ConfigError, UnknownNameError, quote
+from packstore.errors import ConfigError, UnknownNameError, quote, sentence
 from packstore.registry import choice, suggest
 
 RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt")
@@ -39,6 +39,9 @@ class SizeConfig(Settings):
     layout: Literal["auto", "concat", "shared_prefix"] = setting(
         "auto", "auto: prompts once, except in sft"
     )
+    share_prefixes: Literal["example", "pack"] = setting(
+        "example", "where sequences share prefixes"
+    )
     pad_to_multiple: int = setting(1, "reserve room to pad to a multiple of N", low=1)
     max_keys: int | None = setting(
         None,
@@ -46,6 +49,18 @@ class SizeConfig(Settings):
         low=2,
         high=2**31 - 1,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share_prefixes == "pack" and self.layout == "concat":
+            raise ConfigError(
+                sentence(
+                    where="setting share_prefixes",
+                    rule="it must be `example` with layout concat, which shares none",
+                    found=self.share_prefixes,
+                    remedy="Set layout to shared_prefix, or leave share_prefixes out",
+                )
+            )
 
     @property
     def key_limit(self) -> int:
@@ -59,15 +74,16 @@ class SizeConfig(Settings):
     def with_layout_of(self, kind: str) -> Self:
         """Return the settings with the layout that `auto` means for a kind.
 
-        Several answers to a prompt share it; the only sequence of ``sft`` has none to
-        share its prompt with.
+        Several answers to a prompt share it; the only sequence of ``sft`` shares its
+        prompt with others only if the examples of a pack do.
 
         Args:
             kind: ``preference``, ``sft`` or ``scored``.
         """
         if self.layout != "auto":
             return self
-        return replace(self, layout="concat" if kind == "sft" else "shared_prefix")
+        shares_nothing = kind == "sft" and self.share_prefixes == "example"
+        return replace(self, layout="concat" if shares_nothing else "shared_prefix")
 
 
 @dataclass(frozen=True, kw_only=True)

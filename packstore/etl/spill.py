@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +23,15 @@ import pyarrow as pa
 from packstore.config import PackConfig
 from packstore.format.arrays import Column, Examples, Int32, Int64, Packs
 from packstore.io.store.storage_errors import as_storage_errors
+from packstore.pack.chunks import (
+    Chunks,
+    CommonBeginning,
+    beginning_keys,
+    cut_chunks,
+)
 from packstore.pack.fill import fill, gather
-from packstore.pack.layout import count_keys
-from packstore.pack.plan import Plan
+from packstore.pack.layout import count_keys, sizes
+from packstore.pack.plan import Plan, plan_examples
 
 _DTYPES: dict[str, npt.DTypeLike] = {
     "input_ids": np.int32,
@@ -57,64 +63,126 @@ _EXAMPLES_AT_ONCE = 2048
 class Spill:
     """Collects :class:`Examples` in the system's folder for temporary files
     (``TMPDIR``).
+
+    Args:
+        config: the settings of the packs: size, layout, and what shares prefixes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, config: PackConfig) -> None:
         with as_storage_errors("write", tempfile.gettempdir(), options={}):
             self._folder = tempfile.TemporaryDirectory(prefix="packstore-")
         self._segments: list[_Store] = []
         self._lengths = Path(self._folder.name, "lengths")
         self._keys = Path(self._folder.name, "keys")
+        self._beginnings = Path(self._folder.name, "beginnings")
+        self._config = config
+        self._common = CommonBeginning()
+        # The place of each example in the input, once they are sorted.
+        self._places: Int64 | None = None
         self.num_examples = 0
 
     def close(self) -> None:
         """Remove its files."""
         self._folder.cleanup()
 
-    def append(self, examples: Examples, lengths: Int32) -> None:
-        """Append examples.
-
-        Args:
-            examples: E examples; the lengths of each one's sequences add up to at most
-                2^31 - 1.
-            lengths: int32 `[E]`, tokens that each takes up in a pack, with padding.
-        """
+    def append(self, examples: Examples) -> None:
+        """Append examples that fit a pack."""
         if not examples.num_examples:
             return
         if not self._segments or self._segments[-1].id_bytes >= SEGMENT_BYTES:
             number = len(self._segments)
             self._segments.append(_Store(f"{self._folder.name}/{number}-segment"))
         self._segments[-1].append(examples)
-        _append(self._lengths, np.ascontiguousarray(lengths, np.int32).data)
+        config = self._config
+        lengths = sizes(examples, config.layout, config.pad_to_multiple)
+        _append(self._lengths, lengths.data)
         _append(self._keys, count_keys(examples).astype(np.int32).data)
+        if config.share_prefixes == "pack":
+            self._common.add(examples)
+            _append(self._beginnings, beginning_keys(examples, config.seed).data)
         self.num_examples += examples.num_examples
 
-    def lengths(self) -> Int32:
-        """Return the lengths passed to :meth:`append`, int32 `[E]`.
+    def plan(self, seed: int) -> Plan:
+        """Plan the packs of all examples; there must be one at least.
 
-        At least one example must have been appended.
+        Args:
+            seed: takes the place of the setting.
         """
-        return np.fromfile(self._lengths, np.int32)
+        config = replace(self._config, seed=seed)
+        chunks = None
+        if config.share_prefixes == "pack":
+            chunks = self._cut_chunks(config)
+        lengths = np.fromfile(self._lengths, np.int32)
+        keys = np.fromfile(self._keys, np.int32)
+        return plan_examples(lengths, keys, config, chunks)
 
-    def keys(self) -> Int32:
-        """Return the sum of the lengths of each example's sequences, int32 `[E]`.
+    def _cut_chunks(self, config: PackConfig) -> Chunks:
+        """Return the chunks of all examples, in the order of the input."""
+        if self._places is None:
+            self._places = np.arange(self.num_examples)
+            if len(self._segments) > 1:
+                self._places = self._sort_by_beginning()
+        parts = [
+            cut_chunks(
+                segment.examples(),
+                config.pack_size,
+                config.key_limit,
+                multiple=config.pad_to_multiple,
+                common=self._common.tokens(config.pad_to_multiple),
+                seed=config.seed,
+            )
+            for segment in self._segments
+        ]
+        return Chunks.concat(parts).in_input_order(self._places)
 
-        At least one example must have been appended.
+    def _sort_by_beginning(self) -> Int64:
+        """Distribute the examples to segments of those that begin alike.
+
+        The examples are numbered anew.
+
+        Returns:
+            int64 `[E]`, the place of each example in the input.
         """
-        return np.fromfile(self._keys, np.int32)
+        keys = np.fromfile(self._beginnings, np.uint64)
+        order = keys.argsort(kind="stable").astype(np.int32)
+        id_bytes = sum(segment.id_bytes for segment in self._segments)
+        num_segments = min(-(-id_bytes // SEGMENT_BYTES), MAX_BUCKETS, len(order))
+        bounds = np.linspace(0, len(order), num_segments + 1).astype(np.int64)
+        stores = [
+            _Store(f"{self._folder.name}/{number}-sorted")
+            for number in range(num_segments)
+        ]
+        self._scatter(order, bounds, stores)
+        self._segments = stores
 
-    def packs(self, packing: Plan, config: PackConfig) -> Iterator[Packs]:
+        # A segment holds its examples in input order.
+        segments = np.split(order, bounds[1:-1])
+        places = np.concatenate([np.sort(segment) for segment in segments])
+        for path in (self._lengths, self._keys):
+            values = np.fromfile(path, np.int32)
+            path.unlink()
+            _append(path, values[places].data)
+        return places.astype(np.int64)
+
+    def packs(self, packing: Plan) -> Iterator[Packs]:
         """Yield the packs in plan order, about a row group at a time.
 
         Can be called only once, as it removes what it has read.
         """
+        config = self._config
         packs_at_once = max(1, config.row_group_tokens // config.pack_size)
         for bucket in self._buckets(packing.order, packing.offsets):
             for first_pack in range(0, len(bucket.offsets) - 1, packs_at_once):
                 offsets = bucket.offsets[first_pack : first_pack + packs_at_once + 1]
                 order = bucket.order[offsets[0] : offsets[-1]]
                 offsets = offsets - offsets[0]
-                yield fill(bucket.examples, offsets, config.layout, order)
+                yield fill(
+                    bucket.examples,
+                    offsets,
+                    config.layout,
+                    order,
+                    share=config.share_prefixes,
+                )
             del bucket  # before the examples of the next bucket are read
 
     def _buckets(self, order: Int32, offsets: Int64) -> Iterator[_Bucket]:

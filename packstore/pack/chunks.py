@@ -14,13 +14,21 @@ never less than planned here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from packstore.format import seeds
-from packstore.format.arrays import Examples, Int32, Int64, to_offsets
+from packstore.format.arrays import (
+    Examples,
+    Int32,
+    Int64,
+    ragged_indices,
+    to_offsets,
+)
+from packstore.format.seeds import U64
 from packstore.pack.layout import count_keys, round_up, sizes
 
 BLOCK = 16
@@ -37,6 +45,9 @@ MAX_REPEATED = 32
 """A chunk ends before the pack is full only where the next one repeats at most this
 fraction of a pack. So rows that have most of their tokens in common stay together.
 """
+
+_LEVELS = 8
+"""Bytes of a key of :func:`beginning_keys`."""
 
 _BLOCKS_AT_ONCE = 4096
 """Blocks that are hashed at once, as many as fit the cache."""
@@ -58,6 +69,34 @@ class Chunks:
     offsets: Int64
     tokens: Int64
     common: int
+
+    def in_input_order(self, places: Int64) -> Chunks:
+        """Return the chunks in the order of their first examples.
+
+        Args:
+            places: int64 `[n]`, the place of each example in the input.
+        """
+        first_places = np.minimum.reduceat(places[self.order], self.offsets[:-1])
+        chunks = first_places.argsort(kind="stable")
+        return Chunks(
+            order=self.order[ragged_indices(self.offsets, chunks)],
+            offsets=to_offsets(np.diff(self.offsets)[chunks]),
+            tokens=self.tokens[chunks],
+            common=self.common,
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Chunks]) -> Chunks:
+        """Concatenate the chunks of parts of the input, which are numbered on."""
+        first_examples = to_offsets(np.array([len(part.order) for part in parts]))
+        numbered = zip(parts, first_examples.tolist(), strict=False)
+        sizes_of_parts = [np.diff(part.offsets) for part in parts]
+        return cls(
+            order=np.concatenate([part.order + first for part, first in numbered]),
+            offsets=to_offsets(np.concatenate(sizes_of_parts)),
+            tokens=np.concatenate([part.tokens for part in parts]),
+            common=parts[0].common,
+        )
 
 
 class CommonBeginning:
@@ -133,6 +172,36 @@ def cut_chunks(
         max_keys=max_keys,
     )
     return Chunks(order, offsets, chunk_tokens, common)
+
+
+def beginning_keys(examples: Examples, seed: int) -> U64:
+    """Return a key for each example: sorted, those that begin alike are neighbours.
+
+    The first byte is a hash of the first 16 tokens, the next one of the first 32, and
+    so on to 2048; 0 where an example is shorter. So examples that share the first 500
+    tokens have the first five bytes in common. They are eight bytes of memory for each
+    example of a partition, of which only some are in memory as a whole.
+
+    Returns:
+        uint64 `[E]`.
+    """
+    starts, lengths = _first_sequences(examples)
+    num_blocks = np.minimum(lengths // BLOCK, 1 << (_LEVELS - 1))
+    hashes = _hash_blocks(examples.input_ids, starts, num_blocks, seed)
+    edges = to_offsets(num_blocks)
+    place = np.arange(len(hashes)) - np.repeat(edges[:-1], num_blocks)
+    # Sums of hashes that depend on the places of the blocks.
+    placed = seeds.mixed(hashes + place.astype(np.uint64) * seeds.GOLDEN)
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(placed)])
+
+    keys = np.zeros(len(starts), np.uint64)
+    for level in range(_LEVELS):
+        is_long_enough = num_blocks >= 1 << level
+        first = edges[:-1][is_long_enough]
+        prefix_hash = seeds.mixed(sums[first + (1 << level)] - sums[first])
+        byte = prefix_hash >> np.uint64(56)
+        keys[is_long_enough] |= byte << np.uint64(56 - 8 * level)
+    return keys
 
 
 def _cut(

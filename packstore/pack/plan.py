@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -112,6 +112,18 @@ class Plan:
         counts = np.diff(self.offsets)
         mean = self.num_examples / self.num_packs
         return int(counts.min()), mean, int(counts.max())
+
+    def with_lengths(self, lengths: Int32, tokens: int) -> Plan:
+        """Return the plan with the figures of its packs, which may share prefixes.
+
+        Args:
+            lengths: int32 `[n]`, tokens of each example in its pack, padding included,
+                pack by pack.
+            tokens: number of tokens of all examples, without padding.
+        """
+        lengths_of_examples = np.empty_like(lengths)
+        lengths_of_examples[self.order] = lengths
+        return replace(self, lengths=lengths_of_examples, tokens=tokens)
 
     def statistics(self) -> dict[str, Any]:
         """Return all figures of the plan, as JSON values.
@@ -251,7 +263,8 @@ def plan_examples(
         keys: int32 `[n]`, sum of the lengths of each example's sequences, at most
             ``config.key_limit``.
         config: settings.
-        chunks: examples that stand together; None: each on its own.
+        chunks: examples that stand together, in the order of the input; None: each on
+            its own.
 
     Raises:
         InputError: one of `lengths` is out of range.
@@ -311,6 +324,7 @@ def plan_prefixes(
     chunks = cut_chunks(
         examples, pack_size, config.key_limit, common=beginning.tokens()
     )
+    chunks = chunks.in_input_order(np.arange(examples.num_examples))
     packing = plan_examples(lengths, keys.astype(np.int32), config, chunks)
     return packing.order, packing.offsets
 
@@ -409,16 +423,11 @@ def _assign_packs(
 
 def _assign_chunks(chunks: Chunks, settings: PlanConfig) -> tuple[Int32, Int64]:
     """Return order and offsets of a plan of chunks, see :class:`Plan`."""
-    # The input order of chunks is that of their first examples.
-    first_examples = np.minimum.reduceat(chunks.order, chunks.offsets[:-1])
-    in_input_order = first_examples.argsort()
-    tokens = chunks.tokens[in_input_order].astype(np.int32)
+    tokens = chunks.tokens.astype(np.int32)
     capacity = settings.pack_size - chunks.common
     chunk_order, chunk_offsets = _assign_packs(tokens, capacity, settings)
-
-    placed_chunks = in_input_order[chunk_order]
-    order = chunks.order[ragged_indices(chunks.offsets, placed_chunks)]
-    examples_per_chunk = np.diff(chunks.offsets)[placed_chunks]
+    order = chunks.order[ragged_indices(chunks.offsets, chunk_order)]
+    examples_per_chunk = np.diff(chunks.offsets)[chunk_order]
     offsets = to_offsets(examples_per_chunk)[chunk_offsets]
     return order.astype(np.int32), offsets
 

@@ -18,8 +18,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+import numpy as np
 
 from packstore.config import PackConfig
 from packstore.etl.dedup_and_split import Selection, split_names
@@ -35,12 +37,12 @@ from packstore.etl.spill import Spill
 from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.etl.totals import Contents, ProgressCounter
 from packstore.format import seeds
+from packstore.format.arrays import Int32, Packs, to_offsets
 from packstore.format.seeds import U64
 from packstore.io.manifest.partition_notes import PartitionNotes
 from packstore.io.shards.shard import PackShape
 from packstore.io.versions.shard_writer import ShardWriter
-from packstore.pack.layout import sizes
-from packstore.pack.plan import plan_examples
+from packstore.pack.layout import round_up
 from packstore.tokenizer.dialogue import template
 from packstore.tokenizer.tally import Tally
 
@@ -75,7 +77,7 @@ class SpilledPartition:
         stored_keys: U64 | None,
     ) -> None:
         self.assignment = assignment
-        self.spills = [Spill() for _ in split_names(config)]
+        self.spills = [Spill(config) for _ in split_names(config)]
         self.versions: dict[int, str] = {}
         self._config = config
         self._select = Selection(
@@ -95,11 +97,9 @@ class SpilledPartition:
     def add(self, block: TokenizedBlock) -> None:
         """Add the examples of the next block."""
         examples, tally = block
-        config = self._config
         selected = self._select(examples, tally)
         for spill, examples_of_split in zip(self.spills, selected, strict=True):
-            lengths = sizes(examples_of_split, config.layout, config.pad_to_multiple)
-            spill.append(examples_of_split, lengths)
+            spill.append(examples_of_split)
         if tally.rejected:
             self._rejects.append(compress_rejects(tally.rejected))
         self._tally.add(tally)
@@ -280,33 +280,42 @@ class PartitionPacker:
         if not spill.num_examples:
             return WrittenPacks(shards=[])
         config = self.config
+        seed = config.seed
         if number > 0:
             # The first one keeps the seed: its plan equals packstore.plan(lengths).
             seed = seeds.derive(config.seed, "partition", number) >> 1
-            config = replace(config, seed=seed)
-        packing = plan_examples(spill.lengths(), spill.keys(), config)
+        packing = spill.plan(seed)
 
         # Only then the number of packs that remain in the job is known.
         is_last = number + 1 == config.partitions and notes is self.notes[-1]
         run = f"{notes.run}-p{number:05d}"
         with (
             ShardWriter(notes.location, self.shape, config, run) as writer,
-            contextlib.closing(
-                prefetch(spill.packs(packing, config), depth=2)
-            ) as filled_packs,
+            contextlib.closing(prefetch(spill.packs(packing), depth=2)) as filled_packs,
         ):
             remaining_packs = packing.num_packs
+            lengths: list[Int32] = []
             for packs in filled_packs:
                 writer.write(packs)
+                lengths.append(_padded_lengths(packs, config.pad_to_multiple))
                 remaining_packs -= len(packs)
                 counter.add_packs(len(packs), remaining_packs if is_last else None)
             shards = writer.finish()
 
-        # The plan counts padded lengths; the shards count tokens without padding.
+        # The plan counts padded lengths; the shards count tokens without padding. A
+        # pack may share more than was planned.
         tokens = sum(finished.shard.tokens for finished in shards)
-        planning = replace(packing, tokens=tokens).statistics()
-        planning["seed"] = self.config.seed
+        filled = packing.with_lengths(np.concatenate(lengths), tokens)
+        planning = filled.statistics()
+        planning["seed"] = config.seed
         return WrittenPacks(shards, planning)
+
+
+def _padded_lengths(packs: Packs, multiple: int) -> Int32:
+    """Return the tokens of each example in its pack, with padding: int32 `[E]`."""
+    segment_lengths = round_up(packs.segment_lengths, multiple)
+    first_segments = to_offsets(packs.num_responses)[:-1]
+    return np.add.reduceat(segment_lengths, first_segments)
 
 
 def _read_groups(

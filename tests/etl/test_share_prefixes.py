@@ -1,0 +1,118 @@
+"""The setting `share_prefixes`: packs whose examples share what they begin with."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from places import Files
+from small_jobs import write_jsonl
+
+import packstore
+from packstore.errors import ConfigError
+
+SETTINGS: dict[str, Any] = {
+    "pack_size": 1024,
+    "layout": "shared_prefix",
+    "share_prefixes": "pack",
+    "row_group_tokens": 4096,
+}
+
+
+def turns(rollouts: int, seed: int = 0) -> list[dict[str, Any]]:
+    """A pair for each turn of some rollouts, in random order."""
+    draw = random.Random(seed)
+
+    def ids(n: int) -> list[int]:
+        return [draw.randrange(1, 900) for _ in range(n)]
+
+    records = []
+    for _ in range(rollouts):
+        prompt = ids(draw.randint(20, 60))
+        for _ in range(draw.randint(2, 10)):
+            records.append({"prompt": prompt, "chosen": ids(9), "rejected": ids(7)})
+            if draw.random() < 0.8:  # else the turn is tried again
+                prompt = [*prompt, *records[-1]["chosen"], *ids(9)]
+    draw.shuffle(records)
+    return records
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("in")
+    return [write_jsonl(folder / f"{n}.jsonl", turns(40, n)) for n in range(3)]
+
+
+def examples(dataset: packstore.Dataset) -> dict[int, Any]:
+    """Everything of each example, under its id."""
+    frame = packstore.scan(dataset, tokens=True).collect().drop("pack", "shard")
+    assert frame["example_id"].is_unique().all()
+    return {row.pop("example_id"): row for row in frame.to_dicts()}
+
+
+@pytest.mark.parametrize("segment_bytes", [32 << 20, 20_000])
+@pytest.mark.parametrize("partitions", [1, 3])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_example_is_there_once_and_takes_less(
+    files: list[str],
+    segment_bytes: int,
+    partitions: int,
+    shuffle: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the temporary files of what was read are many, else of 32 MB each."""
+    monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", segment_bytes)
+    settings = {**SETTINGS, "partitions": partitions, "shuffle": shuffle}
+    packed = packstore.pack(files, tmp_path / "pack", **settings)
+    alone = packstore.pack(
+        files, tmp_path / "example", **{**settings, "share_prefixes": "example"}
+    )
+    assert packed.verify().ok
+    assert examples(packed) == examples(alone)
+    assert packed.manifest.totals.tokens < 0.65 * alone.manifest.totals.tokens
+    assert packed.manifest.fill_rate > 0.85
+    assert packed.manifest.statistics.most_keys <= 16 * 1024
+    planning = packed.manifest.statistics.planning
+    assert planning["tokens"] == planning["aligned_tokens"]
+    assert planning["tokens"] == packed.manifest.totals.tokens
+
+
+def test_the_same_bytes_for_any_number_of_workers(
+    files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", 20_000)
+    datasets = [
+        packstore.pack(
+            files, tmp_path / str(n), num_workers=n, partitions=2, **SETTINGS
+        )
+        for n in (0, 1, 4)
+    ]
+    contents = [Files(dataset.url).all() for dataset in datasets]
+    assert contents[0] == contents[1] == contents[2]
+
+
+def test_a_dataset_is_packed_anew_and_appended_to(
+    files: list[str], tmp_path: Path
+) -> None:
+    packed = packstore.pack(files[0], tmp_path / "pack", **SETTINGS)
+    whole = packstore.pack(packed, tmp_path / "whole", pack_size=1024, layout="concat")
+    again = packstore.pack(whole, tmp_path / "again", **SETTINGS)
+    assert again.verify().ok
+    assert examples(again) == examples(whole) == examples(packed)
+    assert again.manifest.totals.tokens < 0.5 * whole.manifest.totals.tokens
+
+    grown = packstore.append(str(tmp_path / "pack"), files[1])
+    assert grown.verify().ok
+    new = packstore.pack(files[1], tmp_path / "new", **SETTINGS)
+    assert (
+        grown.manifest.totals.tokens
+        == packed.manifest.totals.tokens + new.manifest.totals.tokens
+    )
+
+
+def test_it_is_refused_where_nothing_is_shared(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="share_prefixes"):
+        packstore.pack(turns(2), tmp_path, layout="concat", share_prefixes="pack")
