@@ -26,7 +26,7 @@ from packstore.torch import PackedDataset
 from packstore.torch.data.steps import longest_example
 
 REQUESTS = 8, 16, 32, 64
-PACK_SIZES = 2048, 4096, 8192
+PACK_SIZES = 1024, 2048, 4096, 8192
 RANKS = 1, 2
 
 

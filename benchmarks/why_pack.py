@@ -11,8 +11,12 @@ For each file, tokens that a model processes in one epoch:
     length_grouped_16  batches of 16 pairs from transformers' `group_by_length`: a random order is
                        cut into groups of 50 batches, and each group is sorted by the longer side
     padding_free       no padding at all: the tokens themselves
-    packs              whole packs of layout concat, empty space included
-    shared_packs       the same in layout shared_prefix
+    packs              whole packs, empty space included; a prompt is stored once (shared_prefix)
+    concat_packs       the same in layout concat
+
+All ways have the same pairs, those that fit a pack in both layouts. Beside them the pairs and the
+tokens that packs keep in layout shared_prefix, over those in layout concat, where longer ones are
+dropped.
 
 Random orders are drawn ten times, and the mean is given. Beside them the price of the ways without
 packs: how much the batches of length grouping differ from random ones (variance of their mean
@@ -51,13 +55,11 @@ STRATEGIES = ("first_fit_shuffle", "first_fit_decreasing", "pool")
 
 
 def load(path: str, tokenizer: str, template: str | None, pack_size: int) -> Examples:
-    """All examples of a file that fit a pack in both layouts, tokenized, in input
-    order.
-    """
+    """All examples of a file that fit a pack, tokenized, in input order."""
     with tempfile.TemporaryDirectory() as folder:
         dataset = packstore.pack(
             path, f"{folder}/out", tokenizer, pack_size=pack_size, strategy="none",
-            layout="concat", chat_template=template, max_drop_rate=0.9,
+            chat_template=template, max_drop_rate=0.9,
         )  # fmt: skip
         examples = Examples.concat([unpack(packs) for packs in dataset.iter_packs()])
         return examples.take(np.argsort(examples.example_ids))
@@ -121,20 +123,26 @@ def measure(
     path: str, tokenizer: str, template: str | None, pack_size: int
 ) -> dict[str, Any]:
     """The figures of one file."""
-    examples = load(path, tokenizer, template, pack_size)
+    kept = load(path, tokenizer, template, pack_size)
+    fits_whole = sizes(kept, "concat") <= pack_size
+    examples = kept.take(np.flatnonzero(fits_whole))
     concat, shared = sizes(examples, "concat"), sizes(examples, "shared_prefix")
     plans = {
         s: packstore.plan(concat, pack_size=pack_size, strategy=s) for s in STRATEGIES
     }
     tokens, price = processed_tokens(examples.lengths.reshape(-1, 2))
-    packs = plans["pool"].num_packs * pack_size
-    shared_packs = packstore.plan(shared, pack_size=pack_size).num_packs * pack_size
+    concat_packs = plans["pool"].num_packs * pack_size
+    packs = packstore.plan(shared, pack_size=pack_size).num_packs * pack_size
     return {
         "file": Path(path).name,
         "pairs": examples.num_examples,
-        "tokens": {**tokens, "packs": packs, "shared_packs": shared_packs},
+        "tokens": {**tokens, "packs": packs, "concat_packs": concat_packs},
         "over_packs": {way: n / packs for way, n in tokens.items()},
-        "over_shared_packs": {way: n / shared_packs for way, n in tokens.items()},
+        "over_concat_packs": {way: n / concat_packs for way, n in tokens.items()},
+        "kept_over_concat": {
+            "pairs": kept.num_examples / examples.num_examples,
+            "tokens": kept.num_tokens / examples.num_tokens,
+        },
         "price": price,
         "fill": {s: p.fill_rate for s, p in plans.items()},
         "pack_mean_weight": {
@@ -157,7 +165,8 @@ def main() -> None:
     files = [f"{r['file']}\n{r['pairs']} pairs" for r in results]
     for key, title in (
         ("over_packs", f"tokens over those of packs of {args.pack_size}"),
-        ("over_shared_packs", "the same with shared prefixes"),
+        ("over_concat_packs", "the same, over packs of layout concat"),
+        ("kept_over_concat", "what packs keep, over what they keep in layout concat"),
         ("price", "price of the ways without packs"),
         ("fill", "share of packs that is filled"),
         (

@@ -230,8 +230,8 @@ WAYS = {
     "padded, 1 pair": "padded_random_1",
     "padded, 16 pairs of similar length": "length_grouped_16",
     "padding-free": "padding_free",
+    "packs of whole sequences (concat)": "concat_packs",
     "packs": "packs",
-    "packs, prompts stored once": "shared_packs",
 }
 """Batches -> their name in the results."""
 
@@ -243,7 +243,7 @@ def gains() -> str:
     measured = json.loads((RESULTS / "why_pack.json").read_text(encoding="utf-8"))[
         "results"
     ]
-    left, unit = 290, 112
+    left, unit = 290, 78
     parts = [
         text(
             20,
@@ -256,7 +256,7 @@ def gains() -> str:
         y = 56 + i * 34
         found = [r["tokens"][way] / r["tokens"]["packs"] for r in measured]
         low, high = min(found), max(found)
-        ours = name.startswith("packs")
+        ours = name == "packs"
         fill, light = ("#5aa88f", "#a9d3c5") if ours else ("#8fa3b5", "#cdd7e0")
         told = "1" if way == "packs" else f"{low:.2f} to {high:.2f}"
         parts += [

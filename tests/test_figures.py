@@ -76,8 +76,8 @@ def test_the_readme_rounds_what_was_measured() -> None:
 
 def test_the_benchmarks_page_gives_every_baseline() -> None:
     over = [[span(lambda r, w=w: r["over_packs"][w])] for w in SHORT]
-    shared = span(lambda r: r["tokens"]["shared_packs"] / r["tokens"]["packs"])
-    assert table_under("Tokens of an epoch") == [*over, [shared]]
+    whole = span(lambda r: r["tokens"]["concat_packs"] / r["tokens"]["packs"])
+    assert table_under("Tokens of an epoch") == [*over, [whole]]
     strategies = "first_fit_shuffle", "first_fit_decreasing"
     assert table_under("Weight of a pair in the gradient") == [
         [weights(s)] for s in strategies
@@ -130,7 +130,7 @@ def test_concepts_give_every_set() -> None:
     told = rows("docs/concepts.md")
     for name, way in WAYS.items():
         expected = [
-            f"{r['over_packs'][way]:.2f}, {r['over_shared_packs'][way]:.2f}"
+            f"{r['over_packs'][way]:.2f}, {r['over_concat_packs'][way]:.2f}"
             for r in MEASURED
         ]
         assert told[name] == expected, name
@@ -195,11 +195,11 @@ def test_the_pages_give_the_sizes_of_steps() -> None:
         ]
         assert f"| {' | '.join(cells)} |" in loaders
     from_trl = rows("docs/from-trl.md")
-    for size in (2048, 8192):
+    for size in (1024, 8192):
         expected = [by_settings[size, requested] for requested in (8, 16)]
         cells = [f"{row['steps']} steps of {mean(row)}" for row in expected]
         assert from_trl[f"packs of {size:,}"] == cells
-    unpacked = [by_settings[2048, requested] for requested in (8, 16)]
+    unpacked = [by_settings[8192, requested] for requested in (8, 16)]
     assert from_trl["TRL, unpacked"] == [
         f"{row['unpacked_steps']} steps of {row['pairs'] / row['unpacked_steps']:.1f}"
         for row in unpacked

@@ -135,9 +135,9 @@ def estimate(
         examples_per_step=examples_per_step,
     )
     pack_sizes = _values_of("pack_size", pack_sizes, settings, PACK_SIZES)
-    layouts = _values_of("layout", layouts, settings, LAYOUTS)
-    if "auto" in layouts:
-        layouts = LAYOUTS
+    compared_layouts = _values_of("layout", layouts, settings, LAYOUTS)
+    if "auto" in compared_layouts:
+        compared_layouts = LAYOUTS
     base, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     STRATEGIES.check(base.strategy)
     if base.selects:
@@ -145,7 +145,9 @@ def estimate(
         raise ConfigError(sentence("settings dedup and validation_fraction", rule))
     configs = [
         replace(base, pack_size=pack_size, layout=layout)
-        for pack_size, layout in itertools.product(sorted(set(pack_sizes)), layouts)
+        for pack_size, layout in itertools.product(
+            sorted(set(pack_sizes)), compared_layouts
+        )
     ]
 
     truncates = base.on["overlong"].startswith("truncate")
@@ -159,7 +161,7 @@ def estimate(
     )
     sampling = _draw_sample(reader, sample, base.seed, progress)
     total = max(sampling.total or sampling.records, records or 0)
-    projection = Projection(sampling, total, layouts, base.pad_to_multiple)
+    projection = Projection(sampling, total, compared_layouts, base.pad_to_multiple)
     report = _read(reader, base, progress, projection)
     # Records beyond the limit of this pass: each combination has a limit of its own.
     report.tally.dropped.pop("overlong", None)
