@@ -82,7 +82,9 @@ def put_index(
     with Staging(location, (FOLDER,)) as staging:
         with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **options) as index:
             for shard in itertools.chain([first_shard], shards):
-                index.write_table(_to_table(shard), row_group_size=len(shard))
+                # A shard of other writers may have no packs: an empty row group.
+                rows = max(len(shard), 1)
+                index.write_table(_to_table(shard), row_group_size=rows)
         info = StoredFile.of(file.name, f"{FOLDER}/packs-{version:06d}", ".index")
         staging.store(file.name, info.path)
         return info
@@ -144,6 +146,9 @@ class PackIndex:
         Raises:
             IntegrityError: no packs of the shard can have these sizes.
         """
+        if not self._manifest.shards[number].rows:
+            return PackSizes.concat([])
+
         where = f"{self.where}, row group {number}"
         with decoding(self.where):
             sizes = self._decode(number)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset, get_worker_info
 
 from packstore.config import BatchConfig, ReadConfig
+from packstore.config.packing import KEYS_PER_TOKEN
 from packstore.config.settings import check_class
 from packstore.errors import ConfigError, UnsupportedFormatError, quote, sentence
 from packstore.format.arrays import Packs
@@ -52,9 +53,6 @@ logger = logging.getLogger("packstore")
 
 _CHUNK = 8
 """Packs looked up at once."""
-
-MAX_KEYS_PER_TOKEN = 16
-"""Default limit of the keys of a pack, for each token of its size."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -525,7 +523,7 @@ def _check_keys(dataset: Dataset, max_keys: int | None) -> None:
     manifest = dataset.manifest
     limit = max_keys
     if limit is None:
-        limit = MAX_KEYS_PER_TOKEN * manifest.pack_size
+        limit = KEYS_PER_TOKEN * manifest.pack_size
     most_keys = manifest.statistics.most_keys
     if most_keys > limit:
         raise UnsupportedFormatError(

@@ -51,6 +51,7 @@ def pack_in_memory(
     kind: str = "auto",
     fields: Mapping[str, str] | None = None,
     carry: Sequence[str] = (),
+    max_keys: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
 ) -> list[PackedBatch]:
@@ -66,31 +67,41 @@ def pack_in_memory(
             tokens, such as :class:`~packstore.torch.PolicyLoss`, the responses to a
             prompt that do not fit one pack may be split over several records.
         pack_size: maximum tokens of a batch.
-        layout: ``concat``; or ``shared_prefix``, which stores a prompt once for its
-            responses; ``auto``: by the kind, as :func:`packstore.pack` chooses.
+        layout: ``concat``; or ``shared_prefix``, where a sequence leaves out what any
+            earlier one of its batch begins with: the prompt of several responses, or
+            the turns before, in a row for each turn of a dialogue; ``auto``: by the
+            kind, as :func:`packstore.pack` chooses.
         kind: ``preference``, ``sft`` or ``scored``; default: the kind that the fields
             of the records belong to.
         fields: canonical name -> name in the records.
         carry: names of fields to carry into ``batch.columns``.
+        max_keys: maximum keys of a batch's attention, the tokens of its logical
+            sequences, which take memory; default: 16 x `pack_size`.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
 
     Returns:
-        The batches of this rank. The example ids of records are their indices.
+        The batches of this rank. They have an order of their own, in which records that
+        begin alike share a batch, and one stands before those that extend it. The
+        example ids of records are their indices.
 
     Raises:
-        RecordError: a record is not of the kind, or is longer than `pack_size`.
+        RecordError: a record is not of the kind, is longer than `pack_size`, or has
+            more keys than `max_keys`.
         ConfigError: there are no records, or examples come without a kind.
     """
     from packstore.pack.fill import fill
-    from packstore.pack.layout import sizes
-    from packstore.pack.plan import plan
+    from packstore.pack.layout import count_keys, sizes
+    from packstore.pack.plan import plan_examples, plan_prefixes
 
     settings: dict[str, Any] = {
         "kind": kind,
         "fields": fields or {},
         "carry": tuple(carry),
+        "max_keys": max_keys,
     }
-    config = PackConfig.of(pack_size=pack_size, layout=layout, **settings)
+    config = PackConfig.of(
+        pack_size=pack_size, layout=layout, shuffle=False, **settings
+    )
     rank, world_size = placement(rank, world_size)
 
     ref_logps = None
@@ -104,20 +115,29 @@ def pack_in_memory(
         examples, ref_logps, kind = _parse_records(records, config)
 
     layout = config.with_layout_of(kind).layout
-    tokens = sizes(examples, layout)
-    _check_longest(tokens, pack_size)
-    packing = plan(tokens, pack_size=pack_size, shuffle=False)
-    packs = fill(examples, packing.offsets, layout, packing.order)
-    packs = replace(packs, ref_logps=_reorder_ref_logps(ref_logps, packing.order))
+    keys = count_keys(examples)
+    _require_fit(keys, "max_keys", config.key_limit, "keys")
+    if keys.max() > pack_size:  # the tokens are no more than the keys
+        _require_fit(sizes(examples, layout), "pack_size", pack_size, "tokens")
+    if layout == "concat":
+        tokens = keys.astype(np.int32)
+        packing = plan_examples(tokens, tokens, config)
+        order = packing.order
+        offsets = packing.offsets
+    else:
+        order, offsets = plan_prefixes(examples, pack_size, max_keys)
+    packs = fill(examples, offsets, layout, order, share="pack")
+    packs = replace(packs, ref_logps=_reorder_ref_logps(ref_logps, order))
     return _batches_of_rank(packs, kind, examples.num_examples, rank, world_size)
 
 
-def _check_longest(tokens: Int32 | Int64, pack_size: int) -> None:
-    longest = int(tokens.argmax())
-    if tokens[longest] > pack_size:
+def _require_fit(sizes: Int32 | Int64, setting: str, limit: int, unit: str) -> None:
+    """Raise RecordError for the largest record if it is above a limit."""
+    largest = int(sizes.argmax())
+    if sizes[largest] > limit:
         raise RecordError(
-            f"record {longest}: it must fit pack_size {pack_size}; found "
-            f"{tokens[longest]} tokens. Raise pack_size, or leave the record out."
+            f"record {largest}: it must fit {setting} {limit}; found "
+            f"{sizes[largest]} {unit}. Raise {setting}, or leave the record out."
         )
 
 
@@ -338,7 +358,14 @@ def _without_limits(config: PackConfig, carry: Any) -> PackConfig:
         if policy == "error":
             on[event] = "drop"
     on["identical_sides"] = "keep"
-    return replace(config, carry=carry, pack_size=_NO_LIMIT, max_length=None, on=on)
+    return replace(
+        config,
+        carry=carry,
+        pack_size=_NO_LIMIT,
+        max_keys=None,
+        max_length=None,
+        on=on,
+    )
 
 
 def _collect_ref_logps(

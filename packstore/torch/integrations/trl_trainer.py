@@ -101,7 +101,7 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
         args: the config; :data:`REFUSED_OF_TRL` and `REFUSED`, with a packed dataset
             also `REFUSED_WITH_DATASETS`, list the fields that are restricted.
         data_collator: a :class:`~packstore.torch.PackCollator`, to choose a layout;
-            default: ``concat``.
+            default: ``shared_prefix``.
         train_dataset: preference data as for TRL's trainer, tokenized by it, with each
             device batch laid end to end; or a packed dataset: a folder, a URL, or a
             packstore dataset. Each optimizer step then takes, on average, as many pairs

@@ -4,7 +4,9 @@ of it.
 
 from __future__ import annotations
 
+import json
 import pickle
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from forged import fit, replace_shard
+from forged import MANIFEST, fit, replace_shard, sealed
 from plain_reader import READER
 
-from packstore import Dataset
+from packstore import Dataset, concat
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 from packstore.format import PackSizes, to_offsets
@@ -23,6 +25,8 @@ from packstore.torch import PackedDataLoader, PackedDataset
 
 SIZES = ("tokens", "examples", "squares")
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")
+EMPTY_ROW_GROUPS = {"rows": [], "examples": [], "tokens": [], "longest": []}
+EMPTY_ROW_GROUPS |= {"crc32": ""}
 
 
 def plainly(dataset: Dataset, names: tuple[str, ...] = SIZES) -> list[tuple[int, ...]]:
@@ -61,6 +65,33 @@ def test_it_lies_beside_the_manifest(ds):
     sizes = [columns.pop(name) for name in ("tokens", "examples", "squares")]
     assert list(zip(*sizes, strict=True)) == plainly(ds)
     assert list(zip(*columns.values(), strict=True)) == plainly(ds, COUNTS)
+
+
+def test_a_shard_of_another_writer_may_have_no_packs(ds, tmp_path):
+    folder = tmp_path / "empty"
+    shutil.copytree(ds.url, folder)
+    sink = pa.BufferOutputStream()
+    pq.ParquetWriter(sink, ds.manifest.stored_schema).close()
+    data = sink.getvalue().to_pybytes()
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    shard = manifest["shards"][0]
+    empty = {name: 0 if isinstance(value, int) else "" for name, value in shard.items()}
+    empty |= {"path": "data/empty.parquet", "row_groups": EMPTY_ROW_GROUPS}
+    fit(empty, data)
+    (folder / empty["path"]).write_bytes(data)
+    manifest["shards"].insert(1, empty)
+    manifest["totals"]["bytes"] += empty["bytes"]
+    del manifest["pack_index"]
+    path.write_bytes(sealed(manifest))
+
+    dataset = open_dataset(str(folder))
+    assert dataset.verify().problems == ()
+    assert len(PackedDataset(dataset, shuffle=False)) == len(PackedDataset(ds))
+    both = concat([dataset, dataset], str(tmp_path / "both"))
+    assert both.manifest.pack_index
+    assert both.verify().problems == ()
+    assert told(both.pack_index) == 2 * plainly(ds)
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "arrow"])

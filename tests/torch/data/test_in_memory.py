@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forests import dialogues_of, examples_of, random_forest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import packstore.torch as pt
 from packstore.config import PackConfig
@@ -303,3 +306,55 @@ def test_reference_log_probs_follow_their_pairs() -> None:
         expected = torch.stack([-records, -records - 0.5], dim=1).flatten()
         found = torch.cat([batch.ref_logps for batch in batches])
         assert found.tolist() == expected.tolist()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    kind=st.sampled_from(["preference", "sft", "scored"]),
+    room=st.integers(0, 60),
+    key_room=st.integers(0, 200),
+)
+def test_forests_are_packed_whole(
+    seed: int, kind: str, room: int, key_room: int
+) -> None:
+    """Every sequence once, in packs of at most so many tokens and keys."""
+    examples = examples_of(random_forest(seed, size=24), kind)
+    dialogues = dialogues_of(examples)
+    edges = examples.example_offsets.tolist()
+    keys = np.add.reduceat(examples.lengths, edges[:-1])
+    pack_size, max_keys = int(keys.max()) + room, int(keys.max()) + key_room
+    batches = pt.pack_in_memory(
+        examples, pack_size, "shared_prefix", kind=kind, max_keys=max_keys,
+        rank=0, world_size=1,
+    )  # fmt: skip
+    assert sorted(real_ids(batches)) == list(range(examples.num_examples))
+    for batch in batches:
+        assert batch.num_tokens <= pack_size
+        assert batch.num_keys <= max_keys
+        sequences = [s for e in batch.example_ids for s in range(*edges[e : e + 2])]
+        assert batch.rewards.tolist() == examples.reward[sequences].tolist()
+        whole = batch.to_concat()
+        starts = whole.cu_seqlens.tolist()
+        for s, start in zip(sequences, starts, strict=False):
+            end = start + len(dialogues[s].ids)
+            assert whole.input_ids[start:end].tolist() == dialogues[s].ids
+            is_target = whole.labels[start:end] != IGNORE_INDEX
+            assert is_target.tolist() == dialogues[s].supervised
+
+
+def test_rows_of_turns_share_batches() -> None:
+    rows = turns()
+    batches = pt.pack_in_memory(
+        rows, 200, "shared_prefix", carry=["number"], rank=0, world_size=1
+    )
+    assert sorted(real_ids(batches)) == list(range(36))
+    for batch in batches:
+        assert_holds(batch, rows)
+    tokens = sum(batch.num_tokens for batch in batches)
+    assert tokens < sum(len(r["prompt_ids"]) + 4 for r in rows) / 2.5
+    few_keys = pt.pack_in_memory(rows, 200, "shared_prefix", max_keys=250)
+    assert len(few_keys) > len(batches)
+    assert all(batch.num_keys <= 250 for batch in few_keys)
+    with pytest.raises(RecordError, match="max_keys"):
+        pt.pack_in_memory(rows, 200, "shared_prefix", max_keys=50)
