@@ -73,7 +73,7 @@ class BatchConfig(Settings):
         1, "batches per optimizer step on a rank", low=1
     )
     balance: bool = setting(
-        False, "balance the squared lengths over the ranks of a step"
+        False, "balance the cost of attention over the ranks of a step"
     )
     drop_last: bool = setting(
         False, "leave out the last step of an epoch if it is smaller"

@@ -137,7 +137,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._num_tokens: Tensor | float = 0.0
         self._num_examples = 0
         self._num_packs = 0
-        self._work: list[list[float]] = []  # of each step: tokens, squared lengths
+        self._work: list[list[float]] = []  # of each step: tokens, squares
         # Examples since the last record of the run that this one resumes.
         self._num_examples_before = 0
         self._start_wait_seconds = 0.0
@@ -234,12 +234,13 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     def _add_work(self, batches: list[PackedBatch]) -> None:
         tokens = 0.0
-        squared_lengths = 0.0
+        squares = 0.0  # as of PackSizes, twice the pairs of a query and a key
         for batch in batches:
-            lengths = batch.cu_seqlens.diff().double()
+            queries = batch.cu_seqlens.diff().double()
+            keys = batch.cu_seqlens_k.diff().double()
             tokens += batch.num_tokens
-            squared_lengths += float(lengths.square().sum())
-        self._work.append([tokens, squared_lengths])
+            squares += float((queries * (2 * keys - queries)).sum())
+        self._work.append([tokens, squares])
 
     def close(self) -> dict[str, float]:
         """Return the record, with means and rates over all ranks; start the next one.
@@ -293,7 +294,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
         packs = self._gather([self._num_packs])  # [ranks]
         wait_shares = self._gather([wait_share])  # [ranks]
-        work = self._gather([self._work])  # [ranks, steps, 2]: tokens, squared lengths
+        work = self._gather([self._work])  # [ranks, steps, 2]: tokens, squares
         num_tokens = float(work[..., 0].sum())
 
         datasets = steps.loader.data.stream.datasets
