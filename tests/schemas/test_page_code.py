@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import runpy
@@ -16,6 +17,8 @@ from forests import Dialogue, dialogues_of, forest_packs
 
 import packstore
 from packstore.format import pack_schema, to_arrow
+
+KIT = Path(__file__).parents[2] / "schemas" / "conformance" / "v1"
 
 LONGEST_READER = 35
 """Lines of the reader: more would not be read to the end."""
@@ -60,6 +63,43 @@ def printed(reward: float, dialogue: Dialogue) -> list[Any]:
 
 def test_the_reader_is_short(prose: str) -> None:
     assert len(program(prose).splitlines()) <= LONGEST_READER
+
+
+def test_the_reader_reads_the_kit(
+    prose: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every case that is to be read, but for Arrow files, which it may refuse."""
+    path = tmp_path / "reader.py"
+    path.write_text(program(prose), encoding="utf-8")
+    cases = json.loads((KIT / "kit.json").read_text(encoding="utf-8"))["cases"]
+    num_read = 0
+    for case in cases:
+        if "expected" not in case:
+            continue
+        dataset = KIT / case["dataset"]
+        if list(dataset.glob("**/*.arrow")):
+            continue
+        text = (KIT / case["expected"]).read_text(encoding="utf-8")
+        expected = [line for pack in json.loads(text)["packs"] for line in whole(pack)]
+        monkeypatch.setattr(sys, "argv", [str(path), str(dataset)])
+        runpy.run_path(str(path), run_name="__main__")
+        lines = capsys.readouterr().out.splitlines()
+        assert [json.loads(line) for line in lines] == expected, case["name"]
+        num_read += 1
+    assert num_read > 50
+
+
+def whole(pack: dict[str, Any]) -> list[list[Any]]:
+    """Return reward, ids and labels of each sequence of a pack of the kit."""
+    ids = [pack["input_ids"][key] for key in pack["kv_index"]]
+    edges = itertools.pairwise(pack["cu_seqlens_k"])
+    return [
+        [reward, ids[start:end], pack["sequence_labels"][start:end]]
+        for reward, (start, end) in zip(pack["reward"], edges, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
