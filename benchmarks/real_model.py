@@ -9,8 +9,8 @@ step, and the accuracy of rewards on as many held-out pairs, which one function 
 
     trl             TRL's DPOTrainer with its defaults, unpacked, 2 pairs a device batch and 2 of
                     these a step (8 at once need 22 GB)
-    trl_packed      packstore's PackedDPOTrainer with the same config, data and order: the curves of
-                    both must be equal
+    trl_packed      packstore's PackedDPOTrainer with the same config, data and order, in layout
+                    concat: the curves of both must be equal
     concat          `packstore train` on packs of 2,048 tokens
     shared_prefix   the same, the prompt of a pair stored and computed once
 """
@@ -118,15 +118,20 @@ def train_trl(folder: Path, packed: bool) -> list[float]:
         save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer_class: Any = DPOTrainer
+    how: dict[str, Any] = {}
     if packed:
-        from packstore.torch import PackedDPOTrainer
+        from packstore.config import PackConfig
+        from packstore.torch import PackCollator, PackedDPOTrainer
 
         trainer_class = PackedDPOTrainer
+        config = PackConfig(layout="concat")
+        how["data_collator"] = PackCollator("preference", config)
     trainer = trainer_class(
         AutoModelForCausalLM.from_pretrained(folder / "model"),
         args=args,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(folder / "model"),
+        **how,
     )
     trainer.train()
     trainer.save_model(args.output_dir)
