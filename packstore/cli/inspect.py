@@ -93,6 +93,8 @@ def _facts(dataset: Dataset) -> dict[str, object]:
         "longest sequence": statistics.longest_sequence,
         "shortest pack": statistics.shortest_pack,
         "most segments": statistics.most_segments,
+        "most keys": statistics.most_keys,
+        "most targets": statistics.most_targets,
         "files": f"{len(m.shards)} {m.file_format}, {totals.bytes:,} bytes, "
         f"{bits_per_token:.1f} bits per token",
         "features": ", ".join(m.features) or "none",

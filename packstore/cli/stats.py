@@ -104,7 +104,7 @@ def _values_of(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
     tokens = np.diff(packs.token_offsets)
     starts = np.cumsum(packs.segment_lengths) - packs.segment_lengths
     supervised = np.add.reduceat(packs.supervised, starts, dtype=np.int32)
-    values = {
+    values: dict[str, Any] = {
         "sequence length": packs.lengths,
         "supervised tokens": supervised,
         "unsupervised tokens": packs.lengths - supervised,
@@ -112,6 +112,10 @@ def _values_of(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
         "examples per pack": np.diff(packs.example_offsets),
         "segments per pack": np.diff(packs.sequence_offsets),
         "tokens per pack": tokens,
+        "tokens unpacked per pack": packs.keys,
+        "supervised tokens per pack": np.add.reduceat(
+            supervised, packs.sequence_offsets[:-1]
+        ),
         "unused tokens per pack": pack_size - tokens,
         "responses per example": packs.num_responses,
         "reward": packs.reward,
@@ -148,7 +152,7 @@ def _group_figures(dataset: Dataset, by: str) -> dict[str, dict[str, float]]:
     tokens = pl.col("tokens")
     figures = {
         "examples": pl.len(),
-        "tokens": tokens.sum(),
+        "tokens unpacked": tokens.sum(),
         "mean": tokens.mean(),
         "median": tokens.quantile(0.5, "linear"),
         "p99": tokens.quantile(0.99, "linear"),
@@ -239,6 +243,7 @@ def _page(
             "packs": format_value(len(dataset)),
             "examples": format_value(m.totals.examples),
             "tokens": format_value(m.totals.tokens),
+            "tokens unpacked": format_value(m.totals.logical_tokens),
             "pack size": format_value(m.pack_size),
             "layout": m.layout,
             "strategy": m.strategy,

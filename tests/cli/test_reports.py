@@ -103,6 +103,25 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> packstore.Da
     return packstore.pack([source, more], folder / "made", pack_size=512, **settings)
 
 
+def test_tokens_of_packs_are_counted_as_stored_and_unpacked(
+    made: packstore.Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = figures(capsys, "stats", made.url)
+    totals = made.manifest.totals
+    statistics = made.manifest.statistics
+    left_out = totals.logical_tokens - totals.tokens
+    assert left_out > 0
+    for name, total in {
+        "tokens per pack": totals.tokens,
+        "tokens unpacked per pack": totals.logical_tokens,
+        "supervised tokens per pack": totals.supervised_tokens,
+        "shared tokens left out": left_out,
+    }.items():
+        assert result[name]["mean"] * result[name]["count"] == pytest.approx(total)
+    assert result["tokens unpacked per pack"]["max"] == statistics.most_keys
+    assert result["supervised tokens per pack"]["max"] == statistics.most_targets
+
+
 @pytest.mark.parametrize("by", ["lang", "file"])
 def test_groups_equal_a_loop_over_the_packs(
     made: packstore.Dataset, by: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -125,7 +144,7 @@ def test_groups_equal_a_loop_over_the_packs(
     for group, values in tokens.items():
         expected = {
             "examples": len(values),
-            "tokens": sum(values),
+            "tokens unpacked": sum(values),
             "mean": np.mean(values),
             "median": np.percentile(values, 50),
             "p99": np.percentile(values, 99),

@@ -126,12 +126,15 @@ class Manifest:
     def facts(self) -> dict[str, object]:
         """Kind, counts, fill, tokenizer and sources, for people."""
         packs = f"{self.num_packs:,} of {self.pack_size:,} tokens"
+        tokens = f"{self.totals.tokens:,}, fill {self.fill_rate:.2%}"
+        if self.totals.logical_tokens > self.totals.tokens:
+            tokens += f", unpacked {self.totals.logical_tokens:,}"
         records = self.records
         facts: dict[str, object] = {
             "kind": self.kind,
             "examples": self.totals.examples,
             "packs": f"{packs}, layout {self.layout}",
-            "tokens": f"{self.totals.tokens:,}, fill {self.fill_rate:.2%}",
+            "tokens": tokens,
             "records": f"{records.read:,} read, {records.packed:,} packed",
         }
         for reason, count in records.dropped.items():
