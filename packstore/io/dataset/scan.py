@@ -63,7 +63,8 @@ def scan(
         url: folder or fsspec URL of the dataset, or the opened dataset.
         version: number of an older version.
         tokens: adds `input_ids` and `labels` (-100 where unsupervised) of each
-            response, whole, also in layout ``shared_prefix``.
+            response, whole, also in layout ``shared_prefix``, where shared tokens have
+            label -100.
         storage_options: passed to the fsspec filesystem.
 
     Raises:
