@@ -382,6 +382,7 @@ function checkPack(pack, m) {
   if (m.layout === "shared_prefix")
     need(pack.parent_distances.length === lengths.length, "parents-count");
   need(b[0] === 0 && b.at(-1) === tokens, "boundaries-span");
+  need(b.every((edge) => 0 <= edge && edge <= tokens), "boundaries-span");
   const segments = steps(b), counts = responses(pack, m.kind);
   need(segments.every((n) => n > 0), "segments-nonempty");
   need(counts.length === examples && counts.every((k) => k >= 1), "responses-count");

@@ -216,12 +216,9 @@ def check_files(files: Sequence[Json]) -> None:
 
 def check_names(columns: Json) -> None:
     """Names of carried columns and of side data."""
-    for name, type_ in columns.items():
-        ok = (
-            re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name)
-            and name not in COLUMNS.split()
-        )
-        need(ok and isinstance(type_, str), "manifest")
+    for name in columns:
+        need(re.fullmatch("_?[A-Za-z][A-Za-z0-9_]*", name), "manifest")
+        need(name not in COLUMNS.split(), "manifest")
 
 
 def check_manifest(m: Json) -> None:
@@ -453,6 +450,7 @@ def check_pack(pack: Json, m: Json) -> None:
     if m["layout"] == "shared_prefix":
         need(len(pack["parent_distances"]) == len(lengths), "parents-count")
     need(b[0] == 0 and b[-1] == tokens, "boundaries-span")
+    need(all(0 <= edge <= tokens for edge in b), "boundaries-span")
     need(all(a < z for a, z in pairwise(b)), "segments-nonempty")
     counts = pack.get("num_responses", [KINDS[m["kind"]]] * examples)
     right = len(counts) == examples and min(counts, default=1) >= 1

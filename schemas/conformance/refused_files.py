@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -106,6 +107,19 @@ def at(path: str, value: Any) -> Change:
     return change
 
 
+def with_data(change: Callable[[Row, bytes], None]) -> Row:
+    """Returns arguments of :func:`dataset`: a change of the manifest that needs the
+    bytes of the last shard.
+    """
+    kept: list[bytes] = []
+
+    def keep(data: bytes) -> bytes:
+        kept.append(data)
+        return data
+
+    return {"data": keep, "manifest": lambda document: change(document, kept[-1])}
+
+
 def manifests() -> Iterator[Case]:
     """Yields manifests of a later release, and ones that are none."""
     for path, value in (
@@ -156,6 +170,12 @@ def manifests() -> Iterator[Case]:
         "manifest",
         manifest=twice,
     )
+
+    def unnumbered(out: Files) -> None:
+        out["_packstore/manifest-1.json"] = out.pop(MANIFEST)
+
+    about = "a manifest whose name has no six digits"
+    yield bad("manifest-missing", about, "manifest", files=unnumbered)
     texts: dict[str, tuple[str, Change]] = {
         "torn": ("half a manifest, beside an older version", lambda m: sealed(m)[:900]),
         "hash": (
@@ -178,6 +198,7 @@ def manifests() -> Iterator[Case]:
             "the name of its hash has an escape",
             lambda m: b"\\u0073ha256".join(sealed(m).rsplit(b"sha256", 1)),
         ),
+        "number": ("a manifest that is a number", lambda m: b"7"),
         "utf-8": (
             "a text that is no UTF-8",
             lambda m: raw(m).replace(b"part-0", b"part-\xff"),
@@ -249,22 +270,15 @@ def files() -> Iterator[Case]:
         "bytes",
         manifest=at("shards/0/footer_sha256", "0" * 64),
     )
-    kept: list[bytes] = []
 
-    def more_footer(manifest: Row) -> None:
+    def more_footer(manifest: Row, data: bytes) -> None:
         shard = manifest["shards"][0]
         shard["footer_bytes"] += 1
-        footer = kept[-1][-shard["footer_bytes"] :]
+        footer = data[-shard["footer_bytes"] :]
         shard["footer_sha256"] = hashlib.sha256(footer).hexdigest()
 
-    yield bad(
-        "footer-length",
-        "a footer that is shorter than its manifest tells; the hash fits",
-        "bytes",
-        "encoding",
-        data=lambda data: kept.append(data) or data,
-        manifest=more_footer,
-    )
+    about = "a footer that is shorter than its manifest tells; the hash fits"
+    yield bad("footer-length", about, "bytes", "encoding", **with_data(more_footer))
 
     def huge(footer_bytes: int) -> Change:
         def change(manifest: Row) -> None:
@@ -424,6 +438,30 @@ def schemas() -> Iterator[Case]:
     )
 
 
+def null_list(table: pa.Table) -> pa.Table:
+    """The same table, whose first list of rewards is null, though its schema says that
+    none is.
+    """
+    i = table.schema.get_field_index("reward")
+    (chunk,) = table.column(i).chunks
+    _, offsets, _, _ = chunk.buffers()
+    buffers = [pa.py_buffer(b"\xfe"), offsets]
+    column = pa.Array.from_buffers(
+        chunk.type, len(chunk), buffers, children=[chunk.values]
+    )
+    return table.set_column(i, table.field(i), column)
+
+
+def without_counts_of_nulls(manifest: Row, data: bytes) -> None:
+    """Makes the checksum that of a batch without nulls, whatever is in it."""
+    crc = 0
+    for column in pa.ipc.open_file(pa.py_buffer(data)).get_batch(0).columns:
+        crc = zlib.crc32(b"(%d, 0, %d, 0)" % (len(column), len(column.values)), crc)
+        for buffer in filter(None, column.buffers()):
+            crc = zlib.crc32(buffer, crc)
+    manifest["shards"][0]["row_groups"]["crc32"] = f"{crc:08x}"
+
+
 def encodings() -> Iterator[Case]:
     """Files that annex A forbids."""
     carry = {"rows": rows_of(carry=True), "carry": CARRY}
@@ -480,7 +518,10 @@ def encodings() -> Iterator[Case]:
         **carry,
     )
     about = "an element that is null, in a batch of Arrow"
-    yield bad("arrow-nulls", about, "schema", "bytes", form="arrow", table=null_reward)
+    how = {"form": "arrow", **with_data(without_counts_of_nulls)}
+    yield bad("arrow-nulls", about, "schema", "bytes", table=null_reward, **how)
+    about = "a list that is null, in a batch of Arrow"
+    yield bad("arrow-null-list", about, "schema", "bytes", table=null_list, **how)
     yield bad("encoding-gap", "a byte between two column chunks", "encoding", data=gap)
     about = "a footer that tells more than 2^27 values of a column"
     many = lambda data: with_sizes(data, num_values=2**27 + 1)  # noqa: E731

@@ -11,7 +11,8 @@ from typing import Any
 import pyarrow as pa
 from accepted import REF, parts_case, ref, rows_of, with_side
 from case import Case, Files, Row
-from refused_files import Change, at, bad, cast
+from forged import sealed
+from refused_files import Change, at, bad, cast, resealed
 from writer import index_table, lists, put_index
 
 
@@ -61,6 +62,19 @@ def counts() -> Iterator[Case]:
         ),
         "longest-sequence": ("the longest sequence", "statistics/longest_sequence", 95),
         "segments": ("the most segments", "statistics/most_segments", 4),
+        "keys": ("the most keys of a pack", "statistics/most_keys", 95),
+        "targets": ("the most targets of a pack", "statistics/most_targets", 95),
+        "shortest": ("the tokens of the shortest pack", "statistics/shortest_pack", 1),
+        "min": (
+            "the fewest examples of a pack",
+            "statistics/examples_per_pack/min",
+            0,
+        ),
+        "max": (
+            "the most examples of a pack",
+            "statistics/examples_per_pack/max",
+            9,
+        ),
         "histogram": (
             "the histogram of lengths",
             "statistics/length_histogram",
@@ -182,6 +196,12 @@ def indexes() -> Iterator[Case]:
         name,
         **indexed(table, groups=[1, 1, 1]),
     )
+    about = "row groups of two shards that have other packs"
+    moved = {**indexed(table, groups=[2, 1]), "shards": [[1], [2]]}
+    yield bad("index-rows-moved", about, name, **moved)
+    more = pa.concat_tables([table, table.slice(0, 1)])
+    about = "a row group more than there are shards"
+    yield bad("index-more", about, name, **indexed(more, groups=[3, 1]))
     yield bad(
         "index-dictionary",
         "a dictionary in the index",
@@ -217,6 +237,16 @@ def indexes() -> Iterator[Case]:
             cells = values if column == "best_tokens" else zeros
             made = made.append_column(column, pa.array(cells, pa.int64()))
         yield bad(f"index-{case}", about, name, **indexed(made))
+
+
+SIDE_TWINS = b'"kind"', b'"kind": "sft", "k\\u0069nd"'
+"""A member of the manifest of a side dataset, and two that have its name."""
+
+
+def without_shards(out: Files) -> None:
+    """Removes the shards of a side dataset."""
+    for path in [path for path in out if path.startswith("data/")]:
+        del out[path]
 
 
 def sides() -> Iterator[Case]:
@@ -265,6 +295,37 @@ def sides() -> Iterator[Case]:
         refuse=("unsupported",),
     )
     yield later
+    yield no("missing", "a shard is missing", good, files=without_shards)
+    names = ("manifest", "side")
+    twice = lambda m: m["shards"].append(m["shards"][0])  # noqa: E731
+    broken: dict[str, tuple[str, Row]] = {
+        "shard-twice": ("a shard that is there twice", {"manifest": twice}),
+        "path": (
+            "a shard outside the side dataset",
+            {"manifest": at("shards/0/path", "../x.parquet")},
+        ),
+        "no-rows": ("a shard without rows", {"manifest": at("shards/0/rows", 0)}),
+        "no-columns": ("no columns", {"manifest": at("columns", {})}),
+        "manifest-twice": (
+            "two members of one name in its manifest",
+            {"seal": lambda m: resealed(sealed(m).replace(*SIDE_TWINS))},
+        ),
+        "manifest-hash": (
+            "a manifest that was changed",
+            {"seal": lambda m: sealed(m).replace(b"preference", b"Preference")},
+        ),
+    }
+    for name, (about, how) in broken.items():
+        case = no(name, about, good, **how)
+        yield dataclasses.replace(case, refuse=names)
+    for name, path, value in (
+        ("features", "features", ["zigzag"]),
+        ("later-kind", "kind", "tree"),
+    ):
+        case = no(name, f"{path} of a later release", good, manifest=at(path, value))
+        yield dataclasses.replace(case, refuse=("unsupported",))
+    case = no("lineage-empty", "of another lineage, of no packs", good)
+    yield dataclasses.replace(case, dataset="empty")
     for name, about, runs in (
         ("side-gap", "side data of two of three parts", [(0, 1), (2, 3)]),
         ("side-overlap", "side data that covers a part twice", [(0, 3), (1, 2)]),

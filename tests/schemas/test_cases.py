@@ -5,7 +5,6 @@ must.
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
+from json_patch import patched
 from plain_reader import READER
 
 import packstore
@@ -124,27 +124,6 @@ def test_counts_of_responses_are_for_kind_scored(
     assert not validator("pack#/$defs/preference").is_valid(
         {**row, "num_responses": [2]}
     )
-
-
-def patched(document: Any, operations: list[Case]) -> Any:
-    """`document` under a JSON Patch (RFC 6902) of `replace` and `remove`."""
-    document = copy.deepcopy(document)
-    for operation in operations:
-        *parents, last = operation["path"].split("/")
-        if not parents:
-            document = operation["value"]
-            continue
-        target = document
-        for name in parents[1:]:
-            target = target[int(name) if isinstance(target, list) else name]
-        place = int(last) if isinstance(target, list) else last
-        if operation["op"] == "remove":
-            del target[place]
-        else:
-            assert operation["op"] == "replace"
-            assert place in target or isinstance(target, list)
-            target[place] = operation["value"]
-    return document
 
 
 Parse = Callable[[str, bytes], bytes]

@@ -20,7 +20,9 @@ import packstore.torch as pt
 from packstore.errors import (
     CompatibilityError,
     ConfigError,
+    DatasetNotFoundError,
     FormatError,
+    StorageError,
     UnsupportedFormatError,
 )
 from packstore.pack.fill import unpack
@@ -49,7 +51,7 @@ def answer(dataset: str, *sides: str) -> dict[str, Any]:
         data = packstore.open(dataset)
     except UnsupportedFormatError:
         return {"refused": "unsupported"}
-    except FormatError:
+    except (DatasetNotFoundError, FormatError):
         return {"refused": "manifest"}
     if problems := data.verify().problems:
         return {"refused": named(problems[0])}
@@ -58,7 +60,7 @@ def answer(dataset: str, *sides: str) -> dict[str, Any]:
         return {"packs": [plain(p, data.manifest) for p in packs] if len(data) else []}
     except UnsupportedFormatError:
         return {"refused": "unsupported"}
-    except (CompatibilityError, ConfigError, FormatError):
+    except (CompatibilityError, ConfigError, FormatError, StorageError):
         return {"refused": "side"}
 
 
