@@ -179,7 +179,8 @@ class PackCollator:
     Args:
         kind: ``preference``, ``sft`` or ``scored``.
         config: for records, `layout`, `fields` and `carry`; records have the shapes of
-            :func:`pack_in_memory`. Limits on number and length do not apply.
+            :func:`pack_in_memory`. Limits on number and length do not apply, nor does
+            `share_prefixes`.
         max_length: maximum tokens of a prompt with one side, for records of pairs: ends
             are cut off, as by TRL's ``truncation_mode="keep_start"``; default: none.
 
