@@ -45,11 +45,15 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
             {
                 "diagnosis": diagnosis,
                 "estimate": report.choices[0],
+                "alternatives": report.choices[1:],
                 "findings": findings,
             },
         )
     _print_diagnosis(report)
     print_estimate(report)
+    stdout_console().print(
+        "The first line has the settings of the job, the others other settings."
+    )
     _print_findings(findings)
     return 0 if ok else 1
 

@@ -1,4 +1,6 @@
-"""``packstore estimate``: fill, packs and steps of several pack sizes."""
+"""``packstore estimate``: tokens, fill, packs and steps of several pack sizes and
+layouts.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,15 @@ if TYPE_CHECKING:
     from packstore.etl.reports.projection import Report
 
 LEGEND = (
-    "fill: tokens in percent of the packs' capacity; steps: optimizer steps of an "
-    "epoch, on one rank; dropped: records that are dropped, mostly as too long."
+    "shares: where sequences share prefixes (share_prefixes); stored: tokens in "
+    "percent of all sequences; fill: tokens in percent of the packs' capacity; steps: "
+    "optimizer steps of an epoch, on one rank; dropped: records that are dropped, "
+    "mostly as too long."
+)
+
+SAMPLED_SHARING = (
+    "With `pack`, a sample shows the least that is saved: more records have more in "
+    "common."
 )
 
 SAMPLE_ARGUMENTS = ("pack_sizes", "layouts", "sample", "records")
@@ -131,13 +140,24 @@ def print_estimate(report: Report) -> None:
     """Print the choices as a table."""
     console = stdout_console()
     console.print(_describe_sample(report))
-    names = ("pack size", "layout", "fill", "packs", "steps", "dropped")
+    names = (
+        "pack size",
+        "layout",
+        "shares",
+        "stored",
+        "fill",
+        "packs",
+        "steps",
+        "dropped",
+    )
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(*columns, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for choice in report.choices:
         table.add_row(
             format_value(choice.pack_size),
             choice.layout,
+            "" if choice.layout == "concat" else choice.share_prefixes,
+            f"{choice.stored_rate:.1%}",
             f"{choice.fill_rate:.2%}",
             format_value(choice.packs),
             format_value(choice.steps),
@@ -145,6 +165,9 @@ def print_estimate(report: Report) -> None:
         )
     console.print(table)
     console.print(LEGEND)
+    is_sample = report.sample is not None and not report.sample.is_complete
+    if is_sample and any(c.share_prefixes == "pack" for c in report.choices):
+        console.print(SAMPLED_SHARING)
 
 
 def _describe_sample(report: Report) -> str:

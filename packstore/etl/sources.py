@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from packstore.config import PARTITION_BYTES, REASONS, PackConfig
+from packstore.config import PARTITION_BYTES, REASONS, PackConfig, SizeConfig
 from packstore.config.remedies import current_door, spell
 from packstore.errors import ConfigError, RecordError, sentence, to_unicode
 from packstore.etl.engines import engine_with, local
@@ -494,10 +494,11 @@ class RecordExampleReader:
             self._blocks, sampling = head_blocks(blocks, records, seed)
         return sampling
 
-    def resized(self, pack_size: int, layout: Any) -> RecordExampleReader:
+    def resized(self, config: PackConfig) -> RecordExampleReader:
         """Return a reader of the same sample, for packs of another size and layout."""
         reader = copy.copy(self)
-        reader._config = replace(self._config, pack_size=pack_size, layout=layout)
+        settings = {name: getattr(config, name) for name in SizeConfig.names()}
+        reader._config = replace(self._config, **settings)
         return reader
 
     @property

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.format.arrays import Column, Examples, Int32, Int64, Packs
+from packstore.format.arrays import Bool, Column, Examples, Int32, Int64, Packs
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.chunks import (
     Chunks,
@@ -102,38 +102,63 @@ class Spill:
             _append(self._beginnings, beginning_keys(examples, config.seed).data)
         self.num_examples += examples.num_examples
 
-    def plan(self, seed: int) -> Plan:
-        """Plan the packs of all examples; there must be one at least.
+    def plan(self, config: PackConfig, chosen: Bool | None = None) -> Plan:
+        """Plan the packs of all examples, or of some; there must be one at least.
 
         Args:
-            seed: takes the place of the setting.
+            config: settings; may differ in seed and limits from those of the spill.
+            chosen: bool `[E]`, the examples to plan, in the order of the input, which
+                are then numbered among themselves; None: all.
         """
-        config = replace(self._config, seed=seed)
         chunks = None
         if config.share_prefixes == "pack":
-            chunks = self._cut_chunks(config)
+            places = self._sorted_places()
+            if chosen is not None:
+                chosen = chosen[places]
+                places = places[chosen]
+            chunks = self._cut_chunks(config, chosen).in_input_order(places)
         lengths = np.fromfile(self._lengths, np.int32)
         keys = np.fromfile(self._keys, np.int32)
+        if chosen is not None:
+            lengths = lengths[chosen]
+            keys = keys[chosen]
         return plan_examples(lengths, keys, config, chunks)
 
-    def _cut_chunks(self, config: PackConfig) -> Chunks:
-        """Return the chunks of all examples, in the order of the input."""
-        if self._places is None:
-            self._places = np.arange(self.num_examples)
-            if len(self._segments) > 1:
-                self._places = self._sort_by_beginning()
-        parts = [
-            cut_chunks(
-                segment.examples(),
+    def _cut_chunks(self, config: PackConfig, chosen: Bool | None) -> Chunks:
+        """Return the chunks of the chosen examples, or of all."""
+        parts = []
+        end = 0
+        for segment in self._segments:
+            examples = segment.examples()
+            start = end
+            end += examples.num_examples
+            if chosen is not None:
+                examples = gather(examples, np.flatnonzero(chosen[start:end]))
+            if not examples.num_examples:
+                continue
+            chunks = cut_chunks(
+                examples,
                 config.pack_size,
                 config.key_limit,
                 multiple=config.pad_to_multiple,
                 common=self._common.tokens(config.pad_to_multiple),
                 seed=config.seed,
             )
-            for segment in self._segments
-        ]
-        return Chunks.concat(parts).in_input_order(self._places)
+            parts.append(chunks)
+            del examples  # before those of the next segment are read
+        return Chunks.concat(parts)
+
+    def _sorted_places(self) -> Int64:
+        """Sort the examples by what they begin with, if they lie in several segments.
+
+        Returns:
+            int64 `[E]`, the place of each example in the input.
+        """
+        if self._places is None:
+            self._places = np.arange(self.num_examples)
+            if len(self._segments) > 1:
+                self._places = self._sort_by_beginning()
+        return self._places
 
     def _sort_by_beginning(self) -> Int64:
         """Distribute the examples to segments of those that begin alike.

@@ -60,15 +60,20 @@ class Chunks:
     Attributes:
         order: int64 `[n]`, the examples, chunk by chunk.
         offsets: int64 `[C + 1]`; chunk c holds ``order[offsets[c] : offsets[c + 1]]``.
-        tokens: int64 `[C]`, tokens that each takes up in a pack, with padding, besides
-            `common`.
+        lengths: int32 `[n]`, tokens that each example of `order` adds to its chunk,
+            with padding, besides `common`.
         common: tokens that a pack stores once for all of its chunks.
     """
 
     order: Int64
     offsets: Int64
-    tokens: Int64
+    lengths: Int32
     common: int
+
+    @property
+    def tokens(self) -> Int32:
+        """Tokens that each chunk takes up in a pack, besides `common`: int32 `[C]`."""
+        return np.add.reduceat(self.lengths, self.offsets[:-1])
 
     def in_input_order(self, places: Int64) -> Chunks:
         """Return the chunks in the order of their first examples.
@@ -78,10 +83,11 @@ class Chunks:
         """
         first_places = np.minimum.reduceat(places[self.order], self.offsets[:-1])
         chunks = first_places.argsort(kind="stable")
+        examples = ragged_indices(self.offsets, chunks)
         return Chunks(
-            order=self.order[ragged_indices(self.offsets, chunks)],
+            order=self.order[examples],
             offsets=to_offsets(np.diff(self.offsets)[chunks]),
-            tokens=self.tokens[chunks],
+            lengths=self.lengths[examples],
             common=self.common,
         )
 
@@ -94,7 +100,7 @@ class Chunks:
         return cls(
             order=np.concatenate([part.order + first for part, first in numbered]),
             offsets=to_offsets(np.concatenate(sizes_of_parts)),
-            tokens=np.concatenate([part.tokens for part in parts]),
+            lengths=np.concatenate([part.lengths for part in parts]),
             common=parts[0].common,
         )
 
@@ -157,21 +163,23 @@ def cut_chunks(
         seed: decides the order of examples that begin differently.
     """
     order = _order_by_beginning(examples, seed)
-    tokens = sizes(examples, "shared_prefix", multiple).astype(np.int64)[order] - common
+    tokens = sizes(examples, "shared_prefix", multiple)[order] - np.int32(common)
     shared = _shared_with_previous(examples, order)
     # The last shared token is stored again: it predicts the token behind it.
     omitted = np.maximum(shared - 1, 0)
     _, lengths = _first_sequences(examples)
     lengths = lengths[order]
     saved = round_up(lengths, multiple) - round_up(lengths - omitted, multiple)
-    offsets, chunk_tokens = _cut(
+    saved = np.maximum(saved - np.int32(common), 0)
+    offsets = _cut(
         tokens=tokens.tolist(),
-        saved=np.maximum(saved - common, 0).tolist(),
+        saved=saved.tolist(),
         keys=count_keys(examples)[order].tolist(),
         capacity=pack_size - common,
         max_keys=max_keys,
     )
-    return Chunks(order, offsets, chunk_tokens, common)
+    saved[offsets[:-1]] = 0
+    return Chunks(order, offsets, tokens - saved, common)
 
 
 def beginning_keys(examples: Examples, seed: int) -> U64:
@@ -211,8 +219,8 @@ def _cut(
     keys: list[int],
     capacity: int,
     max_keys: int,
-) -> tuple[Int64, Int64]:
-    """Return the offsets of the chunks `[C + 1]`, and their tokens `[C]`.
+) -> Int64:
+    """Return the offsets of the chunks, int64 `[C + 1]`.
 
     Args:
         tokens: `[n]`, tokens of each example on its own.
@@ -222,7 +230,6 @@ def _cut(
         max_keys: maximum keys of a chunk.
     """
     offsets: list[int] = []
-    chunk_tokens: list[int] = []
     num_tokens = 0
     num_keys = 0
     for place, saved_tokens in enumerate(saved):
@@ -239,14 +246,11 @@ def _cut(
             num_keys = keys_with_next
             continue
 
-        if place:
-            chunk_tokens.append(num_tokens)
         offsets.append(place)
         num_tokens = tokens[place]
         num_keys = keys[place]
-    chunk_tokens.append(num_tokens)
     offsets.append(len(tokens))
-    return np.array(offsets, np.int64), np.array(chunk_tokens, np.int64)
+    return np.array(offsets, np.int64)
 
 
 def _order_by_beginning(examples: Examples, seed: int) -> Int64:

@@ -255,7 +255,8 @@ def plan_examples(
 ) -> Plan:
     """Plan packs whose sequences have at most ``config.key_limit`` tokens together.
 
-    A pack that would have more is split, in its order.
+    A pack that would have more is split, in its order. The lengths of a plan of chunks
+    are those of the chunks, and the most that the packs can have.
 
     Args:
         lengths: int32 `[n]`, tokens that each example takes up on its own, with
@@ -276,6 +277,9 @@ def plan_examples(
         order, offsets = _assign_packs(lengths, config.pack_size, config)
     else:
         order, offsets = _assign_chunks(chunks, config)
+        lengths = np.empty_like(lengths)
+        lengths[chunks.order] = chunks.lengths
+        lengths[order[offsets[:-1]]] += chunks.common
     if _pack_sums(keys, order, offsets).max(initial=0) > config.key_limit:
         offsets = _split_by_keys(order, offsets, keys, config.key_limit)
     tokens = int(lengths.sum(dtype=np.int64))
@@ -423,9 +427,8 @@ def _assign_packs(
 
 def _assign_chunks(chunks: Chunks, settings: PlanConfig) -> tuple[Int32, Int64]:
     """Return order and offsets of a plan of chunks, see :class:`Plan`."""
-    tokens = chunks.tokens.astype(np.int32)
     capacity = settings.pack_size - chunks.common
-    chunk_order, chunk_offsets = _assign_packs(tokens, capacity, settings)
+    chunk_order, chunk_offsets = _assign_packs(chunks.tokens, capacity, settings)
     order = chunks.order[ragged_indices(chunks.offsets, chunk_order)]
     examples_per_chunk = np.diff(chunks.offsets)[chunk_order]
     offsets = to_offsets(examples_per_chunk)[chunk_offsets]

@@ -62,7 +62,7 @@ def test_examples_are_measured_as_they_are_stored(tmp_path: Path) -> None:
         packstore.pack([record] * 5, tmp_path / "no", layout="concat", **settings)
 
     report, _ = dry_run([record] * 5, str(tmp_path / "dry"), **settings)
-    (choice,) = report.choices
+    choice, *_ = report.choices
     assert (choice.layout, choice.dropped) == ("shared_prefix", 0)
 
 
@@ -92,5 +92,9 @@ def test_an_estimate_compares_both_layouts() -> None:
     for kind, record in RECORDS.items():
         for settings in ({}, {"layout": "auto"}, {"layouts": ["auto"]}):
             report = packstore.estimate([record] * 9, pack_sizes=[64], **settings)
-            layouts = [choice.layout for choice in report.choices]
-            assert layouts == ["concat", "shared_prefix"], (kind, settings)
+            layouts = [(c.layout, c.share_prefixes) for c in report.choices]
+            assert layouts == [
+                ("concat", "example"),
+                ("shared_prefix", "example"),
+                ("shared_prefix", "pack"),
+            ], (kind, settings)

@@ -12,6 +12,7 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.errors import ConfigError
+from packstore.etl.reports.records import dry_run
 
 SETTINGS: dict[str, Any] = {
     "pack_size": 1024,
@@ -111,6 +112,52 @@ def test_a_dataset_is_packed_anew_and_appended_to(
         grown.manifest.totals.tokens
         == packed.manifest.totals.tokens + new.manifest.totals.tokens
     )
+
+
+def test_an_estimate_and_a_dry_run_say_what_it_saves(
+    files: list[str], tmp_path: Path
+) -> None:
+    sizes = {"pack_size": 1024}
+    report = packstore.estimate(files, **sizes)
+    example, pack = report.choices[1:]
+    assert (example.share_prefixes, pack.share_prefixes) == ("example", "pack")
+    assert pack.stored_rate < 0.65 * example.stored_rate
+    assert pack.packs < 0.7 * example.packs
+    packed = packstore.pack(files, tmp_path / "out", **SETTINGS)
+    assert pack.packs == len(packed)
+
+    (only,) = packstore.estimate(
+        files, **sizes, layouts=["shared_prefix"], share_prefixes="pack"
+    ).choices
+    assert only == pack
+    dry, _ = dry_run(files, str(tmp_path / "new"), **SETTINGS)
+    assert dry.choices[0] == pack
+    assert example in dry.choices
+
+
+def test_a_sample_shows_the_least(files: list[str]) -> None:
+    """Records that begin alike are seldom drawn together."""
+    whole = packstore.estimate(files, pack_size=1024).choices[-1]
+    part = packstore.estimate(files, pack_size=1024, sample=100).choices[-1]
+    assert part.stored_rate > whole.stored_rate
+
+
+def test_sft_shares_only_if_its_packs_do(tmp_path: Path) -> None:
+    records = [
+        {"prompt": turn["prompt"], "completion": turn["chosen"]} for turn in turns(30)
+    ]
+    sizes = {"pack_size": 1024}
+    whole = packstore.pack(records, tmp_path / "whole", **sizes)
+    shared = packstore.pack(
+        records, tmp_path / "shared", **sizes, share_prefixes="pack"
+    )
+    assert (whole.manifest.layout, shared.manifest.layout) == (
+        "concat",
+        "shared_prefix",
+    )
+    assert shared.verify().ok
+    assert examples(shared) == examples(whole)
+    assert shared.manifest.totals.tokens < 0.6 * whole.manifest.totals.tokens
 
 
 def test_it_is_refused_where_nothing_is_shared(tmp_path: Path) -> None:

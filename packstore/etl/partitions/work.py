@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -284,7 +284,7 @@ class PartitionPacker:
         if number > 0:
             # The first one keeps the seed: its plan equals packstore.plan(lengths).
             seed = seeds.derive(config.seed, "partition", number) >> 1
-        packing = spill.plan(seed)
+        packing = spill.plan(replace(config, seed=seed))
 
         # Only then the number of packs that remain in the job is known.
         is_last = number + 1 == config.partitions and notes is self.notes[-1]

@@ -10,7 +10,7 @@ differences between neighbouring places.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,12 +20,13 @@ import numpy.typing as npt
 
 from packstore.config import BatchConfig, PackConfig
 from packstore.etl.reports.place import Finding
+from packstore.etl.spill import Spill
 from packstore.format import seeds
 from packstore.format.arrays import Bool, Examples, Int32, Int64
 from packstore.io.dataset.steps import cut_by_examples
 from packstore.io.inputs.sampling import Sampling
 from packstore.pack.layout import count_keys, sizes
-from packstore.pack.plan import plan_examples
+from packstore.pack.plan import Plan, plan_examples
 from packstore.tokenizer.tally import Tally
 
 MAX_SIMULATED_PACKS = 10_000
@@ -41,11 +42,15 @@ three: ``exp(-3)`` is about 0.05).
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """A pack size and layout with the estimated result; counts are of all records.
+    """Settings of packs with the estimated result; counts are of all records.
 
     Attributes:
         pack_size: tokens of a pack.
         layout: ``concat`` or ``shared_prefix``.
+        share_prefixes: ``example`` or ``pack``.
+        stored_rate: tokens of the packs / tokens of all sequences, 0..1. With
+            ``share_prefixes="pack"``, the most that it will be, as more records have
+            more in common, and `packs` likewise.
         fill_rate: tokens / (packs * pack_size).
         packs: number of packs.
         steps: optimizer steps of an epoch on one rank.
@@ -58,6 +63,8 @@ class Choice:
 
     pack_size: int
     layout: str
+    share_prefixes: str
+    stored_rate: float
     fill_rate: float
     packs: int
     steps: int
@@ -78,7 +85,7 @@ class Report:
             run add the checks of lint.
         sample: how the sample was drawn; None: all records were read.
         scale: number of all records, divided by the number in the sample.
-        choices: the estimate for each pack size and layout; none from ``doctor``.
+        choices: the estimate for each combination of settings; none from ``doctor``.
     """
 
     kind: str
@@ -120,17 +127,21 @@ class Projection:
     Args:
         sample: how the sample was drawn.
         total: number of all records.
-        layouts: the layouts for which :meth:`choice` is called.
-        multiple: setting `pad_to_multiple`: sequences are padded to it at load.
+        configs: the settings for which :meth:`choice` is called, of one padding.
     """
 
     def __init__(
-        self, sample: Sampling, total: int, layouts: Iterable[str], multiple: int
+        self, sample: Sampling, total: int, configs: Sequence[PackConfig]
     ) -> None:
         self._sample = sample
         self._total = total
-        self._layouts = tuple(layouts)
-        self._multiple = multiple
+        self._layouts = {config.layout for config in configs}
+        self._multiple = configs[0].pad_to_multiple
+        # The examples, where they share what they begin with.
+        self._spill: Spill | None = None
+        for config in configs:
+            if config.share_prefixes == "pack" and self._spill is None:
+                self._spill = Spill(config)
 
         # One entry for each place of the sample. Lengths: name -> int32 `[E]`, one
         # number for each of the place's examples, see `add`.
@@ -151,26 +162,39 @@ class Projection:
             lengths[layout] = sizes(examples, layout)
             lengths[f"padded {layout}"] = sizes(examples, layout, self._multiple)
 
+        if self._spill is not None:
+            self._spill.append(examples)
         self._lengths.append(lengths)
         self._num_read.append(tally.read)
         self._num_dropped.append(tally.dropped.total())
+
+    def close(self) -> None:
+        """Remove its files."""
+        if self._spill is not None:
+            self._spill.close()
 
     def choice(self, config: PackConfig, batching: BatchConfig) -> Choice:
         """Plan the packs of the sample with `config`, and scale them to all records."""
         tokens = self._columns[config.layout]
         padded = self._columns[f"padded {config.layout}"]
         is_short = self._columns["longest"] <= config.sequence_limit
-        has_few_keys = self._columns["keys"] <= config.key_limit
+        keys = self._columns["keys"]
+        has_few_keys = keys <= config.key_limit
         fits: Bool = is_short & has_few_keys & (padded <= config.pack_size)
 
-        packing = plan_examples(padded[fits], self._columns["keys"][fits], config)
-        packing = replace(packing, tokens=int(tokens[fits].sum()))
+        packing = self._plan(config, padded, fits)
+        # Tokens of the examples, each on its own: without padding, with it, and as
+        # they are planned, which may share prefixes.
+        tokens_alone = int(tokens[fits].sum(dtype=np.int64))
+        padded_alone = int(padded[fits].sum(dtype=np.int64))
+        saved_tokens = padded_alone - packing.aligned_tokens
+        packing = replace(packing, tokens=tokens_alone - saved_tokens)
 
         packed_examples = self._sum(self._by_place(fits))
         packed_tokens = self._sum(self._by_place(tokens * fits))
         dropped = self._sum(self._by_place(~fits) + np.array(self._num_dropped))
 
-        packs_per_token = packing.num_packs / max(packing.tokens, 1)
+        packs_per_token = packing.num_packs / max(tokens_alone, 1)
         packs = round(packed_tokens.value * packs_per_token)
 
         # Scaling counts the unfilled packs of the sample `scale` times, but a plan of
@@ -185,6 +209,8 @@ class Projection:
         return Choice(
             pack_size=packing.pack_size,
             layout=config.layout,
+            share_prefixes=config.share_prefixes,
+            stored_rate=packing.tokens / max(int(keys[fits].sum(dtype=np.int64)), 1),
             fill_rate=packing.fill_rate,
             packs=packs,
             steps=_count_steps(np.diff(packing.offsets), packs, batching),
@@ -193,6 +219,18 @@ class Projection:
             packs_error=round(packs_error) if is_length_known else None,
             dropped_error=round(dropped_error) if is_length_known else None,
         )
+
+    def _plan(self, config: PackConfig, padded: Int32, fits: Bool) -> Plan:
+        """Plan the packs of the examples that fit.
+
+        Args:
+            config: settings.
+            padded: int32 `[E]`, tokens of each example on its own, with padding.
+            fits: bool `[E]`.
+        """
+        if self._spill is None or config.share_prefixes == "example" or not fits.any():
+            return plan_examples(padded[fits], self._columns["keys"][fits], config)
+        return self._spill.plan(config, chosen=fits)
 
     @property
     def scale(self) -> float:

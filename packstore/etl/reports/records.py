@@ -8,7 +8,7 @@ the same pass.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -35,6 +35,9 @@ from packstore.tokenizer.tally import Sample, Tally
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 """Pack sizes of an estimate, unless others are requested."""
+
+SHARES: tuple[Literal["example", "pack"], ...] = ("example", "pack")
+"""Values of `share_prefixes` of an estimate, unless one is requested."""
 
 SAMPLE = 20_000
 """Default maximum of sampled records; the error of the fill rate is then about 0.1 %.
@@ -101,7 +104,9 @@ def estimate(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Report:
-    """Estimate fill, packs and steps for several pack sizes and layouts.
+    """Estimate tokens, fill, packs and steps for several pack sizes and layouts.
+
+    The examples of layout ``shared_prefix`` share prefixes inside each, and in packs.
 
     Tokenizes a sample of the records, and plans each combination. Reads all of the
     input, but only the first records of an iterable of unknown length.
@@ -116,12 +121,12 @@ def estimate(
         records: total number of records to scale counts to, if larger than the input.
         packs_per_batch, gradient_accumulation_steps, examples_per_step: how one rank
             makes steps of packs, see :class:`packstore.config.BatchConfig`.
-        config: other settings of :func:`packstore.pack`. Its `pack_size` and `layout`
-            are not used; `seed` also decides the sample.
+        config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and
+            `share_prefixes` are not used; `seed` also decides the sample.
         settings: fields of :class:`packstore.PackConfig`, which override `config`.
 
     Returns:
-        A report with `choices`, by pack size and layout.
+        A report with `choices`, by pack size, layout and `share_prefixes`.
 
     Raises:
         ConfigError: a setting is not supported here, is out of range, or is given
@@ -135,19 +140,17 @@ def estimate(
         examples_per_step=examples_per_step,
     )
     pack_sizes = _values_of("pack_size", pack_sizes, settings, PACK_SIZES)
-    compared_layouts = _values_of("layout", layouts, settings, LAYOUTS)
-    if "auto" in compared_layouts:
-        compared_layouts = LAYOUTS
+    requested_layouts = _values_of("layout", layouts, settings, LAYOUTS)
+    shares = _values_of("share_prefixes", None, settings, SHARES)
     base, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     STRATEGIES.check(base.strategy)
     if base.selects:
         rule = "must not be set, as an estimate counts all records"
         raise ConfigError(sentence("settings dedup and validation_fraction", rule))
     configs = [
-        replace(base, pack_size=pack_size, layout=layout)
-        for pack_size, layout in itertools.product(
-            sorted(set(pack_sizes)), compared_layouts
-        )
+        config
+        for pack_size in sorted(set(pack_sizes))
+        for config in _layouts_of(base, pack_size, requested_layouts, shares)
     ]
 
     truncates = base.on["overlong"].startswith("truncate")
@@ -161,28 +164,30 @@ def estimate(
     )
     sampling = _draw_sample(reader, sample, base.seed, progress)
     total = max(sampling.total or sampling.records, records or 0)
-    projection = Projection(sampling, total, compared_layouts, base.pad_to_multiple)
-    report = _read(reader, base, progress, projection)
-    # Records beyond the limit of this pass: each combination has a limit of its own.
-    report.tally.dropped.pop("overlong", None)
-    if not report.tally.kept:
-        rule = "at least one record of the sample must be usable"
-        remedy = "Correct the records, or the settings that read them"
-        raise InputError(
-            sentence(
-                where="input",
-                rule=rule,
-                found=describe_drops(report.tally),
-                remedy=remedy,
+    with contextlib.closing(Projection(sampling, total, configs)) as projection:
+        report = _read(reader, base, progress, projection)
+        # Records beyond the limit of this pass: each combination has one of its own.
+        report.tally.dropped.pop("overlong", None)
+        if not report.tally.kept:
+            rule = "at least one record of the sample must be usable"
+            remedy = "Correct the records, or the settings that read them"
+            raise InputError(
+                sentence(
+                    where="input",
+                    rule=rule,
+                    found=describe_drops(report.tally),
+                    remedy=remedy,
+                )
             )
-        )
-
-    choices: list[Choice] = []
-    for combination in configs:
         if truncates and isinstance(reader, RecordExampleReader):
-            projection = _project_again(reader, combination, sampling, total)
-        choices.append(projection.choice(combination, batching))
-    return replace(report, sample=sampling, scale=projection.scale, choices=choices)
+            choices = [
+                _choice_of_cut_records(reader, config, batching, sampling, total)
+                for config in configs
+            ]
+        else:
+            choices = [projection.choice(config, batching) for config in configs]
+        scale = projection.scale
+    return replace(report, sample=sampling, scale=scale, choices=choices)
 
 
 def dry_run(
@@ -205,8 +210,9 @@ def dry_run(
     :func:`packstore.pack`.
 
     Returns:
-        A report with the settings of the job as its only choice, and the findings at
-        the destination. If these are all ok, the job can be expected to commit.
+        A report, and the findings at the destination. If these are all ok, the job can
+        be expected to commit. The first choice of the report has the settings of the
+        job, and the others have other values of `layout` and `share_prefixes`.
     """
     config, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     source_options = source_storage_options
@@ -232,12 +238,19 @@ def dry_run(
     config = replace(config, layout=reader.layout)
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
-    projection = Projection(sampling, total, [config.layout], config.pad_to_multiple)
-    report = _read(
-        reader, read_config, progress, projection=projection, should_lint=should_lint
-    )
-    choice = projection.choice(config, BatchConfig())
-    report = replace(report, sample=sampling, scale=projection.scale, choices=[choice])
+    others = _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
+    configs = [config, *(other for other in others if other != config)]
+    with contextlib.closing(Projection(sampling, total, configs)) as projection:
+        report = _read(
+            reader,
+            read_config,
+            progress,
+            projection=projection,
+            should_lint=should_lint,
+        )
+        choices = [projection.choice(each, BatchConfig()) for each in configs]
+        scale = projection.scale
+    report = replace(report, sample=sampling, scale=scale, choices=choices)
 
     destination = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
     findings = list(try_place(destination))
@@ -266,6 +279,27 @@ def _without_limits(config: PackConfig) -> PackConfig:
     """Return settings that keep records of any length that a pack can have."""
     on = {**config.on, "overlong": "drop"}
     return replace(config, pack_size=MAX_PACK_SIZE, max_length=None, on=on)
+
+
+def _layouts_of(
+    config: PackConfig,
+    pack_size: int,
+    layouts: Iterable[str],
+    shares: Iterable[Literal["example", "pack"]],
+) -> list[PackConfig]:
+    """Return the settings with each layout, and each extent of sharing that it has."""
+    if "auto" in layouts:
+        layouts = LAYOUTS
+    concat = replace(
+        config, pack_size=pack_size, layout="concat", share_prefixes="example"
+    )
+    configs = []
+    if "concat" in layouts:
+        configs.append(concat)
+    if "shared_prefix" in layouts:
+        shared = replace(concat, layout="shared_prefix")
+        configs.extend(replace(shared, share_prefixes=share) for share in shares)
+    return configs
 
 
 def _values_of(
@@ -343,14 +377,18 @@ def _read(
     return Report(kind=reader.kind, tally=tally, findings=findings)
 
 
-def _project_again(
-    reader: RecordExampleReader, config: PackConfig, sampling: Sampling, total: int
-) -> Projection:
+def _choice_of_cut_records(
+    reader: RecordExampleReader,
+    config: PackConfig,
+    batching: BatchConfig,
+    sampling: Sampling,
+    total: int,
+) -> Choice:
     """Tokenize the sample again: where records are cut depends on size and layout."""
-    projection = Projection(sampling, total, [config.layout], config.pad_to_multiple)
-    for examples, tally in reader.resized(config.pack_size, config.layout):
-        projection.add(examples, tally)
-    return projection
+    with contextlib.closing(Projection(sampling, total, [config])) as projection:
+        for examples, tally in reader.resized(config):
+            projection.add(examples, tally)
+        return projection.choice(config, batching)
 
 
 def _find_version(destination: Location, config: PackConfig) -> Iterator[Finding]:

@@ -128,6 +128,7 @@ def test_partitions_survive_a_worker(
     ]
     settings: dict[str, Any] = {
         "pack_size": 64, "partitions": 3, "shard_tokens": 2000, "row_group_tokens": 512,
+        "share_prefixes": "pack",
     }  # fmt: skip
     calm = packstore.pack(sources, tmp_path / "calm", num_workers=0, **settings)
     mark, out = tmp_path / "died", tmp_path / "out"
