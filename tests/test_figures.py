@@ -107,14 +107,33 @@ def test_the_benchmarks_page_gives_every_baseline() -> None:
     assert max(abs(unpacked - on_packs) for unpacked, on_packs in curves) < 1e-5
 
 
-def table_under(heading: str) -> list[list[str]]:
-    """The cells of the table in a section of the page of benchmarks, without the first
-    column.
+def test_the_page_of_packing_gives_what_sharing_saves_and_repeats() -> None:
+    rows = {
+        (
+            row["file"].partition(".")[0].partition("_scored")[0],
+            row["share_prefixes"],
+        ): row
+        for row in result("sharing")["rows"]
+    }
+    for cells in table_under("Sharing prefixes", "docs/packing.md", first=True):
+        file = cells[0].partition(",")[0].replace("oasst", "oasst_k2_6")
+        assert cells[1:] == [
+            f"{100 * rows[file, share][figure]:.1f}"
+            for figure in ("stored", "repeated")
+            for share in ("example", "pack")
+        ]
+
+
+def table_under(
+    heading: str, page: str = "docs/benchmarks.md", first: bool = False
+) -> list[list[str]]:
+    """The cells of the table in a section of a page, without the first column unless
+    that is wanted.
     """
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    section = page.partition(f"\n## {heading}\n")[2].split("\n## ")[0]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].split("\n## ")[0]
     lines = re.findall(r"^\| (.+) \|$", section, re.M)
-    return [line.split(" | ")[1:] for line in lines[1:]]
+    return [line.split(" | ")[0 if first else 1 :] for line in lines[1:]]
 
 
 def seconds(case: str) -> dict[str, float]:
