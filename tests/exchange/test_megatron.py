@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from agent_turns import agent_turns
 from exchange_datasets import chats, pairs
 from places import Files
 
@@ -243,15 +244,18 @@ def test_sequences_that_no_longer_fit_go_to_other_rows(
 def test_rows_are_planned_anew_where_prefixes_are_stored_once(
     mult: int, tmp_path: Path, packed: Pack
 ) -> None:
-    records = ending(200, 2)
-    dataset = packed(records, layout="shared_prefix", pack_size=240)
+    """Agents' turns share most of their tokens over the examples of a pack."""
+    records = agent_turns()
+    dataset = packed(records, share_prefixes="pack", pack_size=240)
+    totals = dataset.manifest.totals
+    assert 3 * totals.tokens < totals.logical_tokens
     how: dict[str, Any] = {"pad_seq_to_mult": mult, "pad_id": EOS}
     exported = export("megatron", dataset, tmp_path / "out", **how)
     rows = list(Reader(f"{tmp_path}/out", 240).rows())
     bins = [[b - a - 1 for a, b in pairwise(bounds)] for _, _, bounds in rows]
     sums = [sum(lengths) for lengths in bins]
     assert max(sums) <= 240
-    assert len(rows) == exported.facts["rows"] < 1.05 * sum(sums) / 240 + 1
+    assert len(rows) == exported.facts["rows"] < 1.15 * sum(sums) / 240 + 1
     assert "sequences moved to other rows" not in exported.facts
 
     stored = [(i[a:b], m[a:b]) for i, m, bounds in rows for a, b in pairwise(bounds)]

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_turns import agent_turns
 from exchange_datasets import pairs
 from places import Files
 
@@ -96,6 +97,30 @@ def test_rows_are_planned_anew_where_prompts_are_stored_once(
 
     export("nemo", dataset, tmp_path / "again.npy")
     assert (tmp_path / "again.npy").read_bytes() == (tmp_path / "x.npy").read_bytes()
+
+
+def test_pairs_share_tokens_over_a_pack(tmp_path: Path, packed: Pack) -> None:
+    """Turns of agents, with two answers each."""
+    records = []
+    for turn in agent_turns():
+        num_prompt_tokens = turn["labels"].count(-100)
+        records.append(
+            {
+                "prompt": turn["input_ids"][:num_prompt_tokens],
+                "chosen": turn["input_ids"][num_prompt_tokens:],
+                "rejected": [7, 8, 7],
+                "chosen_reward": 1.0,
+                "rejected_reward": 0.0,
+            }
+        )
+    dataset = packed(records, share_prefixes="pack")
+    totals = dataset.manifest.totals
+    assert 3 * totals.tokens < totals.logical_tokens
+    export("nemo", dataset, tmp_path / "x.npy")
+    rows = load(tmp_path / "x.npy")
+    assert as_pairs(cut(rows)) == as_pairs(expected_sequences(records))
+    for row in rows:
+        assert len(row["input_ids"]) <= 300 or len(row["lengths"]) == 2
 
 
 def test_planned_rows_are_full(tmp_path: Path, packed: Pack) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agent_turns import agent_turns
 from small_jobs import trained_tokenizer
 from tokenizers import Tokenizer, decoders, models
 
@@ -222,20 +223,18 @@ def test_texts_of_tokens(
     )  # no character is of prompt and response
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
-def test_a_browser_makes_no_element_of_a_record(
-    hostile: Dataset, tmp_path: Path
-) -> None:
-    written(hostile, tmp_path)
+def drawn_by_a_browser(folder: Path) -> str:
+    """Return the elements of ``page.html`` in `folder` once its script has run."""
+    assert CHROMIUM is not None
     flags = (
         "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
         "--disable-sync "
     )
     flags += "--disable-background-networking --disable-component-update "
     flags += (
-        f"--user-data-dir={tmp_path / 'profile'} --virtual-time-budget=4000 --dump-dom"
+        f"--user-data-dir={folder / 'profile'} --virtual-time-budget=4000 --dump-dom"
     )
-    page = (tmp_path / "page.html").as_uri()
+    page = (folder / "page.html").as_uri()
     done = subprocess.run(
         [CHROMIUM, *flags.split(), page],
         capture_output=True,
@@ -243,13 +242,56 @@ def test_a_browser_makes_no_element_of_a_record(
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    tags = [tag for tag, _ in Elements(done.stdout).tags]
+    return done.stdout
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_says_what_sequences_share(tmp_path: Path) -> None:
+    """And its picture of attention has the keys in every ancestor."""
+    turns = agent_turns(num_tasks=2)
+    dataset = packstore.pack(
+        turns, tmp_path / "trees", share_prefixes="pack", pack_size=1000
+    )
+    written(dataset, tmp_path, "--ids", "--count", "1")
+    page = drawn_by_a_browser(tmp_path)
+    pack = dataset.read_packs(0).row(0)
+    sentences = re.findall(r'<p class="soft shares">(.*?)</p>', page)
+    for sentence, shared, parent in zip(
+        sentences, pack.segment_offsets, pack.parents, strict=True
+    ):
+        text = re.sub("<.*?>", "", sentence)
+        says = f"shares its first {shared} tokens with sequence {parent}"
+        assert (says in text) == (shared > 0)
+
+    boxes = re.findall(r'<rect x="(\d+)" y="(\d+)" width="(\d+)" height', page)
+    found = sorted(tuple(map(int, box)) for box in boxes)
+    starts = pack.seq_boundaries.tolist()
+    parents = pack.parents.tolist()
+    offsets = pack.segment_offsets.tolist()
+    expected = []
+    for i, end in enumerate(offsets):
+        ancestor = parents[i]
+        while end:
+            expected.append((starts[ancestor], starts[i], end - offsets[ancestor]))
+            end = offsets[ancestor]
+            ancestor = parents[ancestor]
+    assert found == sorted(expected)
+    assert len(expected) > len(offsets)
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_makes_no_element_of_a_record(
+    hostile: Dataset, tmp_path: Path
+) -> None:
+    written(hostile, tmp_path)
+    page = drawn_by_a_browser(tmp_path)
+    tags = [tag for tag, _ in Elements(page).tags]
     assert "img" not in tags
     assert tags.count("script") == 2
-    assert f"<title>{hostile.url}</title>" in done.stdout
+    assert f"<title>{hostile.url}</title>" in page
     assert tags.count("article") == len(hostile.read_packs(0).row(0).lengths)
-    drawn = re.search(r'<div class="tokens".*?</div>', done.stdout, re.DOTALL)
-    pack = data_of(done.stdout)["embedded"][0]
+    drawn = re.search(r'<div class="tokens".*?</div>', page, re.DOTALL)
+    pack = data_of(page)["embedded"][0]
     own = pack["sequences"][0]
     on = [i for i in range(own["start"], own["stop"]) if pack["ids"][i] >= 0]
     text = "".join(pack["texts"][i] or "" for i in on)
