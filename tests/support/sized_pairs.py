@@ -1,5 +1,8 @@
 """Rows of random pairs with lengths of one's choice, and the logits of each sequence
 alone.
+
+The prompt of a pair begins like the chosen sequence before it, as the turns of a
+dialogue do.
 """
 
 from __future__ import annotations
@@ -20,12 +23,21 @@ Sizes = Iterable[tuple[int, int, int]]
 """Tokens of prompt, chosen and rejected of each pair."""
 
 
+LAYOUTS = ("concat", "shared_prefix", "tree")
+
+
 def row_of(sizes: Sizes, layout: str = "shared_prefix") -> PackedBatch:
-    """A batch of one pack of such pairs."""
+    """A batch of one pack of such pairs.
+
+    In the layout ``tree`` they share prefixes over the whole pack.
+    """
     examples = pairs(*sizes)
-    return collate(
-        fill(examples, np.array([0, examples.num_examples]), layout), "preference"
-    )
+    edges = np.array([0, examples.num_examples])
+    if layout == "tree":
+        packs = fill(examples, edges, "shared_prefix", share="pack")
+    else:
+        packs = fill(examples, edges, layout)
+    return collate(packs, "preference")
 
 
 def alone(model: Any, batch: PackedBatch) -> list[Tensor]:
@@ -51,11 +63,14 @@ def pairs(*sizes: tuple[int, int, int]) -> Examples:
     """One pair for each (tokens of prompt, of chosen, of rejected)."""
     rng = np.random.default_rng(0)
     ids, on = [], []
+    before = np.zeros(0, np.int64)
     for prompt, *responses in sizes:
-        shared = rng.integers(0, 50, prompt)
+        turn = rng.integers(0, 50, max(prompt - len(before), 0))
+        shared = np.concatenate([before[:prompt], turn])
         for response in responses:
             ids.append(np.concatenate([shared, rng.integers(0, 50, response)]))
             on.append(np.arange(prompt + response) >= prompt)
+        before = ids[-2]
     return Examples(
         input_ids=np.concatenate(ids).astype(np.int32),
         supervised=np.concatenate(on),

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from forests import examples_of, random_forest
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -54,17 +55,26 @@ if (
 
 
 def packed(examples: Examples, sizes: Sequence[int], layout: str) -> Packs:
-    """The examples in order, `sizes` of them to each pack."""
-    return fill(examples, to_offsets(np.array(sizes)), layout)
+    """The examples in order, `sizes` of them to each pack.
+
+    In layout ``forest`` the examples of a pack share prefixes.
+    """
+    edges = to_offsets(np.array(sizes))
+    if layout == "forest":
+        return fill(examples, edges, "shared_prefix", share="pack")
+    return fill(examples, edges, layout)
 
 
 def row(
     pairs: int = 2, layout: str = "concat", kind: str = "preference", seed: int = 0
 ) -> Any:
-    """A batch of one pack with so many random examples."""
-    return collate(
-        packed(random_examples(pairs, seed=seed, kind=kind), [pairs], layout), kind
-    )
+    """A batch of one pack with so many random examples, or, in layout ``forest``, of
+    the sequences of a random forest.
+    """
+    examples = random_examples(pairs, seed=seed, kind=kind)
+    if layout == "forest":
+        examples = examples_of(random_forest(seed, size=3 * pairs), kind)
+    return collate(packed(examples, [examples.num_examples], layout), kind)
 
 
 WINDOWED = ["sliding_attention", "full_attention"]

@@ -45,7 +45,7 @@ from packstore.torch.losses import LOSSES
 KINDS = ("sft", "preference", "scored")
 FAMILIES = ("llama", "qwen3")
 WAYS = ("plain", "gradient checkpointing", "LoRA")
-BACKENDS = ("reference", "sdpa", "torch_varlen")
+BACKENDS = ("reference", "sdpa", "torch_varlen", "per_sequence")
 FORESTS = 200
 
 
@@ -121,9 +121,30 @@ def with_lora(model: Any) -> Any:
     return adapted
 
 
-def differences(
-    actual: tuple[Tensor, dict[str, Tensor]], wanted: tuple[Tensor, dict[str, Tensor]]
-) -> tuple[float, float]:
+Outcome = tuple[Tensor, dict[str, Tensor]]
+"""Log-probs or a loss, and gradients."""
+
+
+def outcome_alone(model: Any, forest: Forest, seed: int) -> Outcome:
+    """Of each sequence, fed to the model by itself."""
+    logps = torch.cat(list(tokens_alone(model, forest.examples)))
+    return outcome(model, logps, seed)
+
+
+def outcome_of_tree(model: Any, forest: Forest, seed: int) -> Outcome:
+    logps = packed_logps(model, forest.tree(), per_token=True)
+    return outcome(model, logps, seed)
+
+
+def outcome(model: Any, logps: Tensor, seed: int) -> Outcome:
+    """Each token's log-prob has a random gradient, so that no two errors cancel."""
+    generator = torch.Generator().manual_seed(seed)
+    slopes = torch.randn(logps.shape, generator=generator, dtype=torch.float64)
+    (logps * slopes).sum().backward()
+    return logps.detach(), take_gradients(model)
+
+
+def differences(actual: Outcome, wanted: Outcome) -> tuple[float, float]:
     """The largest of log-probs, and of gradients over the largest gradient."""
     assert actual[0].shape == wanted[0].shape
     of_logps = float((actual[0] - wanted[0]).abs().max())
@@ -150,7 +171,6 @@ def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     kit: SimpleNamespace, way: str, seeds: range
 ) -> None:
-    """Each token's log-prob has a random gradient, so that no two errors cancel."""
     models = {}
     for family in FAMILIES:
         model = kit.tiny_model(family).train()
@@ -164,20 +184,44 @@ def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
 
     for seed in seeds:
         forest = Forest.random(seed, KINDS[seed % 3])
-        batch = forest.tree()
         family = FAMILIES[seed // 2 % 2]
-        model = models[family]
-        logps = torch.cat(list(tokens_alone(model, forest.examples)))
-        generator = torch.Generator().manual_seed(seed)
-        slopes = torch.randn(logps.shape, generator=generator, dtype=torch.float64)
-        (logps * slopes).sum().backward()
-        wanted = (logps.detach(), take_gradients(model))
+        wanted = outcome_alone(models[family], forest, seed)
         for backend in BACKENDS:
             model = use_packed_attention(prepared[family], backend)
-            logps = packed_logps(model, batch, per_token=True)
-            (logps * slopes).sum().backward()
-            found = differences((logps.detach(), take_gradients(model)), wanted)
+            found = differences(outcome_of_tree(model, forest, seed), wanted)
             assert max(found) < 1e-12, (seed, family, backend, found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_transformers_round_gradients_to_float32(
+    kit: SimpleNamespace, family: str
+) -> None:
+    """In a model of float64, too: the gradient of a token is rounded once, and not once
+    for each sequence that has the token.
+    """
+    model = kit.tiny_family(family)
+    model.set_attn_implementation("sdpa")  # which keeps float64
+    packed_model = use_packed_attention(deepcopy(model), "sdpa")
+    for seed in range(3):
+        forest = Forest.random(seed, KINDS[seed])
+        wanted = outcome_alone(model, forest, seed)
+        of_logps, of_gradients = differences(
+            outcome_of_tree(packed_model, forest, seed), wanted
+        )
+        assert of_logps < 1e-12
+        assert of_gradients < 1e-6
+
+
+def test_padded_inputs_of_an_unchanged_model(kit: SimpleNamespace) -> None:
+    model = kit.tiny_model()
+    for seed in range(3):
+        forest = Forest.random(seed, KINDS[seed])
+        batch = forest.tree()
+        logits = batch.unpad(model(**batch.model_inputs("padded")).logits)
+        logps = segment_logps(batch, logits=logits, per_token=True)
+        wanted = torch.cat(list(tokens_alone(model, forest.examples)))
+        # transformers' own mask adds float32 constants.
+        assert (logps - wanted).abs().max() < 1e-6
 
 
 @seeds(6)

@@ -1,5 +1,5 @@
-"""Every backend that runs on CPU against one dense mask over the row, in both
-layouts.
+"""Every backend that runs on CPU against one dense mask over the row, in both layouts,
+and in prefix trees of any depth.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from forests import examples_of, random_forest
 from sized_pairs import row_of
 from torch import Tensor
 
@@ -22,9 +23,10 @@ from packstore.torch.attention import ATTENTION, Settings, flex
 from packstore.torch.batch import AttentionLayout
 
 EXAMPLES = random_examples(5, seed=5)
+FOREST = examples_of(random_forest(1, size=10), "preference")
 WITH_GRADIENTS = ("reference", "sdpa")
 ON_CPU = (*WITH_GRADIENTS, "flex")
-LAYOUTS = pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+LAYOUTS = pytest.mark.parametrize("layout", ["concat", "shared_prefix", "forest"])
 SINKS = torch.tensor([-3.0, 0.0, 1.0, 5.0], dtype=torch.float64)
 CASES: dict[str, list[dict[str, Any]]] = {
     "plain": [{}],
@@ -86,7 +88,16 @@ def inputs(
 
 
 def packs(kit: SimpleNamespace, layout: str, *sizes: int) -> Any:
-    return collate(kit.packed(EXAMPLES, sizes or [2, 3], layout), "preference")
+    examples = FOREST if layout == "forest" else EXAMPLES
+    return collate(kit.packed(examples, sizes or [2, 3], layout), "preference")
+
+
+def long_packs(kit: SimpleNamespace, layout: str, pairs: int) -> Any:
+    examples = random_examples(pairs, seed=2, max_prompt=60, max_response=60)
+    if layout == "forest":
+        forest = random_forest(2, size=2 * pairs, longest_turn=60)
+        examples = examples_of(forest, "preference")
+    return collate(kit.packed(examples, [pairs], layout), "preference")
 
 
 @pytest.mark.parametrize("case", [{}, {"softcap": 0.7}])
@@ -153,11 +164,13 @@ def test_long_responses_of_sdpa(cases: str) -> None:
     [
         *(("concat", cases) for cases in ("plain", "chunks")),
         *(("shared_prefix", cases) for cases in ("softcap", "sinks")),
+        ("forest", "plain"),
         *(
             pytest.param(layout, cases, marks=pytest.mark.slow)
             for layout, cases in (
                 ("shared_prefix", "windows"),
                 ("shared_prefix", "chunks"),
+                *(("forest", cases) for cases in CASES if cases != "plain"),
             )
         ),
     ],
@@ -184,8 +197,7 @@ def test_flex_skips_only_what_no_query_sees(
 ) -> None:
     """The kernel of a GPU trusts the lists of blocks, which the CPU never looks at."""
     monkeypatch.setattr(flex, "BLOCK", 16)
-    examples = random_examples(12, seed=2, max_prompt=60, max_response=60)
-    batch = collate(kit.packed(examples, [12], layout), "preference")
+    batch = long_packs(kit, layout, 12)
     mask = flex.block_mask(batch.layout, window)
     assert flex.block_mask(batch.layout, window) is mask
     queries, keys = (
@@ -229,8 +241,7 @@ def test_flex_compiled_follows_the_blocks(
         pytest.skip("no C++ compiler, which torch.compile needs on CPU")
     kernel = torch.compile(flex.flex_attention, fullgraph=True)
     monkeypatch.setattr(flex, "_kernel", lambda _: kernel)
-    examples = random_examples(20, seed=2, max_prompt=60, max_response=60)
-    batch = collate(kit.packed(examples, [20], layout), "preference")
+    batch = long_packs(kit, layout, 20)
     qkv = inputs(batch.num_tokens, dtype=torch.float32)
     for window in (None, 150):
         settings = Settings(0.3, window)

@@ -172,7 +172,7 @@ def compare(
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix", "forest"])
 @pytest.mark.parametrize("backend", KERNELS)
 def test_the_call_means_the_same_as_reference(
     kit: SimpleNamespace,

@@ -22,7 +22,6 @@ from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedBatch,
-    collate,
     compile_layers,
     train,
     use_packed_attention,
@@ -100,11 +99,11 @@ def test_one_graph_for_all_layers_and_shapes(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     found, backend = graphs()
     compile_layers(model, backend=backend)
-    for layout, limit in (("concat", kinds), ("shared_prefix", 2 * kinds)):
+    layouts = (("concat", kinds), ("shared_prefix", 2 * kinds), ("forest", 2 * kinds))
+    for layout, limit in layouts:
         shapes = set()
         for seed, pairs in enumerate(SHAPES):
-            packs = kit.packed(random_examples(pairs, seed=seed), [pairs], layout)
-            batch = collate(packs, "preference")
+            batch = kit.row(pairs, layout, seed=seed)
             shapes.add((batch.num_tokens, batch.num_segments))
             for a, b in zip(
                 gradients(model, batch), gradients(plain, batch), strict=True
@@ -128,7 +127,7 @@ def test_a_compiled_model_serves_every_batch(kit: SimpleNamespace) -> None:
     torch._dynamo.reset()
     model = use_packed_attention(kit.tiny_family("llama", num_hidden_layers=1)).train()
     compiled = torch.compile(model, backend="aot_eager")
-    for seed, layout in product(range(4), ("concat", "shared_prefix")):
+    for seed, layout in product(range(4), ("concat", "shared_prefix", "forest")):
         batch = kit.row(2 + seed, layout, seed=seed)
         with torch._dynamo.config.patch(error_on_recompile=seed >= 2):
             found = gradients(compiled, batch)

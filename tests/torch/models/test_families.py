@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from sized_pairs import alone, in_row, row_of
+from sized_pairs import LAYOUTS, alone, in_row, row_of
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -67,8 +67,8 @@ PAIRS = ((4, 6, 9), (30, 8, 8), (20, 3, 2), (40, 12, 12), (2, 1, 1), (20, 9, 3))
 """Tokens of prompt, chosen and rejected; the last pair is on both sides of the limit.
 """
 
-SHORT = ((4, 6, 9), (10, 3, 2), (2, 1, 1))
-"""The same, for gradients."""
+SHORT = ((2, 1, 1), (4, 6, 9), (12, 3, 2))
+"""The same, for gradients: a tree of depth 3."""
 
 COMPOSITE = "several models in one, whose language model is a family of its own"
 NOT_MADE = {
@@ -172,7 +172,7 @@ def compare(
     own = alone(model, row_of(sizes, "concat"))
     for backend in backends:
         use_packed_attention(model, backend)
-        for layout in ("concat", "shared_prefix"):
+        for layout in LAYOUTS:
             batch = row_of(sizes, layout)
             expected = in_row(own, batch)
             found = model(**batch.model_inputs()).logits[0]

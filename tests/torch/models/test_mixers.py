@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gradients import recompute_layers
-from sized_pairs import alone, in_row, row_of
+from sized_pairs import LAYOUTS, alone, in_row, row_of
 from torch import Tensor
 
 from packstore.errors import BackendError
@@ -162,7 +162,7 @@ LONGROPE = {
 SCALED = {**LONGROPE, "long_mscale": 1.3, "short_mscale": 1.1}
 
 
-@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     ("name", "rope"),
     [

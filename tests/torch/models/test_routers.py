@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from forests import examples_of, random_forest
 from gradients import recompute_layers, take_gradients
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -62,14 +63,13 @@ def written_out(model: Any, logits: tuple[Tensor, ...]) -> Tensor:
 
 def alone(model: Any, batch: PackedBatch) -> tuple[Tensor, Tensor]:
     """Log-probs and router losses `[S]` by transformers: a call for each sequence."""
-    ids = batch.input_ids if batch.kv_index is None else batch.input_ids[batch.kv_index]
-    labels = batch.labels if batch.kv_index is None else batch.labels[batch.kv_index]
+    whole = batch.to_concat()
+    sizes = whole.lengths.tolist()
     logps, losses = [], []
-    sizes = batch.cu_seqlens_k.diff().tolist()
-    for row, on, length in zip(
-        ids.split(sizes), labels.split(sizes), batch.lengths, strict=True
+    for row, labels in zip(
+        whole.input_ids.split(sizes), whole.labels.split(sizes), strict=True
     ):
-        row, on = row[:length], on[1:length] >= 0
+        on = labels[1:] >= 0
         outputs = model(row[None], output_router_logits=True)
         logps.append(
             outputs.logits[0, :-1]
@@ -88,7 +88,10 @@ def batches_of(
     kit: SimpleNamespace, layout: str, *sizes: int, kind: str = "preference"
 ) -> list[PackedBatch]:
     """The pairs, so many in each batch."""
-    examples, ends = random_examples(sum(sizes), seed=5, kind=kind), np.cumsum(sizes)
+    examples = random_examples(sum(sizes), seed=5, kind=kind)
+    if layout == "forest":
+        examples = examples_of(random_forest(5, size=2 * sum(sizes)), kind)
+    ends = np.cumsum(sizes)
     parts = [
         (examples.take(np.arange(e - n, e)), n)
         for n, e in zip(sizes, ends, strict=True)
@@ -141,6 +144,7 @@ def assert_equal(
     [
         ("mixtral", "concat", "per_sequence"),
         *((name, "shared_prefix", "reference") for name in FAMILIES),
+        ("mixtral", "forest", "reference"),
         pytest.param("mixtral", "concat", "reference", marks=pytest.mark.slow),
         *(
             pytest.param(n, "shared_prefix", "reference", marks=pytest.mark.slow)
