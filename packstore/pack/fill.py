@@ -8,7 +8,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packstore.errors import ConfigError, FormatError, sentence
+from packstore.errors import (
+    ConfigError,
+    FormatError,
+    UnsupportedFormatError,
+    sentence,
+)
 from packstore.format.arrays import (
     Bool,
     Examples,
@@ -16,11 +21,15 @@ from packstore.format.arrays import (
     Int64,
     Packs,
     ids_of,
-    key_runs,
     to_offsets,
 )
 from packstore.format.rules import RULES, check_parents
 from packstore.pack.layout import omitted_tokens
+
+MOST_TOKENS = 1 << 28
+"""Tokens of sequences that :func:`unpack` takes memory for, 5 bytes each: with shared
+prefixes, a few kilobytes of tokens may be gigabytes of sequences.
+"""
 
 
 def fill(
@@ -120,24 +129,25 @@ def unpack(packs: Packs) -> Examples:
 
     Raises:
         FormatError: the arrays of the packs contradict each other.
+        UnsupportedFormatError: their sequences have more tokens than
+            :data:`MOST_TOKENS`.
     """
     example_offsets = to_offsets(packs.num_responses)
     segment_lengths = packs.segment_lengths
     segment_edges = to_offsets(segment_lengths)
     _check_packs(packs, segment_edges, example_offsets)
 
-    omitted = packs.segment_offsets
-    segments, lengths, run_offsets = key_runs(packs.parents, omitted, segment_lengths)
-    signed_ids = _copy_ranges(packs.signed_ids, segment_edges[segments], lengths)
+    sequence_edges = to_offsets(packs.lengths)
+    _check_size(int(sequence_edges[-1]))
+    signed_ids = _join_sequences(packs, segment_edges, sequence_edges)
     # A turn that is learned in one sequence is context in the next.
-    supervised = signed_ids >= 0
-    is_own = np.zeros(len(segments), np.bool_)
-    is_own[run_offsets[1:] - 1] = True  # the last run of a sequence
-    supervised &= np.repeat(is_own, lengths)
+    parts = np.stack([packs.segment_offsets, segment_lengths], axis=1)
+    is_own = np.tile(np.array([False, True]), len(parts))
+    supervised = (signed_ids >= 0) & np.repeat(is_own, parts.ravel())
     return Examples(
         input_ids=ids_of(signed_ids),
         supervised=supervised,
-        sequence_offsets=to_offsets(packs.lengths),
+        sequence_offsets=sequence_edges,
         example_offsets=example_offsets,
         reward=packs.reward,
         example_ids=packs.example_ids,
@@ -175,6 +185,20 @@ def _check_packs(packs: Packs, segment_edges: Int64, example_offsets: Int64) -> 
             where="packs",
             rule="seq_boundaries, lengths and num_responses must agree with the tokens",
             remedy="Run `packstore verify` on the dataset",
+        )
+    )
+
+
+def _check_size(num_tokens: int) -> None:
+    """Raise UnsupportedFormatError before memory is taken for so many tokens."""
+    if num_tokens <= MOST_TOKENS:
+        return
+    raise UnsupportedFormatError(
+        sentence(
+            where="packs",
+            rule=f"their sequences may have at most {MOST_TOKENS} tokens together",
+            found=str(num_tokens),
+            remedy="Pack the records again with a lower max_keys or row_group_tokens",
         )
     )
 
@@ -219,6 +243,34 @@ def _boundaries_in_packs(token_edges: Int64, sequence_offsets: Int64) -> Int32:
     sequence = np.arange(len(pack)) - pack
     boundaries: Int64 = token_edges[sequence] - token_edges[sequence_offsets[pack]]
     return boundaries.astype(np.int32)
+
+
+def _join_sequences(packs: Packs, segment_edges: Int64, sequence_edges: Int64) -> Int32:
+    """Return the signed ids of all sequences, each copied from its parent and from its
+    own segment.
+
+    Args:
+        packs: the packs.
+        segment_edges: int64 `[S + 1]`, where segments start, and the end of the last.
+        sequence_edges: int64 `[S + 1]`, the same of the sequences, laid end to end.
+    """
+    signed_ids = np.empty(int(sequence_edges[-1]), np.int32)
+    starts = sequence_edges[:-1]
+    own_starts = starts + packs.segment_offsets
+    for start, own_start, end, parent_start, segment_start, segment_end in zip(
+        starts.tolist(),
+        own_starts.tolist(),
+        sequence_edges[1:].tolist(),
+        starts[packs.parents].tolist(),
+        segment_edges[:-1].tolist(),
+        segment_edges[1:].tolist(),
+        strict=True,
+    ):
+        if own_start > start:
+            parent_end = parent_start + own_start - start
+            signed_ids[start:own_start] = signed_ids[parent_start:parent_end]
+        signed_ids[own_start:end] = packs.signed_ids[segment_start:segment_end]
+    return signed_ids
 
 
 def _copy_ranges(

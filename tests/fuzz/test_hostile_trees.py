@@ -6,7 +6,6 @@ Python: refused under the name of a rule, or read as the definition of layout
 from __future__ import annotations
 
 import re
-import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -197,31 +196,3 @@ def test_hostile_trees(count: int) -> None:
             outcomes["sound"] += 1
     assert outcomes.keys() > RULES_OF_TREES
     assert outcomes["sound"] > count / 20
-
-
-def test_keys_are_counted_before_memory_is_taken() -> None:
-    """Each sequence leaves out nearly all of the one before it: 12 MB of ids."""
-    num_sequences = 5000
-    tokens = np.tile(np.array([~5, 5], np.int32), num_sequences)
-    one_pack = np.array([0, num_sequences])
-    packs = Packs(
-        signed_ids=tokens,
-        reward=np.ones(num_sequences, np.float32),
-        lengths=np.arange(2, num_sequences + 2, dtype=np.int32),
-        seq_boundaries=np.arange(0, len(tokens) + 2, 2, dtype=np.int32),
-        parent_distances=np.minimum(np.arange(num_sequences, dtype=np.int32), 1),
-        example_ids=np.arange(num_sequences),
-        num_responses=np.ones(num_sequences, np.int32),
-        token_offsets=np.array([0, len(tokens)]),
-        sequence_offsets=one_pack,
-        example_offsets=one_pack,
-    )
-    check_packs(packs, layout="shared_prefix")
-    tracemalloc.start()
-    try:
-        with pytest.raises(FormatError, match="pack-keys"):
-            check_packs(packs, layout="shared_prefix", most_keys=16 * len(tokens))
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 100 * len(tokens)
