@@ -158,6 +158,14 @@ def test_concepts_give_every_set() -> None:
         ]
         assert told[name] == expected, name
 
+    (chat,) = (r for r in MEASURED if r["file"] == "chat_en.jsonl")
+    kept = {name: ratio - 1 for name, ratio in chat["kept_over_concat"].items()}
+    page = (ROOT / "docs/concepts.md").read_text(encoding="utf-8")
+    assert f"`concat` drops {kept['pairs'] * chat['pairs']:.0f} pairs" in page
+    assert (
+        f"the default keeps {kept['tokens']:.0%} more tokens".replace("%", " %") in page
+    )
+
 
 @pytest.mark.parametrize("page", ["docs/index.md", "docs/concepts.md"])
 def test_the_weights_under_a_mean_per_pack(page: str) -> None:
