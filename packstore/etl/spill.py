@@ -7,6 +7,9 @@ the segments of a pack.) If there are several, they are shuffled on disk before 
 are filled: the examples of each segment are distributed to buckets, one for each range
 of neighbouring packs. So the disk does not seek, and at most one segment is on disk
 twice.
+
+Where the examples of a pack share prefixes, several segments are distributed once
+before, to others of examples that begin alike, and read one by one for the plan.
 """
 
 from __future__ import annotations

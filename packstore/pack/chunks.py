@@ -123,6 +123,8 @@ class CommonBeginning:
             self.ids = examples.input_ids[starts[0] : starts[0] + shortest].copy()
         length = min(shortest, len(self.ids))
         for start in starts.tolist():
+            if not length:
+                break
             differs = examples.input_ids[start : start + length] != self.ids[:length]
             if differs.any():
                 length = int(differs.argmax())

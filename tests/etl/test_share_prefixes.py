@@ -135,6 +135,28 @@ def test_an_estimate_and_a_dry_run_say_what_it_saves(
     assert example in dry.choices
 
 
+@pytest.mark.parametrize("segment_bytes", [32 << 20, 20_000])
+def test_limits_hold_of_records_that_are_sorted_on_disk(
+    files: list[str],
+    segment_bytes: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Some are overlong, and others are packed by their own keys."""
+    monkeypatch.setattr("packstore.etl.spill.SEGMENT_BYTES", segment_bytes)
+    settings = {**SETTINGS, "pack_size": 160, "max_keys": 500, "max_drop_rate": 1.0}
+    packed = packstore.pack(files, tmp_path / "out", **settings)
+    assert packed.verify().ok
+    assert packed.manifest.statistics.most_keys <= 500
+    assert packed.manifest.records.dropped["overlong"] > 20
+    (choice,) = packstore.estimate(
+        files, pack_size=160, layout="shared_prefix", share_prefixes="pack",
+        max_keys=500,
+    ).choices  # fmt: skip
+    assert choice.dropped == packed.manifest.records.dropped["overlong"]
+    assert abs(choice.packs - len(packed)) <= 0.04 * len(packed)
+
+
 def test_a_sample_shows_the_least(files: list[str]) -> None:
     """Records that begin alike are seldom drawn together."""
     whole = packstore.estimate(files, pack_size=1024).choices[-1]

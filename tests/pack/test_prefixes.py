@@ -100,6 +100,38 @@ def test_a_plan_of_chunks_leaves_room_for_padding(
     assert packs.keys.max() <= config.key_limit
 
 
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_rows_with_a_common_beginning_that_fill_packs_keep_the_limit(
+    multiple: int,
+) -> None:
+    """Each rollout fills more than a pack, behind a schema of 300 tokens."""
+    rng = np.random.default_rng(0)
+    schema = rng.integers(0, 1000, 300).tolist()
+    rows = [schema + row for _ in range(6) for row in rollout(rng, 40)]
+    rows = [row for row in rows if len(row) <= 1000]
+    examples = learned_at_the_end(rows)
+    config = PlanConfig(pack_size=1024, pad_to_multiple=multiple)
+    beginning = CommonBeginning()
+    beginning.add(examples)
+    chunks = cut_chunks(
+        examples,
+        config.pack_size,
+        config.key_limit,
+        multiple=multiple,
+        common=beginning.tokens(multiple),
+    )
+    lengths = sizes(examples, "shared_prefix", multiple)
+    keys = count_keys(examples).astype(np.int32)
+    packing = plan_examples(lengths, keys, config, chunks)
+    assert packing.pack_tokens.max() <= 1024
+    packs = fill(
+        examples, packing.offsets, "shared_prefix", packing.order, share="pack"
+    )
+    padded = -(-packs.segment_lengths // multiple) * multiple
+    tokens = np.add.reduceat(padded, packs.sequence_offsets[:-1])
+    assert (tokens <= packing.pack_tokens).all()
+
+
 def rollout(rng: np.random.Generator, turns: int) -> list[list[int]]:
     """A row for each turn, each of which begins with all turns before it."""
     rows = []
@@ -110,10 +142,11 @@ def rollout(rng: np.random.Generator, turns: int) -> list[list[int]]:
     return rows
 
 
-def stored_tokens(rows: list[list[int]], pack_size: int) -> int:
+def learned_at_the_end(rows: list[list[int]]) -> Examples:
+    """An example of each row, whose last 20 tokens are learned."""
     lengths = [len(row) for row in rows]
     learned = [np.arange(n) >= n - 20 for n in lengths]
-    examples = Examples(
+    return Examples(
         input_ids=np.concatenate(rows).astype(np.int32),
         supervised=np.concatenate(learned),
         sequence_offsets=np.cumsum([0, *lengths]),
@@ -121,6 +154,10 @@ def stored_tokens(rows: list[list[int]], pack_size: int) -> int:
         reward=np.zeros(len(rows), np.float32),
         example_ids=np.arange(len(rows)),
     )
+
+
+def stored_tokens(rows: list[list[int]], pack_size: int) -> int:
+    examples = learned_at_the_end(rows)
     order, offsets = plan_prefixes(examples, pack_size)
     packs = fill(examples, offsets, "shared_prefix", order, share="pack")
     return int(packs.token_offsets[-1])
