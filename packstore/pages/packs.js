@@ -43,17 +43,18 @@ const roleOf = (sequence) => (about.sides.includes(sequence.side) ? sequence.sid
 
 // Adds to each sequence what it shares: its number; its depth, 0 if it is stored whole; the ranges of earlier
 // sequences that it begins with, [sequence, length], the first tokens first; and the later sequences that begin
-// with tokens of its own ("readers"), at most the first `reach` ones.
+// with tokens of its own ("readers"): each with the first `least` to `reach` ones.
 function link(pack) {
   pack.sequences.forEach((sequence, number) => {
     let parent = pack.sequences[sequence.parent];
     const depth = parent ? parent.depth + 1 : 0;
-    Object.assign(sequence, { number, depth, ranges: [], readers: [], reach: 0 });
+    Object.assign(sequence, { number, depth, ranges: [], readers: [], reach: 0, least: Infinity });
     for (let end = sequence.shared; parent; parent = pack.sequences[parent.parent]) {
       const length = end - parent.shared;
       sequence.ranges.unshift([parent, length]);
       parent.readers.push(sequence);
       parent.reach = Math.max(parent.reach, length);
+      parent.least = Math.min(parent.least, length);
       end = parent.shared;
     }
   });
@@ -81,7 +82,8 @@ const sharedTokens = (sequence) => `shares its first ${format(sequence.shared)} 
 function sharedBy(sequence) {
   if (!sequence.readers.length) return "";
   const which = sequence.shared ? "next" : "first";
-  return `its ${which} ${format(sequence.reach)} tokens are shared by ${namesOf(sequence.readers)}`;
+  const orFewer = sequence.least < sequence.reach ? " or fewer" : "";
+  return `its ${which} ${format(sequence.reach)} tokens${orFewer} are shared by ${namesOf(sequence.readers)}`;
 }
 
 function namesOf(sequences) {
