@@ -11,17 +11,13 @@ Figures:
     kto        the same pairs as single answers with labels: the curve of the rewards of good and of
                bad answers, and what the loss says of answers held out
     grpo       the mean reward of each step of examples/grpo.py
-    rollouts   `pack_in_memory` of 512 rollouts of 1,100 tokens, 8 to a prompt of 300: milliseconds
-               of CPU, the median of 15 calls after the first
 """
 
 from __future__ import annotations
 
 import json
 import runpy
-import statistics
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -107,38 +103,6 @@ def kto(
     return {"answers": counts, **run(folder, "kto", *parts, rate=1e-5, loss="kto")}
 
 
-def rollouts() -> dict[str, Any]:
-    """Milliseconds of CPU to pack a step of rollouts, from arrays and from lists."""
-    from packstore.torch import pack_in_memory
-
-    rng = np.random.default_rng(0)
-    groups: list[Any] = [
-        (
-            rng.integers(0, 30_000, 300),
-            [*rng.integers(0, 30_000, (8, 800))],
-            rng.normal(size=8),
-        )
-        for _ in range(64)
-    ]
-    lists = [
-        (p.tolist(), [r.tolist() for r in answers], w.tolist())
-        for p, answers, w in groups
-    ]
-    found: dict[str, Any] = {"rollouts": 512, "tokens": 512 * 1100, "pack_size": 16_384}
-    for name, data in (("arrays", groups), ("lists", lists)):
-        for layout in ("concat", "shared_prefix"):
-            times = []
-            for _ in range(16):
-                begun = time.process_time()
-                pack_in_memory(data, 16_384, layout, rank=0, world_size=4)  # type: ignore[arg-type]
-                times.append(1e3 * (time.process_time() - begun))
-            found[f"{name}, {layout}"] = {
-                "median_ms": round(statistics.median(times[1:]), 1),
-                "first_ms": round(times[0], 1),
-            }
-    return found
-
-
 def main() -> None:
     command = parser(__doc__)
     command.add_argument(
@@ -150,10 +114,7 @@ def main() -> None:
     command.add_argument("--held-out", type=int, default=240)
     command.add_argument("--out", default=RESULTS / "feedback.json", help="-: nowhere")
     args = command.parse_args()
-    result = {
-        "environment": provenance("transformers", "torch"),
-        "rollouts": rollouts(),
-    }
+    result: dict[str, Any] = {"environment": provenance("transformers", "torch")}
     result["layers"] = args.layers
     result["grpo"] = {
         "rewards": [round(x, 4) for x in runpy.run_path(str(GRPO))["train"](80)]
@@ -170,11 +131,7 @@ def main() -> None:
         result["kto"] = kto(
             folder, rest[: args.kto_pairs], held_out[: args.held_out // 4]
         )
-    print(
-        json.dumps(
-            {name: result[name] for name in ("rollouts", "reward", "kto")}, indent=1
-        )
-    )
+    print(json.dumps({name: result[name] for name in ("reward", "kto")}, indent=1))
     save(args.out, result)
 
 
