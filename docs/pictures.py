@@ -17,6 +17,9 @@ COLOURS = {
     "chosen": "#5aa88f",
     "rejected": "#dd8d6c",
     "free": "#f0f2f4",
+    "learned": "#5aa88f",
+    "context": "#bfe0d4",
+    "result": "#e9dcb8",
 }
 INK, QUIET = "#22303c", "#66737f"
 CELL = 46
@@ -155,6 +158,131 @@ def masks() -> str:
     )
     parts.append(text(440, 352, "dark: shared keys, gathered once more", fill=QUIET))
     return picture(760, 370, "Attention masks of one pair in both layouts", *parts)
+
+
+TURN_PARTS = {"prompt": 6, "answer": 2, "result": 3}
+"""Tokens of the parts of an agent's rows in :func:`trees`."""
+
+TURN_ROWS = {
+    "turn 1": ("p", "a1"),
+    "turn 2": ("p", "a1", "r1", "a2"),
+    "turn 3": ("p", "a1", "r1", "a2", "r2", "a3"),
+    "fork, turn 2": ("p", "a1", "r1", "b2"),
+    "fork, turn 3": ("p", "a1", "r1", "b2", "s2", "b3"),
+}
+"""Rows of an agent: prompt, answers and results; the last part is learned."""
+
+
+def trees() -> str:
+    """Five rows of one task, a turn each, and the pack that holds them as a tree."""
+    left, unit, row_height = 150, 22, 34
+    rows = {name: _turn_tokens(parts) for name, parts in TURN_ROWS.items()}
+    stored = _stored_places(list(rows.values()))
+    parts: list[str] = [
+        text(20, 34, "rows, one a turn", font_weight="bold", font_size=16)
+    ]
+    for i, (name, tokens) in enumerate(rows.items()):
+        top = 50 + i * row_height
+        first, _ = stored[i]
+        parts.append(text(20, top + 17, name))
+        for place, (_, _, colour) in enumerate(tokens):
+            x = left + place * unit
+            if place < first:
+                parts.append(box(x, top, unit, 26, COLOURS["free"], "#c3ccd4"))
+            else:
+                parts.append(box(x, top, unit, 26, COLOURS[colour]))
+
+    top = 306
+    parts.append(text(20, top - 34, "one pack", font_weight="bold", font_size=16))
+    x = 20.0
+    middles: list[float] = []
+    for (name, tokens), (first, parent) in zip(rows.items(), stored, strict=True):
+        width = (len(tokens) - first) * unit
+        middles.append(x + width / 2)
+        parts += [
+            box(x + i * unit, top, unit, 30, COLOURS[colour])
+            for i, (_, _, colour) in enumerate(tokens[first:])
+        ]
+        parts.append(f'<path d="M{x:g} {top - 4}v38" stroke="{INK}" stroke-width="2"/>')
+        parts.append(
+            text(middles[-1], top - 10, name, "middle", fill=QUIET, font_size=12)
+        )
+        if parent is not None:
+            parts.append(_arc(middles[-1], middles[parent], top + 34))
+        x += width
+    parts.append(f'<path d="M{x:g} {top - 4}v38" stroke="{INK}" stroke-width="2"/>')
+
+    whole = sum(len(tokens) for tokens in rows.values())
+    left_out = sum(first for first, _ in stored)
+    distances = [
+        0 if parent is None else i - parent for i, (_, parent) in enumerate(stored)
+    ]
+    told = f"{whole} tokens of rows, {whole - left_out} of them stored"
+    parts.append(text(120, top - 34, told, fill=QUIET))
+    told = f"parent_distances: {', '.join(map(str, distances))}"
+    parts.append(text(20, top + 96, told))
+    told = "an arrow leads to the parent, which has the tokens left out"
+    parts.append(text(250, top + 96, told, fill=QUIET))
+    names = {
+        "prompt": "prompt",
+        "learned": "answer, learned",
+        "context": "answer, context",
+        "result": "tool result",
+        "free": "left out",
+    }
+    parts.append(_legend(20, top + 132, names, 150))
+    return picture(
+        780,
+        top + 154,
+        "Five turns of an agent, and the pack that holds them as a tree",
+        *parts,
+    )
+
+
+def _turn_tokens(parts: Sequence[str]) -> list[tuple[str, int, str]]:
+    """Tokens of a row: each its part, its place in the part, and its colour."""
+    kinds = {"p": "prompt", "a": "answer", "b": "answer", "r": "result", "s": "result"}
+    tokens = []
+    for part in parts:
+        kind = kinds[part[0]]
+        colour = kind
+        if kind == "answer":
+            colour = "learned" if part == parts[-1] else "context"
+        tokens += [(part, i, colour) for i in range(TURN_PARTS[kind])]
+    return tokens
+
+
+def _stored_places(
+    rows: Sequence[Sequence[tuple[str, int, str]]],
+) -> list[tuple[int, int | None]]:
+    """First token that a pack stores of each row, and its parent: the earliest of the
+    rows that have the longest beginning in common with it.
+    """
+    found: list[tuple[int, int | None]] = []
+    for i, row in enumerate(rows):
+        prompt = len(row) - TURN_PARTS["answer"]
+        shared, parent = 0, None
+        for j in range(i):
+            common = 0
+            for own, earlier in zip(row[:prompt], rows[j], strict=False):
+                if own[:2] != earlier[:2]:
+                    break
+                common += 1
+            if common > shared:
+                shared, parent = common, j
+        found.append((max(shared - 1, 0), parent))
+    return found
+
+
+def _arc(start: float, end: float, y: float) -> str:
+    """A curve below a pack from a segment to its parent, with a point at its end."""
+    depth = 26 + (start - end) / 10
+    curve = f"M{start:g} {y:g}C{start:g} {y + depth:g} {end:g} {y + depth:g} {end:g} {y + 6:g}"
+    point = f"M{end - 4:g} {y + 8:g}L{end:g} {y:g}L{end + 4:g} {y + 8:g}z"
+    return (
+        f'<path d="{curve}" fill="none" stroke="{QUIET}" stroke-width="1.5"/>'
+        f'<path d="{point}" fill="{QUIET}"/>'
+    )
 
 
 def words() -> str:
@@ -362,20 +490,21 @@ def _pack(
     return drawn + ends
 
 
-def _legend(x: float, y: float, names: dict[str, str]) -> str:
+def _legend(x: float, y: float, names: dict[str, str], width: float = 100) -> str:
     drawn = []
     for name, words in names.items():
         drawn += [
             box(x, y - 12, 16, 16, COLOURS[name]),
             text(x + 22, y + 1, words, fill=QUIET),
         ]
-        x += 100
+        x += width
     return "\n".join(drawn)
 
 
 PICTURES: dict[str, Callable[[], str]] = {
     "layouts": layouts,
     "masks": masks,
+    "trees": trees,
     "words": words,
     "weights": weights,
     "gains": gains,

@@ -235,3 +235,50 @@ def test_the_pages_give_the_sizes_of_steps() -> None:
         f"{row['unpacked_steps']} steps of {row['pairs'] / row['unpacked_steps']:.1f}"
         for row in unpacked
     ]
+
+
+AGENT_RECORDS = {
+    "generated rollouts, one row a turn": "turns",
+    "the same, whole trajectories": "trajectories",
+    "shorter rollouts, one row a turn": "short_turns",
+    "chats with tools, one row a turn": "tool_turns",
+    "the same, whole chats": "tool_chats",
+    "pairs with tools": "tool_pairs",
+    "pairs, a prompt in several records": "pandalm",
+    "pairs of dialogues": "hh_harmless",
+}
+
+
+def test_the_pages_give_what_prefix_trees_save() -> None:
+    measured = result("agents")
+    sets = measured["sets"]
+    page = rows("docs/agents.md")
+    for name, key in AGENT_RECORDS.items():
+        tokens = [sets[key]["of_concat"][way] for way in ("example", "pack")]
+        cells = [f"{value:.2f}" for value in tokens]
+        step = sets[key]["step"]
+        cells.append(f"{step['times_faster']['pack']:.2f}" if step else "–")
+        assert page[name] == cells, name
+
+    text = (ROOT / "docs/agents.md").read_text(encoding="utf-8")
+    turns = sets["turns"]
+    half_size = str(turns["pack_size"] // 2)
+    share = turns["other_pack_sizes"][half_size] / turns["tokens"]["concat"]
+    assert f"packs have {turns['pack_size']:,} tokens" in text
+    assert f"the {turns['of_concat']['pack']:.2f} is {share:.2f}" in " ".join(
+        text.split()
+    )
+    fewer = turns["tokens"]["concat"] / turns["tokens"]["pack"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{fewer:.1f} times fewer tokens](docs/agents.md" in readme
+
+    planning = measured["planning"]
+    assert f"rows of turns take {planning['turns, arrays']['median_ms']:.0f} ms" in text
+
+    loaders = (ROOT / "docs/loaders.md").read_text(encoding="utf-8")
+    millions = [turns["tokens"][way] / 1e6 for way in ("concat", "pack")]
+    assert f"{turns['sequences']} such rows" in loaders
+    assert f"{millions[0]:.1f} million tokens in `concat`" in loaders
+    assert f"and {millions[1]:.2f} million in batches" in loaders
+    times = [planning[f"answers, {form}"]["median_ms"] for form in ("arrays", "lists")]
+    assert f"take {times[0]:.0f} to {times[1]:.0f} ms of a core" in loaders
