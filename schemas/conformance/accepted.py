@@ -13,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 from case import Case, Files, Row
 from footers import join, split, with_bit_packed_levels
-from golden import CARRY, Golden, carried, row
+from golden import CARRY, IGNORE_INDEX, Golden, carried, row
 from writer import dataset, index_table, lists, put_index, side
 
 CASES = Path(__file__).parents[1] / "cases"
@@ -67,6 +67,7 @@ def accepted() -> Iterator[Case]:
     yield from from_table()
     yield from files()
     yield from columns()
+    yield from keys()
     yield from manifests()
     yield from indexes()
     yield from sides()
@@ -187,6 +188,32 @@ def without_null(data: bytes) -> bytes:
 
 BITMAPS = {"table": null_reward, "data": without_null}
 """packstore and Arrow write no bitmap where nothing is null, but MAY find one."""
+
+
+def equal_sequences(count: int, length: int) -> Row:
+    """A pack of equal sequences, each an example; only the first stores all tokens."""
+    ids = list(range(length))
+    labels = [IGNORE_INDEX] * (length - 1) + ids[-1:]
+    children = count - 1
+    return {
+        "input_ids": ids + ids[-2:] * children,
+        "labels": labels + labels[-2:] * children,
+        "reward": [1.0] * count,
+        "lengths": [length] * count,
+        "seq_boundaries": [0, *range(length, length + 2 * count, 2)],
+        "parent_distances": list(range(count)),
+        "example_ids": list(range(count)),
+    }
+
+
+def keys() -> Iterator[Case]:
+    """Packs of far more keys than tokens."""
+    about = "a pack of 16 times as many keys as pack_size, the least limit of a reader"
+    how = {"layout": "shared_prefix"}
+    yield good("keys-16-times", about, [equal_sequences(32, 62)], pack_size=124, **how)
+    about = "a pack of more keys than that, which a reader may refuse"
+    more = good("keys-more", about, [equal_sequences(33, 62)], pack_size=126, **how)
+    yield dataclasses.replace(more, refuse=("unsupported",))
 
 
 def columns() -> Iterator[Case]:
