@@ -50,7 +50,7 @@ _LEVELS = 8
 """Bytes of a key of :func:`beginning_keys`."""
 
 _BLOCKS_AT_ONCE = 4096
-"""Blocks that are hashed at once, as many as fit the cache."""
+"""Blocks that are hashed at once, about as many as fit the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,15 +281,20 @@ def _hash_blocks(
     Source: the multilinear hash of Lemire and Kaser, "Strongly universal string hashing
         is fast", 2014: the upper half of a sum of products.
     """
-    ends = starts + BLOCK * num_blocks
-    ranges = zip(starts.tolist(), ends.tolist(), strict=True)
-    ids = np.concatenate([input_ids[start:end] for start, end in ranges])
-    blocks = ids.reshape(-1, BLOCK)
+    ends = (starts + BLOCK * num_blocks).tolist()
+    ranges = list(zip(starts.tolist(), ends, strict=True))
+    edges = to_offsets(num_blocks)
     factors = seeds.keys(BLOCK, seed, "beginnings")
-    hashes = np.empty(len(blocks), np.uint32)
-    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
-        batch = blocks[start : start + _BLOCKS_AT_ONCE].astype(np.uint64)
-        hashes[start : start + _BLOCKS_AT_ONCE] = (batch @ factors) >> np.uint64(32)
+    hashes = np.empty(edges[-1], np.uint32)
+    first = 0
+    while first < len(ranges):
+        # As many sequences as fit the cache, one at least.
+        end = int(np.searchsorted(edges, edges[first] + _BLOCKS_AT_ONCE, "right")) - 1
+        end = max(end, first + 1)
+        ids = np.concatenate([input_ids[i:j] for i, j in ranges[first:end]])
+        blocks = ids.reshape(-1, BLOCK).astype(np.uint64)
+        hashes[edges[first] : edges[end]] = (blocks @ factors) >> np.uint64(32)
+        first = end
     return hashes
 
 

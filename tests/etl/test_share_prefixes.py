@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from places import Files
 from small_jobs import write_jsonl
 
 import packstore
+from packstore.cli import main
 from packstore.errors import ConfigError
 from packstore.etl.reports.records import dry_run
 
@@ -115,7 +118,7 @@ def test_a_dataset_is_packed_anew_and_appended_to(
 
 
 def test_an_estimate_and_a_dry_run_say_what_it_saves(
-    files: list[str], tmp_path: Path
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"pack_size": 1024}
     report = packstore.estimate(files, **sizes)
@@ -133,6 +136,13 @@ def test_an_estimate_and_a_dry_run_say_what_it_saves(
     dry, _ = dry_run(files, str(tmp_path / "new"), **SETTINGS)
     assert dry.choices[0] == pack
     assert example in dry.choices
+
+    capsys.readouterr()
+    job = ["pack", *files, str(tmp_path / "new"), "--pack-size", "1024"]
+    assert main([*job, "--dry-run", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["estimate"] == asdict(example)
+    assert asdict(pack) in result["alternatives"]
 
 
 @pytest.mark.parametrize("segment_bytes", [32 << 20, 20_000])
