@@ -269,8 +269,16 @@ def _description(manifest: Manifest, repo: str) -> str:
     rows = [
         f"| {markdown_text(name)} | {_cell(value)} |" for name, value in facts.items()
     ]
+    introduction = (
+        "Packed by packstore. A row is a pack: token ids of several examples."
+    )
+    if manifest.layout == "shared_prefix":
+        introduction += (
+            " Tokens that several sequences begin with are stored once; "
+            "`packstore.scan(url, tokens=True)` returns whole sequences."
+        )
     lines = [
-        "Packed by packstore. A row is a pack: token ids of several whole examples.",
+        introduction,
         "",
         "| | |",
         "|---|---|",
