@@ -240,9 +240,8 @@ def test_the_pages_give_the_sizes_of_steps() -> None:
 AGENT_RECORDS = {
     "generated rollouts, one row a turn": "turns",
     "the same, whole trajectories": "trajectories",
-    "shorter rollouts, one row a turn": "short_turns",
+    "rollouts of 6 turns, one row a turn": "short_turns",
     "chats with tools, one row a turn": "tool_turns",
-    "the same, whole chats": "tool_chats",
     "pairs with tools": "tool_pairs",
     "pairs, a prompt in several records": "pandalm",
     "pairs of dialogues": "hh_harmless",
@@ -265,12 +264,16 @@ def test_the_pages_give_what_prefix_trees_save() -> None:
     half_size = str(turns["pack_size"] // 2)
     share = turns["other_pack_sizes"][half_size] / turns["tokens"]["concat"]
     assert f"packs have {turns['pack_size']:,} tokens" in text
-    assert f"the {turns['of_concat']['pack']:.2f} is {share:.2f}" in " ".join(
+    assert f"{turns['of_concat']['pack']:.2f} becomes {share:.2f}" in " ".join(
         text.split()
     )
     fewer = turns["tokens"]["concat"] / turns["tokens"]["pack"]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"[{fewer:.1f} times fewer tokens](docs/agents.md" in readme
+
+    stored = [sets[key]["tokens"]["pack"] / 1e6 for key in ("trajectories", "turns")]
+    claim = "They take {:.2f} million tokens, and the rows of their turns {:.2f}."
+    assert claim.format(*stored) in " ".join(text.split())
 
     planning = measured["planning"]
     assert f"rows of turns take {planning['turns, arrays']['median_ms']:.0f} ms" in text
