@@ -2,7 +2,7 @@
 
 ::
 
-    python compare.py [--kit FOLDER] COMMAND...
+    python compare.py [--kit FOLDER] [--reader] COMMAND...
 
 The command is run once for each case, with the folder of a dataset, and the folders of
 its side datasets, as further arguments. It checks and reads everything, and prints one
@@ -187,11 +187,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     status.
     """
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--kit FOLDER] COMMAND...",
+        usage="%(prog)s [--kit FOLDER] [--reader] COMMAND...",
         description=(__doc__ or "").partition("\n")[0],
     )
     parser.add_argument(
         "--kit", type=Path, default=KIT, help="folder of the kit (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--reader",
+        action="store_true",
+        help="only cases that the core of the format decides, without its annexes",
     )
     parser.add_argument(
         "command", nargs=argparse.REMAINDER, help="the reader, and its arguments"
@@ -203,6 +208,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counts = Counter[str]()
     try:
         cases = load(options.kit)
+        if options.reader:
+            cases = [case for case in cases if case["reader"]]
         ask_reader = functools.partial(ask, options.command, options.kit)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             for case, answer in zip(cases, pool.map(ask_reader, cases), strict=True):

@@ -22,6 +22,7 @@ import golden
 from accepted import accepted
 from case import Case, Files, Row
 from compare import digest
+from core import is_for_readers
 from plain_reader import READER
 from refused_files import refused_files
 from refused_values import refused_values
@@ -95,7 +96,9 @@ def entry(root: Path, case: Case) -> Row:
     if case.expect is not None:
         out["expected"] = f"expected/{case.name}.json"
         put({out["expected"]: expected(case).encode()}, root)
-    return {**out, "refuse": list(case.refuse), "sha256": digest(root, out)}
+    out["refuse"] = list(case.refuse)
+    out["reader"] = is_for_readers(case)
+    return {**out, "sha256": digest(root, out)}
 
 
 def make(root: Path) -> None:

@@ -51,9 +51,11 @@ OTHER_NAMES = {
     "pair-of-three": ("manifest",),
     "sft-of-two": ("manifest",),
     "keys-too-many": ("counts",),
+    "prefix-longer-than-its-parent": ("unsupported",),
 }
 """What the manifest of a case breaks as well: K times the examples are its sequences,
-and the most keys of a pack are a count of its packs.
+and the most keys of a pack are a count of its packs; or it tells more keys than a
+reader must take.
 """
 
 

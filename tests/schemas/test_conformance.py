@@ -204,3 +204,12 @@ def test_the_script_writes_the_same(tmp_path: Path) -> None:
     (sample, *_) = (DATASETS / "preference-concat").glob("data/*.parquet")
     if pq.read_metadata(sample).created_by.endswith(f"version {pa.__version__}"):
         assert contents(KIT) == contents(made)
+
+
+def test_a_reader_answers_for_the_rules_that_it_must_check() -> None:
+    core = (ROOT / "schemas" / "format.md").read_text(encoding="utf-8")
+    must = set(re.findall(r"^\| `([a-z-]+)` \| .* \| MUST \|$", core, flags=re.M))
+    for case in CASES.values():
+        rules = RULES.keys() & case["refuse"]
+        if rules and "arrow" not in case["name"]:
+            assert case["reader"] == bool(rules & must), case["name"]
