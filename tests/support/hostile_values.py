@@ -99,7 +99,7 @@ def records(kind: str, n: int) -> list[dict[str, Any]]:
             "measure": i / 3,
             "checked": i % 2 == 0,
         }
-        made.append({"prompt": [5, 6, 7][: 1 + i % 3], **record, **carried})
+        made.append({"prompt": [5, 6, 7, 4][: 1 + i % 4], **record, **carried})
     return made
 
 
@@ -115,6 +115,9 @@ def seed(number: int) -> tuple[str, Files]:
         "num_workers": 0,
     }
     how |= {"pack_size": 32, "row_group_tokens": 64, "carry": CARRY if carried else ()}
+    if layout == "shared_prefix":
+        # All prompts begin alike, so each pack is a tree.
+        how["share_prefixes"] = "pack"
     with tempfile.TemporaryDirectory() as folder:
         data = packstore.pack(records(kind, 9), f"{folder}/ds", **how)
         with SideWriter(f"{folder}/ds/side", data, SIDE) as side:
