@@ -201,9 +201,9 @@ class Packs:
         lengths: int32 `[S]`, logical length of each sequence.
         seq_boundaries: int32 `[S + P]`, each pack's segment offsets, from 0 to its
             token count.
-        parent_distances: int32 `[S]`, how many sequences before it in its pack the
-            sequence stands whose tokens it leaves out; 0 where it is whole (stored only
-            in layout ``shared_prefix``).
+        parent_distances: int32 `[S]`, how many sequences before each one its parent
+            stands, which has the tokens that it leaves out; 0 where it is whole (stored
+            only in layout ``shared_prefix``).
         example_ids: int64 `[E]`.
         num_responses: int32 `[E]`, K of each example (stored only for kind ``scored``).
         token_offsets: int64 `[P + 1]`, offsets of the packs in `signed_ids`.
@@ -313,9 +313,7 @@ class Packs:
 
     @property
     def parents(self) -> Int64:
-        """The sequence whose tokens each sequence leaves out, else itself, int64
-        `[S]`.
-        """
+        """The parent of each sequence, or itself if it has none, int64 `[S]`."""
         return np.arange(len(self.lengths)) - self.parent_distances
 
     @property
@@ -442,15 +440,15 @@ def key_runs(
     segment 2.
 
     Args:
-        parents: int64 `[S]`, the earlier sequence whose tokens a sequence leaves out;
-            itself where there is none.
+        parents: int64 `[S]`, the parent of each sequence, an earlier one; the sequence
+            itself if it has none.
         offsets: `[S]`, the number of tokens that each leaves out, more than its parent
             does.
         own: `[S]`, the number of tokens in its own segment.
 
     Returns:
-        int64 `[R]`, the segment at whose start each run begins; int64 `[R]`, the tokens
-        of each run; int64 `[S + 1]`, the offsets of the sequences in the runs.
+        int64 `[R]`, the segment where each run begins, at its start; int64 `[R]`, the
+        tokens of each run; int64 `[S + 1]`, the offsets of the sequences in the runs.
     """
     sequences = np.arange(len(parents))
     readers = [sequences]

@@ -262,7 +262,7 @@ def _check_supervision(packs: Packs, segment_lengths: Int32, place: _Place) -> N
 def check_parents(
     packs: Packs, segment_lengths: Int32, where: str, first_row: int = 0
 ) -> None:
-    """Check what segments leave out in layout ``shared_prefix``, and their parents.
+    """Check the parents of segments, and how much segments leave out.
 
     A parent stores the last token that its child leaves out, and the one behind it. So
     the child's sequence is read from stored tokens, whatever its parent leaves out.

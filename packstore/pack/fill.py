@@ -48,8 +48,8 @@ def fill(
             ``order[pack_offsets[i] : pack_offsets[i + 1]]``.
         layout: ``concat`` or ``shared_prefix``.
         order: int `[n]`, positions in `examples`; None: all of them in their order.
-        share: what shares prefixes in layout ``shared_prefix``: the sequences of an
-            ``example``, or of a ``pack``.
+        share: in layout ``shared_prefix`` a sequence shares a prefix with earlier ones
+            of its ``example``, or of its ``pack``.
 
     Raises:
         ConfigError: `pack_offsets` do not cover the order.

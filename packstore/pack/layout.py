@@ -20,7 +20,7 @@ from packstore.pack.prefix_tree import PrefixTree
 def omitted_tokens(
     examples: Examples, layout: str, group_offsets: Int64
 ) -> tuple[Int32, Int32]:
-    """Return what each sequence leaves out in a layout.
+    """Return the tokens that each sequence leaves out in a layout, and its parent.
 
     Args:
         examples: the examples, S sequences.
@@ -76,7 +76,7 @@ def round_up(lengths: Int32, multiple: int) -> Int32:
 
 
 def shared_prefixes(examples: Examples, group_offsets: Int64) -> tuple[Int32, Int32]:
-    """Return what each sequence leaves out in layout ``shared_prefix``.
+    """Return the tokens that each sequence leaves out, and its parent.
 
     The parent of a sequence is the earliest one of those that share the longest part of
     its prompt, which ends before its first supervised token. So the parent itself
