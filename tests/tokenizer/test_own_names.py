@@ -128,6 +128,13 @@ def test_columns_that_nothing_reads_are_counted(pack, byte_level):
     assert all(name.encode() for name in unused)
 
 
+def test_what_is_logged_can_be_written_to_a_file(pack, byte_level, caplog):
+    caplog.set_level("INFO")
+    pack(byte_level(), {**PAIR, "\ud800": 1, "style": "\udfff"})
+    assert "style" in caplog.text
+    assert caplog.text.encode()
+
+
 CHAT = {"messages": [USER, {"role": "assistant", "content": "x"}]}
 ANSWER = {"prompt": "Q", "completion": "x", "note": "S", "meta": {"src": 3}}
 RATED = {**PAIR, "chosen_score": 2, "rejected_score": 1}

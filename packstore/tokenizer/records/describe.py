@@ -61,7 +61,8 @@ def describe(
             line += " (the first record has none)"
         lines.append(line)
     lines.append("  a later record that cannot be read so stops the job")
-    return lines
+    # A name or a value may hold a surrogate, which no file or terminal accepts.
+    return [line.encode(errors="backslashreplace").decode() for line in lines]
 
 
 def _describe_own_fields(columns: Mapping[str, str]) -> list[str]:
