@@ -357,7 +357,7 @@ class RecordTokenizer:
         return sequences.with_rows(changed) if changed else sequences
 
     def _overlong_records(self, sequences: Sequences, first_rows: Int64) -> list[int]:
-        """Return the indices of records that may be too long.
+        """Return the indices of records that may be too long, or have too many keys.
 
         Layout ``shared_prefix`` only shortens an example: one that fits in layout
         ``concat`` needs no check.
@@ -371,7 +371,10 @@ class RecordTokenizer:
         padded = -(-lengths // multiple) * multiple  # rounded up
         totals = np.add.reduceat(padded, first_rows[:-1])
         longest = np.maximum.reduceat(lengths, first_rows[:-1])
-        is_large = (totals > self.config.pack_size) | (longest > self._sequence_limit)
+        keys = np.add.reduceat(lengths, first_rows[:-1])
+        is_large = totals > self.config.pack_size
+        is_large |= longest > self._sequence_limit
+        is_large |= keys > self.config.key_limit
         return [int(index) for index in np.flatnonzero(is_large)]
 
     # Count.

@@ -48,13 +48,18 @@ def test_a_pack_has_at_most_16_times_its_size_or_as_set(tmp_path: Path) -> None:
     assert repacked.manifest.records.packed == 60
 
 
+@pytest.mark.parametrize("pack_size", [1024, 16_384])
 @pytest.mark.parametrize("source", ["records", "dataset"])
-def test_an_example_of_more_keys_is_overlong(source: str, tmp_path: Path) -> None:
+def test_an_example_of_more_keys_is_overlong(
+    source: str, pack_size: int, tmp_path: Path
+) -> None:
+    """Also one that a pack would hold as whole sequences."""
     records = groups(45) + groups(2)
     given: Any = records
     if source == "dataset":
         given = packstore.pack(records, tmp_path / "whole", **SETTINGS)
-    limits = {**SETTINGS, "max_keys": 2000, "max_drop_rate": 1.0}
+    limits = {**SETTINGS, "pack_size": pack_size, "max_keys": 2000}
+    limits["max_drop_rate"] = 1.0
     packed = packstore.pack(given, tmp_path / "out", **limits)
     assert packed.manifest.records.dropped == {"overlong": 60}
     assert most_keys(packed) <= 2000
