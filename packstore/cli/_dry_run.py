@@ -52,7 +52,7 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
     _print_diagnosis(report)
     print_estimate(report)
     stdout_console().print(
-        "The first line has the settings of the job, the others other settings."
+        "The first line has the settings of the job; the others are alternatives."
     )
     _print_findings(findings)
     return 0 if ok else 1

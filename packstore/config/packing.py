@@ -37,7 +37,7 @@ class SizeConfig(Settings):
 
     pack_size: int = setting(8192, "maximum tokens per pack", low=2, high=2**31 - 1)
     layout: Literal["auto", "concat", "shared_prefix"] = setting(
-        "auto", "auto: prompts once, except in sft"
+        "auto", "auto: shared_prefix if sequences share"
     )
     share_prefixes: Literal["example", "pack"] = setting(
         "example", "where sequences share prefixes"
@@ -45,7 +45,7 @@ class SizeConfig(Settings):
     pad_to_multiple: int = setting(1, "reserve room to pad to a multiple of N", low=1)
     max_keys: int | None = setting(
         None,
-        "maximum sum of lengths in a pack (default: 16 x size)",
+        "maximum keys per pack (default: 16 x pack_size)",
         low=2,
         high=2**31 - 1,
     )

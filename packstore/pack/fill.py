@@ -27,8 +27,8 @@ from packstore.format.rules import RULES, check_parents
 from packstore.pack.layout import omitted_tokens
 
 MOST_TOKENS = 1 << 28
-"""Tokens of sequences that :func:`unpack` takes memory for, 5 bytes each: with shared
-prefixes, a few kilobytes of tokens may be gigabytes of sequences.
+"""Maximum tokens of the sequences that :func:`unpack` rebuilds at once, 5 bytes each:
+with shared prefixes, a few kilobytes of tokens may be gigabytes of sequences.
 """
 
 

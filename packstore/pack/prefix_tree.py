@@ -80,8 +80,8 @@ class PrefixTree:
             if branch is None:
                 branches[token] = _Branch(sequence, start, depth, length)
                 break
-            most = min(branch.end, length) - depth
-            equal = self.common(branch.origin + depth, start + depth, most)
+            max_equal = min(branch.end, length) - depth
+            equal = self.common(branch.origin + depth, start + depth, max_equal)
             if depth < limit:
                 shared = min(depth + equal, limit)
                 parent = branch.sequence
@@ -93,8 +93,8 @@ class PrefixTree:
 
     def _split(self, branch: _Branch, depth: int) -> None:
         """Cut a branch in two at a place of its sequence."""
-        rest = _Branch(
+        lower_branch = _Branch(
             branch.sequence, branch.origin, depth, branch.end, branch.children
         )
         branch.end = depth
-        branch.children = {int(self._ids[branch.origin + depth]): rest}
+        branch.children = {int(self._ids[branch.origin + depth]): lower_branch}

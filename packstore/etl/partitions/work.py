@@ -282,7 +282,8 @@ class PartitionPacker:
         config = self.config
         seed = config.seed
         if number > 0:
-            # The first one keeps the seed: its plan equals packstore.plan(lengths).
+            # The first one keeps the seed: unless packs share prefixes or are split,
+            # its plan equals packstore.plan(lengths).
             seed = seeds.derive(config.seed, "partition", number) >> 1
         packing = spill.plan(replace(config, seed=seed))
 
