@@ -104,3 +104,28 @@ def test_what_comes_back_fits_and_is_part_of_what_went_in(
             longer = [n + (i == 0 or layout == "concat") for i, n in enumerate(lengths)]
             full = max(len(ids) for ids, _ in after) == limit
             assert full or padded(longer, multiple) > size
+
+
+@pytest.mark.parametrize("shared", range(5, 13))
+def test_a_cut_response_fits_with_a_prompt_that_repeats_it(pack, byte_level, shared):
+    """The second prompt begins like the first response, whose end moves forward."""
+    line_break = 98
+    chosen = [*range(20, 40), EOS, line_break]
+    record = {
+        "chosen": chosen,
+        "chosen_labels": [-100] * 4 + chosen[4:],
+        "rejected": [*chosen[:shared], 77],
+        "rejected_labels": [-100] * shared + [77],
+    }
+    settings = {"layout": "shared_prefix", "on": {"overlong": "truncate_response"}}
+    num_packed = 0
+    for pack_size in range(10, 20):
+        packed = pack(byte_level(), record, pack_size=pack_size, **settings)
+        if not packed.examples:
+            continue
+        num_packed += 1
+        assert packed.dataset.verify().ok
+        (cut, _), (rejected, _) = packed.examples[0]
+        assert cut == [*chosen[: len(cut) - 2], EOS, line_break]
+        assert rejected == record["rejected"]
+    assert num_packed >= 2

@@ -163,16 +163,30 @@ def _cut_responses(
         return sizes.total(lengths) > config.pack_size or keys > config.key_limit
 
     limits = range(1, config.sequence_limit + 1)
-    num_fitting = bisect_left(limits, True, key=exceeds)
-    limit = num_fitting  # the largest that fits, as they count from 1
+    # The largest that fits, as limits count from 1.
+    limit = bisect_left(limits, True, key=exceeds)
 
-    fitted = []
-    for tokens in sequences:
-        cut = _cut_response(tokens, limit, specials)
-        if cut is None:
-            return None
-        fitted.append(cut)
-    return fitted
+    # A cut response keeps the tokens that end it, so it may share one token less than
+    # before with the prompts behind it. Then shorter responses are needed.
+    while limit > 0:
+        fitted = []
+        for tokens in sequences:
+            cut = _cut_response(tokens, limit, specials)
+            if cut is None:
+                return None
+            fitted.append(cut)
+        if _fit_pack(fitted, sizes, config):
+            return fitted
+        limit -= 1
+    return None
+
+
+def _fit_pack(sequences: list[Tokens], sizes: _Sizes, config: TokenizeConfig) -> bool:
+    """Return True if cut sequences fit a pack, by what they share after the cut."""
+    if config.layout == "shared_prefix":
+        sizes = replace(sizes, left_out=_find_left_out(sequences))
+    lengths = np.array([len(tokens.ids) for tokens in sequences], np.int64)
+    return sizes.total(lengths) <= config.pack_size
 
 
 def _prompt_length(tokens: Tokens) -> int:
