@@ -86,9 +86,7 @@ def open_examples(
         RecordError: one of the first records would stop the job.
         PackstoreError: the source cannot be read, or the tokenizer does not load.
     """
-    dataset = source
-    if not isinstance(source, Dataset):
-        dataset = find_dataset(source, storage_options)
+    dataset = find_dataset_source(source, storage_options)
     if dataset is None:
         return open_records(
             source, tokenizer, config, dict(storage_options), block_bytes, adapter
@@ -99,6 +97,15 @@ def open_examples(
             "tokenizing: leave tokenizer out."
         )
     return DatasetExampleReader(dataset, config)
+
+
+def find_dataset_source(
+    source: Any, storage_options: Mapping[str, Any]
+) -> Dataset | None:
+    """Return the packed dataset that a source is; None if it is records."""
+    if isinstance(source, Dataset):
+        return source
+    return find_dataset(source, storage_options)
 
 
 # Records.

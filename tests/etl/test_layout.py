@@ -66,6 +66,20 @@ def test_examples_are_measured_as_they_are_stored(tmp_path: Path) -> None:
     assert (choice.layout, choice.dropped) == ("shared_prefix", 0)
 
 
+@pytest.mark.parametrize("as_url", [False, True])
+def test_a_dry_run_packs_a_dataset_anew(tmp_path: Path, as_url: bool) -> None:
+    dataset = pack(tmp_path / "ds", "preference")
+    source = dataset.url if as_url else dataset
+    report, findings = dry_run(source, str(tmp_path / "dry"), pack_size=128)
+    assert all(finding.ok for finding in findings)
+    assert report.choices[0].examples == dataset.manifest.pairs
+
+    settings: dict[str, Any] = {"pack_size": 8, "on": {"overlong": "error"}}
+    report, findings = dry_run(source, str(tmp_path / "dry"), **settings)
+    assert report.choices[0].dropped == dataset.manifest.pairs
+    assert not all(finding.ok for finding in findings)
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_packing_anew_follows_the_kind_too(tmp_path: Path, kind: str) -> None:
     other = "concat" if LAYOUTS[kind] == "shared_prefix" else "shared_prefix"

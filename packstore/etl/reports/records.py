@@ -10,17 +10,22 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from packstore.config import CHECK_RETRIES, BatchConfig, PackConfig
+from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.pipeline import with_adapter
 from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
-from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.etl.sources import (
+    ExampleReader,
+    RecordExampleReader,
+    find_dataset_source,
+    open_examples,
+)
 from packstore.etl.tokenize import TokenizedBlock
 from packstore.etl.totals import count_unrequested_drops, describe_drops
 from packstore.format.schema import LAYOUTS
@@ -219,9 +224,15 @@ def dry_run(
     if source_options is None:
         source_options = storage_options
 
+    dataset = find_dataset_source(source, source_options or {})
+    if dataset is None:
+        read_config = _without_stops(config)
+    else:
+        # It is packed anew: only its length can be wrong with an example.
+        source = dataset
+        read_config = _without_stops(config, ("overlong",))
     # Token ids and datasets come without a tokenizer, and are not linted.
     should_lint = tokenizer is not None
-    read_config = _without_stops(config)
     if should_lint:
         read_config = _with_duplicate_keys(read_config)
     # Tallies list every dropped record only if `rejects` is set. A report writes none.
@@ -261,12 +272,14 @@ def dry_run(
     return report, findings
 
 
-def _without_stops(config: PackConfig) -> PackConfig:
-    """Return settings that count records at which a job would stop."""
-    on = {
-        reason: "drop" if answer == "error" else answer
-        for reason, answer in config.on.items()
-    }
+def _without_stops(
+    config: PackConfig, reasons: Collection[str] = tuple(REASONS)
+) -> PackConfig:
+    """Return settings that count records at which a job would stop for `reasons`."""
+    on = dict(config.on)
+    for reason in reasons:
+        if on[reason] == "error":
+            on[reason] = "drop"
     return replace(config, on=on)
 
 
