@@ -504,8 +504,7 @@ class RecordExampleReader:
     def resized(self, config: PackConfig) -> RecordExampleReader:
         """Return a reader of the same sample, for packs of another size and layout."""
         reader = copy.copy(self)
-        settings = {name: getattr(config, name) for name in SizeConfig.names()}
-        reader._config = replace(self._config, **settings)
+        reader._config = _with_size(self._config, config)
         return reader
 
     @property
@@ -588,6 +587,12 @@ def _single_partition(config: PackConfig) -> int:
     return 1
 
 
+def _with_size(config: PackConfig, size_config: PackConfig) -> PackConfig:
+    """Return settings with the size and layout of others."""
+    settings = {name: getattr(size_config, name) for name in SizeConfig.names()}
+    return replace(config, **settings)
+
+
 # Packed datasets.
 
 
@@ -643,6 +648,12 @@ class DatasetExampleReader:
         groups = zip(examples_of_groups, self._groups, strict=True)
         self._groups, sampling = sample_blocks(groups, records, seed)
         return sampling
+
+    def resized(self, config: PackConfig) -> DatasetExampleReader:
+        """Return a reader of the same sample, for packs of another size and layout."""
+        reader = copy.copy(self)
+        reader._config = _with_size(self._config, config)
+        return reader
 
     def _drop_overlong(self, examples: Examples, tally: Tally, place: str) -> Examples:
         """Return the examples that fit into a pack; count the others in `tally`.

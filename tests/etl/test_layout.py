@@ -80,6 +80,51 @@ def test_a_dry_run_packs_a_dataset_anew(tmp_path: Path, as_url: bool) -> None:
     assert not all(finding.ok for finding in findings)
 
 
+@pytest.fixture
+def long_prompts() -> list[dict[str, Any]]:
+    """Half of the records fit a pack of 64 only if their prompt is stored once."""
+    records = []
+    for number in range(40):
+        prompt = [number, *range(40 if number % 2 else 4)]
+        records.append({"prompt": prompt, "chosen": [50] * 9, "rejected": [51] * 12})
+    return records
+
+
+def assert_dry_run_compares(
+    source: Any, folder: Path, layout: str, **settings: Any
+) -> None:
+    """Assert that a dry run shows for each layout what a job with it makes."""
+    report, _ = dry_run(source, str(folder / "dry"), layout=layout, **settings)
+    assert report.choices[0].layout == layout
+    estimated = packstore.estimate(source, **settings).choices
+    assert len(report.choices) == len(estimated)
+    for choice in report.choices:
+        assert choice in estimated
+        if choice.share_prefixes == "pack":
+            continue
+        settings_of_job = {**settings, "layout": choice.layout, "max_drop_rate": 1.0}
+        dataset = packstore.pack(source, folder / choice.layout, **settings_of_job)
+        assert choice.examples == dataset.manifest.pairs
+        assert choice.packs == len(dataset)
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize("overlong", ["drop", "truncate_prompt", "truncate_response"])
+def test_a_dry_run_compares_layouts_by_the_records_that_each_keeps(
+    long_prompts: list[dict[str, Any]], tmp_path: Path, layout: str, overlong: str
+) -> None:
+    settings: dict[str, Any] = {"pack_size": 64, "on": {"overlong": overlong}}
+    assert_dry_run_compares(long_prompts, tmp_path, layout, **settings)
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_a_dry_run_of_a_dataset_compares_layouts_too(
+    long_prompts: list[dict[str, Any]], tmp_path: Path, layout: str
+) -> None:
+    dataset = packstore.pack(long_prompts, tmp_path / "ds", pack_size=128)
+    assert_dry_run_compares(dataset, tmp_path, layout, pack_size=64)
+
+
 @pytest.mark.parametrize("kind", LAYOUTS)
 def test_packing_anew_follows_the_kind_too(tmp_path: Path, kind: str) -> None:
     other = "concat" if LAYOUTS[kind] == "shared_prefix" else "shared_prefix"

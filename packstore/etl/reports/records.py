@@ -184,11 +184,10 @@ def estimate(
                     remedy=remedy,
                 )
             )
-        if truncates and isinstance(reader, RecordExampleReader):
-            choices = [
-                _choice_of_cut_records(reader, config, batching, sampling, total)
-                for config in configs
-            ]
+        if truncates:
+            choices = []
+            for config in configs:
+                choices += _read_again(reader, [config], batching, sampling, total)
         else:
             choices = [projection.choice(config, batching) for config in configs]
         scale = projection.scale
@@ -249,8 +248,14 @@ def dry_run(
     config = replace(config, layout=reader.layout)
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
-    others = _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
-    configs = [config, *(other for other in others if other != config)]
+    others = [
+        other
+        for other in _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
+        if other != config
+    ]
+    other_layout = [other for other in others if other.layout != config.layout]
+    same_layout = [other for other in others if other.layout == config.layout]
+    configs = [config, *others]
     with contextlib.closing(Projection(sampling, total, configs)) as projection:
         report = _read(
             reader,
@@ -259,7 +264,12 @@ def dry_run(
             projection=projection,
             should_lint=should_lint,
         )
-        choices = [projection.choice(each, BatchConfig()) for each in configs]
+        choices = [projection.choice(config, BatchConfig())]
+        if _is_cut_for_layout(report.tally, config):
+            choices += _read_again(reader, other_layout, BatchConfig(), sampling, total)
+        else:
+            choices += [projection.choice(each, BatchConfig()) for each in other_layout]
+        choices += [projection.choice(each, BatchConfig()) for each in same_layout]
         scale = projection.scale
     report = replace(report, sample=sampling, scale=scale, choices=choices)
 
@@ -390,18 +400,35 @@ def _read(
     return Report(kind=reader.kind, tally=tally, findings=findings)
 
 
-def _choice_of_cut_records(
-    reader: RecordExampleReader,
-    config: PackConfig,
+def _read_again(
+    reader: ExampleReader,
+    configs: Sequence[PackConfig],
     batching: BatchConfig,
     sampling: Sampling,
     total: int,
-) -> Choice:
-    """Tokenize the sample again: where records are cut depends on size and layout."""
-    with contextlib.closing(Projection(sampling, total, [config])) as projection:
-        for examples, tally in reader.resized(config):
+) -> list[Choice]:
+    """Read the sample again, as size and layout decide which records are dropped or
+    cut, and where.
+
+    Args:
+        configs: settings of one size and layout; none: nothing is read.
+    """
+    if not configs:
+        return []
+    with contextlib.closing(Projection(sampling, total, configs)) as projection:
+        for examples, tally in reader.resized(configs[0]):
             projection.add(examples, tally)
-        return projection.choice(config, batching)
+        return [projection.choice(config, batching) for config in configs]
+
+
+def _is_cut_for_layout(tally: Tally, config: PackConfig) -> bool:
+    """Return True if records that were read for the layout of `config` may differ from
+    those that the other layout would keep.
+    """
+    if config.on["overlong"].startswith("truncate"):
+        return True
+    # Layout concat drops every record that `shared_prefix` drops, and maybe more.
+    return config.layout == "concat" and tally.dropped["overlong"] > 0
 
 
 def _find_version(destination: Location, config: PackConfig) -> Iterator[Finding]:
