@@ -672,14 +672,17 @@ class DatasetExampleReader:
             return examples
 
         for i in np.flatnonzero(~fits):
-            detail = f"{tokens[i]} tokens, longest sequence {longest[i]}"
+            detail = (
+                f"longest sequence {longest[i]} of at most {config.sequence_limit} "
+                f"tokens, example {tokens[i]} of at most {config.pack_size}"
+            )
             if keys[i] > config.key_limit:
                 detail += (
                     f", all sequences {keys[i]} of at most {config.key_limit} "
                     "(max_keys)"
                 )
             if config.on["overlong"] == "error":
-                rule = f"an example must fit pack_size {config.pack_size}"
+                rule = REASONS["overlong"].rule
                 remedy = "Raise pack_size, max_length or max_keys"
                 raise RecordError(
                     sentence(where=place, rule=rule, found=detail, remedy=remedy)

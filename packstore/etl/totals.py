@@ -465,7 +465,7 @@ def _remedy_for_drops(dropped: Counter[str], kind: str, job: WriteJob) -> str:
             "The dataset decides pack_size, max_length and max_keys: pack these "
             "records elsewhere"
         )
-    remedy = "Raise pack_size or max_length, or truncate "
+    remedy = "Raise pack_size, max_length or max_keys, or truncate "
     remedy += "(--on overlong=truncate_prompt)"
     if kind == "scored":
         remedy += ", or pack the answers of a group one by one (page Recipes)"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import packstore
-from packstore.errors import RecordError
+from packstore.errors import DropRateError, RecordError
 
 SETTINGS: dict[str, Any] = {"pack_size": 1024, "layout": "shared_prefix"}
 
@@ -63,8 +63,12 @@ def test_an_example_of_more_keys_is_overlong(
     packed = packstore.pack(given, tmp_path / "out", **limits)
     assert packed.manifest.records.dropped == {"overlong": 60}
     assert most_keys(packed) <= 2000
-    with pytest.raises(RecordError, match="max_keys"):
+    with pytest.raises(RecordError) as stop:
         packstore.pack(given, tmp_path / "no", **limits, on={"overlong": "error"})
+    rule, _ = str(stop.value).split("; found")
+    assert "max_keys" in rule
+    with pytest.raises(DropRateError, match=r"Raise .*max_keys"):
+        packstore.pack(given, tmp_path / "no", **{**limits, "max_drop_rate": 0.1})
 
 
 @pytest.mark.parametrize("cut", ["truncate_prompt", "truncate_response"])
