@@ -24,7 +24,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from packstore.config import PackConfig
-from packstore.format.arrays import Bool, Column, Examples, Int32, Int64, Packs
+from packstore.format.arrays import (
+    Bool,
+    Column,
+    Examples,
+    Int32,
+    Int64,
+    Packs,
+    to_offsets,
+)
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pack.chunks import (
     Chunks,
@@ -173,12 +181,12 @@ class Spill:
         """
         keys = np.fromfile(self._beginnings, np.uint64)
         order = keys.argsort(kind="stable").astype(np.int32)
-        id_bytes = sum(segment.id_bytes for segment in self._segments)
-        num_segments = min(-(-id_bytes // SEGMENT_BYTES), MAX_BUCKETS, len(order))
-        bounds = np.linspace(0, len(order), num_segments + 1).astype(np.int64)
+        # By tokens, not by examples: those that begin alike may all be long.
+        tokens = np.fromfile(self._keys, np.int32)[order]
+        bounds = _cut_evenly(np.cumsum(tokens, dtype=np.int64))
         stores = [
             _Store(f"{self._folder.name}/{number}-sorted")
-            for number in range(num_segments)
+            for number in range(len(bounds) - 1)
         ]
         self._scatter(order, bounds, stores)
         self._segments = stores
@@ -224,13 +232,12 @@ class Spill:
             yield _Bucket(self._segments[0].examples(), order, offsets)
             return
 
-        id_bytes = sum(segment.id_bytes for segment in self._segments)
-        num_packs = len(offsets) - 1
-        num_buckets = min(-(-id_bytes // SEGMENT_BYTES), MAX_BUCKETS, num_packs)
-        first_packs = np.linspace(0, num_packs, num_buckets + 1).astype(np.int64)
+        # By tokens, not by packs: some may share prefixes, and hold many more.
+        tokens = np.fromfile(self._keys, np.int32)[order]
+        first_packs = _cut_evenly(to_offsets(tokens)[offsets[1:]])
         stores = [
             _Store(f"{self._folder.name}/{number}-bucket")
-            for number in range(num_buckets)
+            for number in range(len(first_packs) - 1)
         ]
         self._scatter(order, offsets[first_packs], stores)
         for store, first, end in zip(
@@ -362,6 +369,23 @@ class _Store:
         """Remove the files."""
         for path in [*self._paths.values(), self._columns_path]:
             path.unlink(missing_ok=True)
+
+
+def _cut_evenly(ends: Int64) -> Int64:
+    """Cut n examples, or packs, into runs of about :data:`SEGMENT_BYTES` of ids.
+
+    Args:
+        ends: int64 `[n]`, tokens of each one and of all before it, together.
+
+    Returns:
+        The offsets of at most :data:`MAX_BUCKETS` runs, int64. No run is empty.
+    """
+    num_tokens = int(ends[-1])
+    num_runs = min(-(-4 * num_tokens // SEGMENT_BYTES), MAX_BUCKETS)
+    cuts = num_tokens * np.arange(1, num_runs) // num_runs
+    inner_offsets = np.searchsorted(ends, cuts, side="right")
+    # Several cuts may fall into the same long one.
+    return np.unique(np.concatenate([[0], inner_offsets, [len(ends)]]))
 
 
 def _append(path: Path, data: memoryview | pa.Buffer) -> None:
