@@ -255,8 +255,8 @@ def plan_examples(
 ) -> Plan:
     """Plan packs whose sequences have at most ``config.key_limit`` tokens together.
 
-    A pack that would have more is split, in its order. The lengths of a plan of chunks
-    are those of the chunks, and the most that the packs can have.
+    A pack that would have more is split, in its order, between chunks. The lengths of a
+    plan of chunks are those of the chunks, and the most that the packs can have.
 
     Args:
         lengths: int32 `[n]`, tokens that each example takes up on its own, with
@@ -275,13 +275,12 @@ def plan_examples(
     lengths = _validate_lengths(lengths, config.pack_size)
     if chunks is None:
         order, offsets = _assign_packs(lengths, config.pack_size, config)
+        offsets = _limit_keys(order, offsets, keys, config.key_limit)
     else:
-        order, offsets = _assign_chunks(chunks, config)
+        order, offsets = _assign_chunks(chunks, keys, config)
         lengths = np.empty_like(lengths)
         lengths[chunks.order] = chunks.lengths
         lengths[order[offsets[:-1]]] += chunks.common
-    if _pack_sums(keys, order, offsets).max(initial=0) > config.key_limit:
-        offsets = _split_by_keys(order, offsets, keys, config.key_limit)
     tokens = int(lengths.sum(dtype=np.int64))
     return _build_plan(order, offsets, lengths, tokens, config)
 
@@ -425,14 +424,37 @@ def _assign_packs(
     return _reorder_packs(shuffled[order], offsets, packs)
 
 
-def _assign_chunks(chunks: Chunks, settings: PlanConfig) -> tuple[Int32, Int64]:
-    """Return order and offsets of a plan of chunks, see :class:`Plan`."""
+def _assign_chunks(
+    chunks: Chunks, keys: Int32, settings: PlanConfig
+) -> tuple[Int32, Int64]:
+    """Return order and offsets of a plan of chunks, see :class:`Plan`.
+
+    Args:
+        chunks: each has at most ``settings.key_limit`` keys.
+        keys: int32 `[n]`, of each example.
+        settings: settings.
+    """
     capacity = settings.pack_size - chunks.common
     chunk_order, chunk_offsets = _assign_packs(chunks.tokens, capacity, settings)
+    # A chunk stays whole: its second part would store its beginning again.
+    chunk_keys = np.add.reduceat(
+        keys[chunks.order], chunks.offsets[:-1], dtype=np.int32
+    )
+    chunk_offsets = _limit_keys(
+        chunk_order, chunk_offsets, chunk_keys, settings.key_limit
+    )
     order = chunks.order[ragged_indices(chunks.offsets, chunk_order)]
     examples_per_chunk = np.diff(chunks.offsets)[chunk_order]
     offsets = to_offsets(examples_per_chunk)[chunk_offsets]
     return order.astype(np.int32), offsets
+
+
+def _limit_keys(order: Int32, offsets: Int64, keys: Int32, limit: int) -> Int64:
+    """Return the offsets of packs of at most `limit` keys, see `_split_by_keys`."""
+    # Mostly no pack has more, and then no loop is loaded to split them.
+    if _pack_sums(keys, order, offsets).max(initial=0) <= limit:
+        return offsets
+    return _split_by_keys(order, offsets, keys, limit)
 
 
 # Indices are unsigned: numba checks signed ones for negative values, which takes as

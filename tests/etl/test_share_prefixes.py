@@ -167,6 +167,22 @@ def test_limits_hold_of_records_that_are_sorted_on_disk(
     assert abs(choice.packs - len(packed)) <= 0.04 * len(packed)
 
 
+@pytest.mark.parametrize("max_keys", [1500, 3000])
+def test_an_estimate_is_the_most_that_is_stored_where_packs_are_split(
+    files: list[str], max_keys: int, tmp_path: Path
+) -> None:
+    """Rollouts are not split, as each part would store its beginning."""
+    settings = {**SETTINGS, "max_keys": max_keys}
+    packed = packstore.pack(files, tmp_path / "out", **settings)
+    assert packed.manifest.fill_rate < 0.8
+    settings.pop("row_group_tokens")
+    (choice,) = packstore.estimate(files, **settings).choices
+    totals = packed.manifest.totals
+    assert totals.tokens / totals.logical_tokens <= choice.stored_rate
+    assert packed.manifest.fill_rate <= choice.fill_rate
+    assert len(packed) == choice.packs
+
+
 def test_a_sample_shows_the_least(files: list[str]) -> None:
     """Records that begin alike are seldom drawn together."""
     whole = packstore.estimate(files, pack_size=1024).choices[-1]

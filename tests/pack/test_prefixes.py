@@ -96,7 +96,9 @@ def test_a_plan_of_chunks_leaves_room_for_padding(
         examples, packing.offsets, "shared_prefix", packing.order, share="pack"
     )
     padded = -(-packs.segment_lengths // multiple) * multiple
-    assert np.add.reduceat(padded, packs.sequence_offsets[:-1]).max() <= 1500
+    tokens = np.add.reduceat(padded, packs.sequence_offsets[:-1])
+    assert (tokens <= packing.pack_tokens).all()
+    assert tokens.max() <= 1500
     assert packs.keys.max() <= config.key_limit
 
 
