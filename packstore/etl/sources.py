@@ -623,6 +623,14 @@ class DatasetExampleReader:
         self._dataset = dataset
         self._config = config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
+        stored_share = manifest.provenance["settings"].get("share_prefixes")
+        if stored_share == "pack" and config.share_prefixes != "pack":
+            log.warning(
+                "%s: its examples share prefixes over a pack; now each stores its own. "
+                "To share them again: %s.",
+                dataset.url,
+                spell(current_door(), {"share_prefixes": "pack"}),
+            )
 
     def __iter__(self) -> Iterator[TokenizedBlock]:
         first_packs = to_offsets(self._dataset.row_groups.rows)  # one row is one pack
