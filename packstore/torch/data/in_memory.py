@@ -252,7 +252,7 @@ def _order_beginnings_first(examples: Examples) -> Int64:
     """
     starts = examples.sequence_offsets[examples.example_offsets[:-1]].tolist()
     lengths = examples.lengths[examples.example_offsets[:-1]].tolist()
-    # Bytes are sorted as numbers are if the highest comes first.
+    # Big-endian bytes sort like the numbers.
     ids = examples.input_ids.astype(">i4")
     sequences = [
         ids[start : start + length].tobytes()
@@ -260,21 +260,22 @@ def _order_beginnings_first(examples: Examples) -> Int64:
     ]
 
     # Sorted, an example stands behind those that it extends, the longest one last.
-    extended: dict[int, int] = {}
-    beginnings: list[int] = []
+    parents: dict[int, int] = {}
+    ancestors: list[int] = []
     for example in sorted(range(len(sequences)), key=sequences.__getitem__):
         sequence = sequences[example]
-        while beginnings and not sequence.startswith(sequences[beginnings[-1]]):
-            beginnings.pop()
-        if beginnings:
-            extended[example] = beginnings[-1]
-        beginnings.append(example)
+        while ancestors and not sequence.startswith(sequences[ancestors[-1]]):
+            ancestors.pop()
+        if ancestors:
+            parents[example] = ancestors[-1]
+        ancestors.append(example)
 
     order: dict[int, None] = {}  # a set that keeps its order
     for example in range(len(sequences)):
         chain = [example]
-        while chain[-1] in extended:
-            chain.append(extended[chain[-1]])
+        # The ancestors of an example in the order are in it, too.
+        while chain[-1] in parents and parents[chain[-1]] not in order:
+            chain.append(parents[chain[-1]])
         order.update(dict.fromkeys(reversed(chain)))
     return np.array(list(order), np.int64)
 

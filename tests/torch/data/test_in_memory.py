@@ -292,6 +292,43 @@ def test_the_collator_lays_rows_before_those_that_extend_them() -> None:
     assert sizes[0] == sizes[1] < concat.num_tokens / 3
 
 
+def lay_out(rows: list[list[int]]) -> list[int]:
+    """The order in which the collator lays rows of these prompts."""
+    config = PackConfig(layout="shared_prefix")
+    records = [{"prompt_ids": row, "response_ids": [99]} for row in rows]
+    return pt.PackCollator("sft", config)(records).example_ids.tolist()
+
+
+def test_the_collator_moves_a_row_only_before_those_that_extend_it() -> None:
+    assert lay_out([[5, 6, 7]] * 50) == list(range(50))
+    # Its beginning is the whole of another row, answer included.
+    assert lay_out([[1, 99, 2, 99, 3], [4], [1, 99, 2], [1], [1], [1, 99, 4]]) == [
+        3, 4, 2, 0, 1, 5,
+    ]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.lists(
+        st.lists(st.sampled_from([1, 99]), min_size=1, max_size=6),
+        min_size=1,
+        max_size=20,
+    )
+)
+def test_in_forests_every_row_stands_before_those_that_extend_it(
+    rows: list[list[int]],
+) -> None:
+    order = lay_out(rows)
+    assert sorted(order) == list(range(len(rows)))
+    place = {row: i for i, row in enumerate(order)}
+    whole = [[*row, 99] for row in rows]
+    for i, beginning in enumerate(whole):
+        for j, row in enumerate(whole):
+            is_extended = row[: len(beginning)] == beginning
+            if is_extended and (len(beginning) < len(row) or i < j):
+                assert place[i] < place[j]
+
+
 def test_reference_log_probs_follow_their_pairs() -> None:
     pairs = [
         {"prompt_ids": row["prompt_ids"], "chosen_ids": row["response_ids"],
