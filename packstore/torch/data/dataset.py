@@ -129,7 +129,7 @@ class PackedDataset(IterableDataset[Packs]):
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if isinstance(source, Dataset):
-            _check_keys(source, max_keys)
+            check_keys(source, max_keys)
             sides = [side] if isinstance(side, Side | str | os.PathLike) else side
             columns = SideColumns(source, sides) if sides else None
             source = StoredPacks(source, seed, shuffle, lanes, reading, columns)
@@ -518,8 +518,11 @@ class PackedDataset(IterableDataset[Packs]):
         return [follower for follower in followers if follower is not None]
 
 
-def _check_keys(dataset: Dataset, max_keys: int | None) -> None:
-    """Raise UnsupportedFormatError if a pack has more keys than `max_keys`."""
+def check_keys(dataset: Dataset, max_keys: int | None) -> None:
+    """Raise UnsupportedFormatError if a pack has more keys than `max_keys`.
+
+    None stands for 16 times the pack size.
+    """
     manifest = dataset.manifest
     limit = max_keys
     if limit is None:
@@ -531,8 +534,8 @@ def _check_keys(dataset: Dataset, max_keys: int | None) -> None:
                 where=f"{dataset.url}, statistics.most_keys",
                 rule=f"a pack may have at most {limit} keys",
                 found=str(most_keys),
-                remedy=f"Pass max_keys={most_keys} to PackedDataset if memory "
-                "allows, or pack the dataset again with a lower max_keys",
+                remedy="Pack the dataset again with a lower max_keys; in Python, "
+                f"PackedDataset(…, max_keys={most_keys}) allows it",
             )
         )
 

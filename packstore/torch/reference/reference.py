@@ -53,6 +53,7 @@ from packstore.torch.batch.transfer import (
     inference_batching,
     to_device,
 )
+from packstore.torch.data.dataset import check_keys
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
@@ -110,6 +111,7 @@ def write_ref_logps(
     *,
     mixed_precision: Precision = "auto",
     head: str = "auto",
+    max_keys: int | None = None,
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -133,6 +135,8 @@ def write_ref_logps(
             keeps the autocast around this call; ``auto``: see
             :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
+        max_keys: maximum keys of a pack, as in
+            :class:`~packstore.torch.PackedDataset`.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
@@ -148,7 +152,9 @@ def write_ref_logps(
         CompatibilityError: the model's vocabulary does not hold the token ids.
         FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
+        UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
+    check_keys(dataset, max_keys)
     check_model(dataset, model)
     policy = PackedPolicy(model, backend=head)
     autocast = choose_autocast(mixed_precision, model)

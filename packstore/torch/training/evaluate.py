@@ -58,6 +58,7 @@ def evaluate(
     rows: bool = False,
     mixed_precision: Precision = "auto",
     head: str = "auto",
+    max_keys: int | None = None,
     progress: Progress | None = None,
     **batching: Any,
 ) -> Figures:
@@ -83,6 +84,8 @@ def evaluate(
             ``auto``: see
             :func:`~packstore.torch.reference.provenance.choose_precision`.
         head: `backend` of :func:`~packstore.torch.segment_logps`.
+        max_keys: maximum keys of a pack, as in
+            :class:`~packstore.torch.PackedDataset`.
         progress: called with stage, done, total and unit after each batch of this rank.
         batching: `packs_per_batch` or `tokens_per_batch`; default: 1 pack, on a CUDA
             device the tokens of 4.
@@ -91,6 +94,7 @@ def evaluate(
         ConfigError: the loss needs a reference and there is none, or `by` is no column.
         CompatibilityError: model, side dataset or loss do not belong to the dataset.
         UnknownNameError: `loss` is unknown.
+        UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
     loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss)
     check_class("argument loss", loss_fn, PreferenceLoss)
@@ -104,7 +108,7 @@ def evaluate(
     loss_fn.check_data(dataset)
 
     sides = _open_sides(side)
-    data = PackedDataset(dataset, shuffle=False, side=sides)
+    data = PackedDataset(dataset, shuffle=False, side=sides, max_keys=max_keys)
     device = next(model.parameters()).device
     pack_size = dataset.manifest.pack_size
     batch_settings: Any = inference_batching(batching, device, pack_size)

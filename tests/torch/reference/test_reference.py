@@ -16,7 +16,12 @@ from ranks import launch
 import packstore
 from packstore import Dataset
 from packstore import open as open_dataset
-from packstore.errors import CompatibilityError, DatasetExistsError, FormatError
+from packstore.errors import (
+    CompatibilityError,
+    DatasetExistsError,
+    FormatError,
+    UnsupportedFormatError,
+)
 from packstore.testing import random_examples
 from packstore.torch import (
     PackedDataLoader,
@@ -250,6 +255,18 @@ def test_what_does_not_fit_is_refused(
     model.resize_token_embeddings(49)
     with pytest.raises(CompatibilityError, match="vocab_size"):
         write_ref_logps(model, other, "never")
+
+
+def test_packs_of_too_many_keys_are_refused(
+    kit: SimpleNamespace, pairs: Dataset, tmp_path: Path
+) -> None:
+    """Before any work is done, as in training."""
+    model, url = model_of(kit), tmp_path / "ref"
+    most_keys = pairs.manifest.statistics.most_keys
+    with pytest.raises(UnsupportedFormatError, match="max_keys"):
+        write_ref_logps(model, pairs, str(url), max_keys=most_keys - 1)
+    assert not url.exists()
+    write_ref_logps(model, pairs, str(url), max_keys=most_keys)
 
 
 def test_values_that_are_not_finite_are_refused(

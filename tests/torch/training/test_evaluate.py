@@ -21,7 +21,7 @@ from torch.nn.functional import logsigmoid
 import packstore
 from packstore import Dataset
 from packstore import open as open_dataset
-from packstore.errors import CompatibilityError, ConfigError
+from packstore.errors import CompatibilityError, ConfigError, UnsupportedFormatError
 from packstore.testing import random_examples
 from packstore.torch import PreferenceLoss, evaluate, use_packed_attention
 
@@ -274,6 +274,18 @@ def test_what_does_not_fit_is_refused(
     policy.resize_token_embeddings(49)
     with pytest.raises(CompatibilityError, match="vocab_size"):
         evaluate(policy, other, loss="sft")
+
+
+def test_packs_of_too_many_keys_are_refused(
+    kit: SimpleNamespace, pairs: Dataset
+) -> None:
+    model, _ = models(kit)
+    most_keys = pairs.manifest.statistics.most_keys
+    with pytest.raises(UnsupportedFormatError, match="max_keys"):
+        evaluate(model, pairs, loss="sft", max_keys=most_keys - 1)
+    use_packed_attention(model)
+    figures = evaluate(model, pairs, loss="sft", max_keys=most_keys)
+    assert figures["metrics"] == evaluate(model, pairs, loss="sft")["metrics"]
 
 
 def test_the_loss_with_a_likelihood_term_is_that_of_all_batches_as_one(
