@@ -117,10 +117,10 @@ def layouts() -> str:
                 f'<path d="M{x} {top + 44}v62" stroke="{INK}" stroke-dasharray="3 3"/>'
             )
             parts.append(text(x, top + 122, str(edge), "middle", font_weight="bold"))
-        told = f"lengths 5, 4 · tokens stored: {len(row)}"
+        caption = f"lengths 5, 4 · tokens stored: {len(row)}"
         if offset:
-            told += " · the rejected segment leaves out 11 12, which are above"
-        parts.append(text(20, top + 152, told, fill=QUIET))
+            caption += " · the rejected segment leaves out 11 12, which are above"
+        parts.append(text(20, top + 152, caption, fill=QUIET))
     parts.append(
         _legend(
             20, 478, {"prompt": "prompt", "chosen": "chosen", "rejected": "rejected"}
@@ -217,12 +217,12 @@ def trees() -> str:
     distances = [
         0 if parent is None else i - parent for i, (_, parent) in enumerate(stored)
     ]
-    told = f"{whole} tokens of rows, {whole - left_out} of them stored"
-    parts.append(text(120, top - 34, told, fill=QUIET))
-    told = f"parent_distances: {', '.join(map(str, distances))}"
-    parts.append(text(20, top + 96, told))
-    told = "an arrow leads to the parent, which has the tokens left out"
-    parts.append(text(250, top + 96, told, fill=QUIET))
+    caption = f"{whole} tokens of rows, {whole - left_out} of them stored"
+    parts.append(text(120, top - 34, caption, fill=QUIET))
+    caption = f"parent_distances: {', '.join(map(str, distances))}"
+    parts.append(text(20, top + 96, caption))
+    caption = "an arrow leads to the parent, which has the tokens left out"
+    parts.append(text(250, top + 96, caption, fill=QUIET))
     names = {
         "prompt": "prompt",
         "learned": "answer, learned",
@@ -258,7 +258,7 @@ def _stored_places(
     """First token that a pack stores of each row, and its parent: the earliest of the
     rows that have the longest beginning in common with it.
     """
-    found: list[tuple[int, int | None]] = []
+    placements: list[tuple[int, int | None]] = []
     for i, row in enumerate(rows):
         prompt = len(row) - TURN_PARTS["answer"]
         shared, parent = 0, None
@@ -270,8 +270,8 @@ def _stored_places(
                 common += 1
             if common > shared:
                 shared, parent = common, j
-        found.append((max(shared - 1, 0), parent))
-    return found
+        placements.append((max(shared - 1, 0), parent))
+    return placements
 
 
 def _arc(start: float, end: float, y: float) -> str:
@@ -341,8 +341,8 @@ def weights() -> str:
             parts.append(
                 box(x + width / 2 - 18, top + 56 - height, 36, height, "#3d6f8e")
             )
-            told = {0.5: "1/2", 0.125: "1/8", 0.2: "1/5"}[share]
-            parts.append(text(x + width / 2, top + 74, told, "middle"))
+            caption = {0.5: "1/2", 0.125: "1/8", 0.2: "1/5"}[share]
+            parts.append(text(x + width / 2, top + 74, caption, "middle"))
             x += width + (24 if pair == 0 else 0)
     return picture(
         720,
@@ -386,14 +386,14 @@ def gains() -> str:
         low, high = min(found), max(found)
         ours = name == "packs"
         fill, light = ("#5aa88f", "#a9d3c5") if ours else ("#8fa3b5", "#cdd7e0")
-        told = "1" if way == "packs" else f"{low:.2f} to {high:.2f}"
+        caption = "1" if way == "packs" else f"{low:.2f} to {high:.2f}"
         parts += [
             text(
                 left - 12, y + 18, name, "end", font_weight="bold" if ours else "normal"
             ),
             box(left, y, high * unit, 26, light),
             box(left, y, low * unit, 26, fill),
-            text(left + max(high, 1) * unit + 10, y + 18, told),
+            text(left + max(high, 1) * unit + 10, y + 18, caption),
         ]
     base, bottom = left + unit, 56 + 34 * len(WAYS)
     parts.append(

@@ -84,7 +84,7 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
     padded_lengths = round_up(lengths, multiple)
     padded_starts = offsets(padded_lengths)
     num_tokens = int(padded_starts[-1])
-    num_keys = batch.cu_seqlens_k.diff() + padded_lengths - lengths
+    key_lengths = batch.cu_seqlens_k.diff() + padded_lengths - lengths
 
     # The place of each token in the padded row.
     places = torch.arange(batch.num_tokens, device=starts.device)
@@ -100,7 +100,7 @@ def pad_segments(batch: PackedBatch, multiple: int) -> PackedBatch:
         target_index=places[batch.target_index],
         cu_seqlens=padded_starts.int(),
         max_seqlen=round_up(batch.max_seqlen, multiple),
-        max_seqlen_k=int(num_keys.max()),
+        max_seqlen_k=int(key_lengths.max()),
         cu_seqlens_unpadded=batch.cu_seqlens if unpadded is None else unpadded,
     )
 
