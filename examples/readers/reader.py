@@ -523,7 +523,7 @@ def derive(pack: Json) -> Json:
         "position_ids": position_ids,
         "cu_seqlens": b,
         "cu_seqlens_k": ends,
-        "kv_index": [key for own in keys for key in own],
+        "kv_index": [place for places in keys for place in places],
         "sequence_labels": sequence_labels,
         "max_seqlen": max(end - start for start, end in pairwise(b)),
         "max_seqlen_k": max(lengths),
@@ -532,31 +532,35 @@ def derive(pack: Json) -> Json:
 
 def sizes(pack: Json, kind: str) -> Json:
     """Returns the sizes of a pack that the pack index holds."""
-    b, e, n = pack["seq_boundaries"], len(pack["example_ids"]), len(pack["input_ids"])
-    counts = pack.get("num_responses", [KINDS[kind]] * e)
+    segments = list(pairwise(pack["seq_boundaries"]))
+    squares = 0
+    for (start, end), length in zip(segments, pack["lengths"], strict=True):
+        queries = end - start
+        squares += queries * (2 * length - queries)
+
+    num_examples = len(pack["example_ids"])
     out = {
-        "tokens": n,
-        "examples": e,
-        "squares": sum(
-            (z - a) * (2 * length - z + a)
-            for (a, z), length in zip(pairwise(b), pack["lengths"], strict=True)
-        ),
+        "tokens": len(pack["input_ids"]),
+        "examples": num_examples,
+        "squares": squares,
     }
     out |= dict.fromkeys(COUNTS, 0)
-    s = 0
-    for k in counts:
-        rewards = pack["reward"][s : s + k]
-        best = s + (rewards.index(max(rewards)) if kind == "scored" else 0)
-        out["best_tokens"] += sum(
-            i != -100 for i in pack["labels"][b[best] : b[best + 1]]
-        )
+    counts = pack.get("num_responses", [KINDS[kind]] * num_examples)
+    sequence = 0  # the first one of an example
+    for count in counts:
+        best = sequence
         if kind == "scored":
-            out["pairs_best_vs_rest"] += sum(r < max(rewards) for r in rewards)
-            out["pairs_all"] += sum(x < y for x in rewards for y in rewards)
+            rewards = pack["reward"][sequence : sequence + count]
+            highest = max(rewards)
+            best += rewards.index(highest)
+            out["pairs_best_vs_rest"] += sum(reward < highest for reward in rewards)
+            out["pairs_all"] += sum(low < high for low in rewards for high in rewards)
             out["pairs_adjacent"] += len(set(rewards)) - 1
         elif kind == "preference":
             out |= {name: out[name] + 1 for name in COUNTS[1:]}
-        s += k
+        start, end = segments[best]
+        out["best_tokens"] += sum(label != -100 for label in pack["labels"][start:end])
+        sequence += count
     return out
 
 
