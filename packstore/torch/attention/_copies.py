@@ -1,7 +1,7 @@
 """A Triton kernel that sums the gradients of the copies of each row.
 
-With shared prefixes, a key of the row (R rows) is copied for each response (P copies in
-all), and the gradient of the key is the sum over its copies. The kernel reads each copy
+With shared prefixes, a key of the row (R rows) is copied for each sequence that has it
+(P copies in all), and its gradient is the sum over its copies. The kernel reads each
 once and writes each row once. torch's ``embedding_bag`` gives the same bits, but on an
 H200 it takes 509 us, and this kernel 93 us, for 58,166 copies of 31,024 rows of 8 heads
 of 128.

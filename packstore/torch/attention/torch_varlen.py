@@ -2,7 +2,7 @@
 needed.
 
 CUDA and half precision only; no softcap. The kernels need each sequence's keys in one
-run, so the keys of a shared prefix are copied once per response. With torch's
+run, so shared keys are copied for each sequence that has them. With torch's
 ``varlen_attn``, autograd would keep the copies until the backward pass. Here it keeps
 only the rows, and each pass copies them. The gradient of a row is the sum over its
 copies, in float32 and in order.

@@ -275,7 +275,8 @@ class PackedBatch:
     def key_runs(self) -> Tensor | None:
         """int32 `[2, R]`, the runs of the row that make up the logical sequences.
 
-        A run begins at the start of a segment, of an ancestor or of the sequence's own.
+        Each run starts at the beginning of a segment: first those of the ancestors,
+        then the sequence's own.
         The first row has the segments, the second the tokens of the runs: 0 for an own
         segment, which is whole, with its padding. None if no segment omits tokens.
 
@@ -464,10 +465,10 @@ class PackedBatch:
             style: ``hf``: for a model that :func:`use_packed_attention` prepared.
                 ``flash``: for an unchanged Hugging Face model with a flash-attention
                 implementation. ``megatron``: under the names that Megatron's
-                packed-sequence code reads. Both have no way to name shared keys, and
-                take the row of :meth:`to_concat`. ``padded``: the logical sequences as
-                padded rows `[S, longest]` with a mask, for any model; :meth:`unpad`
-                brings its output back to the flat row.
+                packed-sequence code reads. ``padded``: the logical sequences as padded
+                rows `[S, longest]` with a mask, for any model; :meth:`unpad` brings its
+                output back to the flat row. ``flash`` and ``megatron`` cannot name
+                shared keys, so they take the row of :meth:`to_concat`.
 
         Raises:
             UnknownNameError: `style` is unknown.

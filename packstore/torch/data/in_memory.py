@@ -80,9 +80,10 @@ def pack_in_memory(
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
 
     Returns:
-        The batches of this rank. They have an order of their own, in which records that
-        begin alike share a batch, and one stands before those that extend it. The
-        example ids of records are their indices.
+        The batches of this rank. Records are reordered: in layout ``shared_prefix``,
+        those that have a beginning of 16 tokens or more in common, besides what all
+        records share, mostly get into one batch, the shorter before those that extend
+        it. Example ids are the indices of the records.
 
     Raises:
         RecordError: a record is not of the kind, is longer than `pack_size`, or has
@@ -172,15 +173,17 @@ def _batches_of_rank(
 class PackCollator:
     """Lays packs, or records of token ids, end to end as one batch.
 
-    In layout ``shared_prefix`` a record may leave out what any earlier one begins with.
-    So a record stands before those that extend it; otherwise the order stays. Example
-    ids are the indices of the records.
+    In layout ``shared_prefix`` all records share, whatever `share_prefixes` is: a
+    record leaves out what any earlier one begins with. So a record stands before those
+    that extend it; otherwise the order stays. Example ids are the indices of the
+    records.
 
     Args:
         kind: ``preference``, ``sft`` or ``scored``.
         config: for records, `layout`, `fields` and `carry`; records have the shapes of
-            :func:`pack_in_memory`. Limits on number and length do not apply, nor does
-            `share_prefixes`.
+            :func:`pack_in_memory`. Limits on number and length do not apply. With
+            `share_prefixes` ``pack``, `layout` ``auto`` is ``shared_prefix`` for
+            ``sft``, too.
         max_length: maximum tokens of a prompt with one side, for records of pairs: ends
             are cut off, as by TRL's ``truncation_mode="keep_start"``; default: none.
 

@@ -363,8 +363,7 @@ def _take_in_turn(start: int, stop: int, rank: int, world_size: int) -> Int64:
 def _balance(step: Step, world_size: int, config: BatchConfig) -> list[list[Int64]]:
     """Return the places of each rank in each batch: ``places[batch][rank]``.
 
-    The squares of the packs, which attention takes time for, are about even over the
-    ranks.
+    Balances the packs' `squares`, the cost of attention, over the ranks.
     """
     if config.tokens_per_batch is None:
         return _balance_step(step, world_size, config.width)

@@ -225,8 +225,8 @@ class PackedDPOTrainer(PackedSteps, DPOTrainer):  # type: ignore[misc]
     def compute_ref_log_probs(self, model: Any, inputs: Any) -> tuple[Tensor, Tensor]:
         """Return the reference's log-probs of chosen and rejected, `[n]` in nats.
 
-        In the order of the records, to which TRL adds them: the collator may have
-        changed it.
+        They are in the order of the records, as TRL adds them as columns. The batch may
+        have another order, as the collator moves records.
         """
         self._use_packed_attention(model)
         peft_model = peft_model_of(self.model) if self.ref_model is None else None

@@ -171,6 +171,11 @@ class PolicyLoss(StepLoss):
     ) -> LossOutput:
         """Compute the loss of a batch.
 
+        Values of tokens and sequences are in the order of the batch, which is not that
+        of the records: :func:`~packstore.torch.pack_in_memory` and
+        :class:`~packstore.torch.PackCollator` move them. ``batch.example_ids`` holds
+        the indices of the records.
+
         Args:
             logps: `[n]`, log-probs of the policy in nats, from
                 ``packed_logps(model, batch, per_token=True)``.

@@ -8,7 +8,7 @@ once per sequence.
 Mixers, that is linear attention, Mamba, RG-LRU, xLSTM and short convolutions, carry a
 state along the row, which must start at zero in each sequence. So a mixer is called
 once per logical sequence (:class:`_PerSequenceForward`), with the kernels of unpacked
-training. A shared prefix is computed again for each of its responses, in mixers only.
+training. Shared tokens are computed for each sequence that has them, in mixers only.
 """
 
 from __future__ import annotations

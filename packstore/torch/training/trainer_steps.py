@@ -234,7 +234,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     def _add_work(self, batches: list[PackedBatch]) -> None:
         tokens = 0.0
-        squares = 0.0  # as of PackSizes, twice the pairs of a query and a key
+        # As in PackSizes: about twice the number of (query, key) pairs.
+        squares = 0.0
         for batch in batches:
             queries = batch.cu_seqlens.diff().double()
             keys = batch.cu_seqlens_k.diff().double()
