@@ -69,8 +69,8 @@ def test_a_plan_reads_a_part_where_the_examples_that_begin_alike_are_long() -> N
     rows = long_rows + short_rows
     rows = [rows[i] for i in rng.permutation(len(rows))]
     config = PackConfig(pack_size=50_000, layout="shared_prefix", share_prefixes="pack")
-    with contextlib.closing(spilled(rows[:10], config)) as spill:
-        spill.plan(config)  # imports modules
+    with contextlib.closing(spilled(rows[:400], config)) as spill:
+        spill.plan(config)  # imports modules: to compile numpy.ma takes 10 MB
     with contextlib.closing(spilled(rows, config)) as spill:
         peak = peak_of(lambda: spill.plan(config))
     assert peak < id_bytes(rows) / 2
