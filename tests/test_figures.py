@@ -280,7 +280,7 @@ def test_the_pages_give_what_prefix_trees_save() -> None:
 
     loaders = (ROOT / "docs/loaders.md").read_text(encoding="utf-8")
     millions = [turns["tokens"][way] / 1e6 for way in ("concat", "pack")]
-    assert f"{turns['sequences']} such rows" in loaders
+    assert f"{turns['sequences']} rows of turns" in loaders
     assert f"{millions[0]:.1f} million tokens in `concat`" in loaders
     assert f"and {millions[1]:.2f} million in batches" in loaders
     times = [planning[f"answers, {form}"]["median_ms"] for form in ("arrays", "lists")]
