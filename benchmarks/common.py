@@ -97,6 +97,10 @@ def provenance(*packages: str) -> dict[str, Any]:
         versions[name] = None
         with suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    # Of a path of this machine, its last part.
+    arguments = [
+        Path(text).name if Path(text).is_absolute() else text for text in sys.argv[1:]
+    ]
     return {
         "machine": platform.machine(),
         "system": platform.platform(),
@@ -104,6 +108,6 @@ def provenance(*packages: str) -> dict[str, Any]:
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
         "commit": commit,
-        "command": ["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]],
+        "command": ["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments],
         "versions": versions,
     }

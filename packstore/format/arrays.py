@@ -430,8 +430,8 @@ def range_indices(starts: Int64, lengths: npt.NDArray[np.integer]) -> Int64:
 
 
 def key_runs(
-    parents: Int64, offsets: Int32 | Int64, own: Int32 | Int64
-) -> tuple[Int64, Int64, Int64]:
+    parents: Int64, offsets: Int32 | Int64, own_lengths: Int32 | Int64
+) -> tuple[Int64, Int64]:
     """Return the runs of stored tokens that make up each sequence.
 
     A sequence is a run from the start of the segment of each of its ancestors, the root
@@ -444,16 +444,16 @@ def key_runs(
             itself if it has none.
         offsets: `[S]`, the number of tokens that each leaves out, more than its parent
             does.
-        own: `[S]`, the number of tokens in its own segment.
+        own_lengths: `[S]`, the number of tokens in its own segment.
 
     Returns:
         int64 `[R]`, the segment where each run begins, at its start; int64 `[R]`, the
-        tokens of each run; int64 `[S + 1]`, the offsets of the sequences in the runs.
+        tokens of each run. The runs of sequence 0 come first, and so on.
     """
     sequences = np.arange(len(parents))
     readers = [sequences]
     segments = [sequences]
-    lengths = [own]
+    lengths = [own_lengths]
     # From each sequence to its parent, to the parent of that, and so on.
     reader = np.flatnonzero(offsets)
     segment = parents[reader]
@@ -470,10 +470,9 @@ def key_runs(
 
     run_readers = np.concatenate(readers[::-1])
     order = np.argsort(run_readers, kind="stable")  # the root of each sequence first
-    run_offsets = to_offsets(np.bincount(run_readers, minlength=len(parents)))
     run_segments = np.concatenate(segments[::-1])[order]
     run_lengths = np.concatenate(lengths[::-1], dtype=np.int64)[order]
-    return run_segments, run_lengths, run_offsets
+    return run_segments, run_lengths
 
 
 COUNTS = ("best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent")

@@ -25,7 +25,9 @@ def i64(distance: int, n: int) -> bytes:
 
 
 def split(data: bytes) -> tuple[bytes, bytes]:
-    """What is before the footer, and the footer without its length and the magic."""
+    """Cut a file into the bytes before its footer, and the footer itself, without its
+    length and the magic word.
+    """
     start = len(data) - 8 - int.from_bytes(data[-8:-4], "little")
     return data[:start], data[start:-8]
 

@@ -248,14 +248,11 @@ def dry_run(
     config = replace(config, layout=reader.layout)
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
-    others = [
-        other
-        for other in _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
-        if other != config
-    ]
-    other_layout = [other for other in others if other.layout != config.layout]
-    same_layout = [other for other in others if other.layout == config.layout]
-    configs = [config, *others]
+    layouts = _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
+    alternatives = [each for each in layouts if each != config]
+    of_other_layout = [each for each in alternatives if each.layout != config.layout]
+    of_same_layout = [each for each in alternatives if each.layout == config.layout]
+    configs = [config, *alternatives]
     with contextlib.closing(Projection(sampling, total, configs)) as projection:
         report = _read(
             reader,
@@ -266,10 +263,14 @@ def dry_run(
         )
         choices = [projection.choice(config, BatchConfig())]
         if _is_cut_for_layout(report.tally, config):
-            choices += _read_again(reader, other_layout, BatchConfig(), sampling, total)
+            choices += _read_again(
+                reader, of_other_layout, BatchConfig(), sampling, total
+            )
         else:
-            choices += [projection.choice(each, BatchConfig()) for each in other_layout]
-        choices += [projection.choice(each, BatchConfig()) for each in same_layout]
+            choices += [
+                projection.choice(each, BatchConfig()) for each in of_other_layout
+            ]
+        choices += [projection.choice(each, BatchConfig()) for each in of_same_layout]
         scale = projection.scale
     report = replace(report, sample=sampling, scale=scale, choices=choices)
 

@@ -299,11 +299,12 @@ def _count_sizes(reader: ShardReader, group: int) -> PackSizes:
             )
         is_segment = np.ones(len(boundaries) - 1, np.bool_)
         is_segment[boundary_offsets[1:-1] - 1] = False  # from one pack to the next
-        own = np.diff(boundaries.astype(np.int64))[is_segment]
-        squares = own * (2 * lengths.astype(np.int64) - own)
+        stored_lengths = np.diff(boundaries.astype(np.int64))[is_segment]
+        whole_lengths = lengths.astype(np.int64)
+        squares = stored_lengths * (2 * whole_lengths - stored_lengths)
         first_segments = sequence_offsets[:-1]
         return PackSizes(
-            tokens=np.add.reduceat(own, first_segments),
+            tokens=np.add.reduceat(stored_lengths, first_segments),
             examples=np.diff(example_offsets),
             squares=np.add.reduceat(squares, first_segments),
         )

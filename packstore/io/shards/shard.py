@@ -165,8 +165,9 @@ def describe_shard(
 def sizes_of(packs: Packs, kind: str) -> PackSizes:
     """Count the sizes of packs, the input of the loaders' plans."""
     segment_starts = packs.sequence_offsets[:-1]
-    own = packs.segment_lengths.astype(np.int64)
-    squares = own * (2 * packs.lengths.astype(np.int64) - own)
+    stored_lengths = packs.segment_lengths.astype(np.int64)
+    whole_lengths = packs.lengths.astype(np.int64)
+    squares = stored_lengths * (2 * whole_lengths - stored_lengths)
     return PackSizes(
         tokens=np.diff(packs.token_offsets),
         examples=np.diff(packs.example_offsets),

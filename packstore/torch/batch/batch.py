@@ -290,7 +290,7 @@ class PackedBatch:
         own_lengths = np.diff(offsets.cpu().numpy())
         omitted = self.lengths.cpu().numpy() - own_lengths
         parents = np.arange(len(omitted)) - self.parent_distances.cpu().numpy()
-        segments, tokens, _ = key_runs(parents, omitted, np.zeros_like(omitted))
+        segments, tokens = key_runs(parents, omitted, np.zeros_like(omitted))
         runs = np.array([segments, tokens], np.int32)
         return torch.from_numpy(runs).to(self.cu_seqlens.device)
 
