@@ -4,7 +4,8 @@ The *provenance* of a dataset, in its manifest, records how it was made: its inp
 tokenizer, settings, and the version of packstore. Three hashes summarize it for
 different questions. The name of a *run* is equal for a job and its rerun; it is known
 before the input is read. The *lineage* is equal for datasets in which an example id
-stands for the same tokens, so that a side dataset of one can be joined to another. The
+stands for the same tokens and labels, so that a side dataset of one can be joined to
+another. The
 fingerprint of a manifest covers all of a dataset.
 """
 
@@ -38,8 +39,9 @@ _DECIDING_SETTINGS = (
     "add_bos",
     "template_variables",
     "thinking",
+    "supervised_turns",
 )
-"""Settings that change the tokens of an example."""
+"""Settings that change the tokens of an example, or which of them are supervised."""
 
 _DECIDING_REASONS = ("special_tokens", "invalid_unicode")
 """Reasons of the setting `on` for which some answers change the tokens of an example,
@@ -78,8 +80,9 @@ def provenance_of(
 ) -> dict[str, Any]:
     """Return the provenance of a dataset, with its lineage, for the manifest.
 
-    `lineage` is a hash of all that decides the ids of the examples and their tokens. It
-    covers neither the choice of examples (e.g. `dedup`) nor of supervised tokens.
+    `lineage` is a hash of all that decides the ids of the examples, their tokens and
+    which of these are supervised. It does not cover the choice of examples, e.g.
+    `dedup`.
     A repacked dataset keeps the lineage of its source.
 
     Args:
@@ -103,7 +106,7 @@ def provenance_of(
 def _lineage_facts(
     reader: ExampleReader, config: PackConfig, provenance: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all that decides the ids of the examples and their tokens.
+    """Return all that decides the ids of the examples, their tokens and labels.
 
     Settings of later releases, from `as_chat` on, are left out where they have their
     defaults, so that the lineage of earlier datasets does not change.

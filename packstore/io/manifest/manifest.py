@@ -210,7 +210,9 @@ class Manifest:
 
     @property
     def lineage(self) -> str:
-        """Id shared by all datasets with equal tokens under equal example ids."""
+        """Id shared by datasets with equal tokens and labels under equal example
+        ids.
+        """
         return str(self.provenance.get("lineage", self.fingerprint))
 
     @property

@@ -282,7 +282,9 @@ def test_a_shard_that_is_gone(ds, tmp_path) -> None:
 
 
 def test_lineage(tmp_path) -> None:
-    """The same for all that has the same ids and tokens, and for nothing else."""
+    """The same for all that has the same ids, tokens and labels, and for nothing
+    else.
+    """
     records = [
         {"prompt": [1, 2, i % 7], "chosen": [3] * (1 + i % 9), "rejected": [4], "n": i}
         for i in range(40)
@@ -323,6 +325,7 @@ def test_lineage(tmp_path) -> None:
         lineage(str(more)),
         lineage([str(more), str(lines)]),
         lineage(str(lines), append_eos=False),
+        lineage(str(lines), supervised_turns="last"),
         lineage(str(lines), fields={"chosen": "rejected", "rejected": "chosen"}),
         lineage(str(lines), on={"overlong": "truncate_response"}, max_length=8),
         lineage(str(lines), on={"overlong": "truncate_response"}, max_length=9),
