@@ -8,9 +8,9 @@ Ragged data is kept flat beside int64 offsets (CSR): row `i` is
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -189,6 +189,22 @@ class Examples:
         return examples, self.sequence_offsets[sequences]
 
 
+class TopK(NamedTuple):
+    """The k most probable token ids in place of each of n tokens, and their log-probs.
+
+    Attributes:
+        ids: int32 `[n, k]`, distinct in each row.
+        logps: float16 or float32 `[n, k]`, in nats, from the highest to the lowest.
+    """
+
+    ids: Any
+    logps: Any
+
+
+TokenValues = npt.NDArray[np.floating] | TopK
+"""Values of n supervised tokens: a number for each, `[n]`, or the top k."""
+
+
 @dataclass(slots=True, eq=False)
 class Packs:
     """Packs (rows of a shard): the columns of the format as flat arrays, 4 bytes per
@@ -215,6 +231,8 @@ class Packs:
         ref_logps: float32 `[S]`, log-prob of each sequence under a reference model in
             nats, if joined.
         stand_in: whether they replace packs that could not be read; they have weight 0.
+        token_columns: joined side data with a value for each supervised token, in the
+            order of the tokens.
     """
 
     signed_ids: Int32
@@ -231,6 +249,7 @@ class Packs:
     ref_logps: Float32 | None = None
     stand_in: bool = False
     sequence_columns: Mapping[str, Float32] = field(default_factory=dict)
+    token_columns: Mapping[str, TokenValues] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_offsets) - 1
@@ -260,6 +279,13 @@ class Packs:
         starts = to_offsets(self.num_responses)[:-1]
         return np.add.reduceat(self.segment_lengths.astype(np.int64), starts)
 
+    @property
+    def num_targets(self) -> Int64:
+        """Supervised tokens of each example, int64 `[E]`."""
+        token_starts = to_offsets(self.example_tokens)[:-1]
+        is_supervised = self.supervised.view(np.int8)
+        return np.add.reduceat(is_supervised, token_starts, dtype=np.int64)
+
     def row(self, i: int) -> Packs:
         """Return pack `i`, as views."""
         first_token, end_token = self.token_offsets[i : i + 2].tolist()
@@ -274,6 +300,13 @@ class Packs:
         sequence_columns = {
             name: column[sequences] for name, column in self.sequence_columns.items()
         }
+        token_columns: dict[str, TokenValues] = {}
+        if self.token_columns:
+            first_target = int(self.supervised[:first_token].sum())
+            end_target = first_target + int(self.supervised[tokens].sum())
+            targets = slice(first_target, end_target)
+            for name, values in self.token_columns.items():
+                token_columns[name] = map_token_values(values, lambda x: x[targets])
         ref_logps = None if self.ref_logps is None else self.ref_logps[sequences]
         return Packs(
             signed_ids=self.signed_ids[tokens],
@@ -290,6 +323,7 @@ class Packs:
             ref_logps=ref_logps,
             stand_in=self.stand_in,
             sequence_columns=sequence_columns,
+            token_columns=token_columns,
         )
 
     @property
@@ -376,6 +410,26 @@ class BrokenLine:
 
     detail: str
     remedy: str
+
+
+def map_token_values(values: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply `change` to an array or tensor of numbers, or to both of a :class:`TopK`.
+
+    `change` gets `[n]` or `[n, k]`.
+    """
+    if isinstance(values, TopK):
+        return TopK(change(values.ids), change(values.logps))
+    return change(values)
+
+
+def concat_token_values(parts: Sequence[TokenValues]) -> TokenValues:
+    """Concatenate values of tokens: all numbers, or all of the same k."""
+    tops = [part for part in parts if isinstance(part, TopK)]
+    if not tops:
+        return np.concatenate(parts)
+    ids = np.concatenate([top.ids for top in tops])
+    logps = np.concatenate([top.logps for top in tops])
+    return TopK(ids, logps)
 
 
 def ids_of(signed_ids: Any) -> Any:

@@ -426,6 +426,8 @@ _LISTS = (pa.list_(pa.int32()).id, pa.large_list(pa.int32()).id)
 _NUMPY: dict[int, np.dtype[Any]] = {
     pa.int32().id: np.dtype(np.int32),
     pa.int64().id: np.dtype(np.int64),
+    pa.uint8().id: np.dtype(np.uint8),
+    pa.float16().id: np.dtype(np.float16),
     pa.float32().id: np.dtype(np.float32),
     pa.float64().id: np.dtype(np.float64),
 }

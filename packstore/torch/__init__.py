@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from packstore.format.arrays import TopK
 from packstore.io.side.side import SideWriter, open_side
 from packstore.registry import missing_extra
 from packstore.torch.batch.batch import PackedBatch, collate
@@ -66,6 +67,7 @@ __all__ = [
     "SideWriter",
     "StepDivisor",
     "Tokens",
+    "TopK",
     "check_isolation",
     "check_model",
     "check_reference",

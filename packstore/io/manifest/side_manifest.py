@@ -8,6 +8,7 @@ lineage, and covers a part of a combined dataset if the part has that lineage.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -61,14 +62,70 @@ REF_LOGPS = "ref_logps"
 PER_SEQUENCE = "list<float32>"
 """Type of a column with one value for each sequence of an example."""
 
+MAX_TOP = 1024
+"""Maximum k of a column with the top k of each token."""
+
+_TOKEN_TYPE = re.compile(
+    r"token<(?:top(?P<k>[1-9][0-9]{0,3}),)?(?P<dtype>float16|float32|uint8)>"
+)
+
 SIDE_TYPES = {
     **CARRY_TYPES,
     "float32": pa.float32(),
     PER_SEQUENCE: list_of(pa.float32()),
 }
 """Name of a column's type -> its Arrow type. Columns have a value for each example;
-those of type `PER_SEQUENCE` a list, with a value for each of its sequences.
+those of type `PER_SEQUENCE` a list, with a value for each of its sequences. Types of
+tokens are named in :class:`TokenType`.
 """
+
+
+class TokenType(NamedTuple):
+    """Type of a column with a value for each supervised token.
+
+    Its names are ``token<float32>``, ``token<float16>``, and for the k most probable
+    ids ``token<topK,float16>`` and ``token<topK,uint8>``, as ``token<top16,uint8>``.
+
+    Attributes:
+        dtype: of the numbers or log-probs. ``uint8``: log-probs are stored as multiples
+            of ``-scale``, a number of the example.
+        k: number of ids and log-probs for each token; None: one number.
+    """
+
+    dtype: str
+    k: int | None
+
+    @property
+    def arrow(self) -> pa.DataType:
+        """The Arrow type of the column."""
+        numbers = list_of(pa.type_for_alias(self.dtype))
+        if self.k is None:
+            return numbers
+        fields = [
+            pa.field("ids", list_of(pa.int32()), nullable=False),
+            pa.field("logps", numbers, nullable=False),
+        ]
+        if self.dtype == "uint8":
+            fields.append(pa.field("scale", pa.float32(), nullable=False))
+        return pa.struct(fields)
+
+
+def token_type(name: str) -> TokenType | None:
+    """Return the type of tokens of this name; None: it names none that is known."""
+    match = _TOKEN_TYPE.fullmatch(name)
+    if match is None:
+        return None
+    dtype = match["dtype"]
+    if match["k"] is None:
+        return TokenType(dtype, None) if dtype != "uint8" else None
+    k = int(match["k"])
+    return TokenType(dtype, k) if k <= MAX_TOP and dtype != "float32" else None
+
+
+def side_type(name: str) -> pa.DataType | None:
+    """Return the Arrow type of a column's type; None: this release does not know it."""
+    of_tokens = token_type(name)
+    return SIDE_TYPES.get(name) if of_tokens is None else of_tokens.arrow
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +159,8 @@ class SideManifest:
     @property
     def known_columns(self) -> dict[str, str]:
         """The columns that this release reads, name to type."""
-        return known_columns(self.columns, SIDE_TYPES)
+        known_types = {name for name in self.columns.values() if side_type(name)}
+        return known_columns(self.columns, known_types)
 
     @property
     def examples(self) -> int:
@@ -121,7 +179,7 @@ class SideManifest:
         fields = [pa.field("example_ids", pa.int64(), nullable=False)]
         for name in self.columns:
             if name in known_types:
-                type_ = SIDE_TYPES[known_types[name]]
+                type_ = side_type(known_types[name])
                 column = pa.field(name, type_, nullable=False)
             else:
                 column = pa.field(name, ANY, nullable=True)

@@ -37,6 +37,11 @@ _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_
 stored bytes.
 """
 
+_LEVELS = {"", "list.element", "ids.list.element", "logps.list.element", "scale"}
+"""Levels of a column: of a value, of lists, and of the struct of a column of side data
+with the top k of each token.
+"""
+
 _CODECS = {"ZSTD", "LZ4", "UNCOMPRESSED"}
 """Accepted compression, as pyarrow names it: every reader of Parquet has these."""
 
@@ -167,7 +172,7 @@ def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
     """Raise NonconformingFile if levels of lists have other names than
     ``list.element``.
 
-    The stored Arrow schema would hide them.
+    The stored Arrow schema would hide them. A column may be a struct of lists.
 
     Args:
         metadata: footer of a file.
@@ -175,7 +180,7 @@ def check_lists(metadata: pq.FileMetaData, names: Sequence[str]) -> None:
     """
     for index in range(metadata.num_columns):
         name, _, levels = metadata.schema.column(index).path.partition(".")
-        if name in names and levels not in ("", "list.element"):
+        if name in names and levels not in _LEVELS:
             raise NonconformingFile(
                 f"its lists must be named list.element; found {levels}"
             )

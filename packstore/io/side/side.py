@@ -28,7 +28,15 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.format.arrays import Column, Float32, Int64, ragged_indices, to_offsets
+from packstore.format.arrays import (
+    Column,
+    Float32,
+    Int64,
+    TokenValues,
+    TopK,
+    ragged_indices,
+    to_offsets,
+)
 from packstore.format.schema import KINDS, as_numpy, schema_difference
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import (
@@ -45,6 +53,8 @@ from packstore.io.manifest.side_manifest import (
     SIDE_TYPES,
     SideManifest,
     SideShard,
+    TokenType,
+    token_type,
 )
 from packstore.io.manifest.stored_file import decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group, check_lists
@@ -65,7 +75,7 @@ _REMEDY = "Make the side dataset anew from this dataset"
 _NO_IDS = np.empty(0, np.int64)
 _NO_TEXTS = pa.nulls(0, pa.large_string())  # pa.array would import pandas
 
-Values = Mapping[str, npt.NDArray[Any]]
+Values = Mapping[str, npt.NDArray[Any] | TopK]
 
 
 # Writing
@@ -82,7 +92,10 @@ class SideWriter:
         source: the dataset of the examples, or its manifest.
         columns: name -> ``float32``, ``float64``, ``int64``, ``bool``, ``string``: one
             value for each example; or ``list<float32>``: one for each sequence, as of
-            ``ref_logps``.
+            ``ref_logps``; or ``token<float32>``, ``token<float16>``: one for each
+            supervised token; or ``token<top16,float16>``, ``token<top16,uint8>``: the
+            16 most probable ids in place of each, and their log-probs, which 8 bits
+            store as multiples of a number of the example.
         provenance: origin of the values, such as `model`, `model_sha256`,
             `tokenizer_sha256`, `chat_template_sha256`, `dtype`, `attention`,
             `head_dtype`: texts, numbers, booleans.
@@ -156,16 +169,24 @@ class SideWriter:
             self.abort()
 
     def write(
-        self, example_ids: Int64, values: Values, num_responses: Any = None
+        self,
+        example_ids: Int64,
+        values: Values,
+        num_responses: Any = None,
+        num_targets: Any = None,
     ) -> None:
         """Add the values of some examples, in any order.
 
         Args:
             example_ids: int64 `[E]`.
-            values: of every column: `[E]`, and of ``list<float32>`` `[S]`, the
-                sequences of each example in order.
+            values: of every column: `[E]`; of ``list<float32>`` `[S]`, the sequences of
+                each example in order; of ``token<…>`` `[n]` or a
+                :class:`~packstore.torch.TopK` of `[n, k]`, the supervised tokens of
+                each example in the order of sequence, then position.
             num_responses: int `[E]`, K of each example; needed only for kind
                 ``scored``.
+            num_targets: int `[E]`, supervised tokens of each example, as
+                ``batch.num_targets``; needed only for columns of tokens.
 
         Raises:
             ConfigError: a column is absent, unknown, or of another shape or type.
@@ -182,9 +203,15 @@ class SideWriter:
 
         schema = self._manifest.schema
         arrays = [pa.array(ids)]
-        for name in columns:
+        for name, type_name in columns.items():
             type_ = schema.field(name).type
-            if pa.types.is_list(type_):
+            of_tokens = token_type(type_name)
+            if of_tokens is not None:
+                if num_targets is None:
+                    raise ConfigError(f"{name} is of tokens, and needs num_targets.")
+                token_counts = np.asarray(num_targets, np.int64)
+                array = _token_column(name, values[name], token_counts, of_tokens)
+            elif pa.types.is_list(type_):
                 array = _sequence_column(name, np.asarray(values[name]), counts, type_)
             else:
                 array = _example_column(name, np.asarray(values[name]), len(ids), type_)
@@ -279,14 +306,72 @@ def _sequence_column(
 ) -> pa.Array:
     """Return a column with one value for each sequence; `counts` of each example."""
     _require_length(name, values, int(counts.sum()))
+    _require_finite(name, values)
+    return _lists(to_offsets(counts), values.astype(np.float32), type_)
+
+
+def _token_column(name: str, values: Any, counts: Int64, type_: TokenType) -> pa.Array:
+    """Return a column of tokens; `counts` of the supervised tokens of each example."""
+    num_tokens = int(counts.sum())
+    offsets = to_offsets(counts)
+    if type_.k is None:
+        numbers = np.asarray(values)
+        _require_length(name, numbers, num_tokens)
+        _require_finite(name, numbers)
+        return _lists(offsets, numbers.astype(type_.dtype), type_.arrow)
+
+    if not isinstance(values, TopK):
+        raise ConfigError(f"{name} must be a TopK; found {type(values).__name__}.")
+    ids = np.asarray(values.ids)
+    logps = np.asarray(values.logps)
+    for array in (ids, logps):
+        if array.shape != (num_tokens, type_.k):
+            raise ConfigError(
+                f"{name} must have shape ({num_tokens}, {type_.k}); found "
+                f"{array.shape}."
+            )
+    _require_finite(name, logps)
+    fields = [field.type for field in type_.arrow]
+    offsets_of_values = offsets * type_.k
+    arrays = [_lists(offsets_of_values, ids.astype(np.int32).ravel(), fields[0])]
+    if type_.dtype == "uint8":
+        stored, scales = _to_bytes(logps, offsets)
+        arrays.append(_lists(offsets_of_values, stored.ravel(), fields[1]))
+        arrays.append(pa.array(scales))
+    else:
+        flat = logps.astype(type_.dtype).ravel()
+        arrays.append(_lists(offsets_of_values, flat, fields[1]))
+    return pa.StructArray.from_arrays(arrays, fields=list(type_.arrow))
+
+
+def _to_bytes(
+    logps: npt.NDArray[Any], offsets: Int64
+) -> tuple[npt.NDArray[np.uint8], Float32]:
+    """Return log-probs as multiples of ``-scale``, and the scale of each example."""
+    lowest = np.zeros(len(offsets) - 1, np.float32)
+    has_tokens = np.diff(offsets) > 0
+    starts = offsets[:-1][has_tokens]
+    lowest_of_tokens = logps.astype(np.float32).min(axis=1)
+    if len(starts):
+        lowest[has_tokens] = np.minimum.reduceat(lowest_of_tokens, starts)
+    scales = (np.maximum(-lowest, 1e-6) / 255).astype(np.float32)
+    scale_of_tokens = np.repeat(scales, np.diff(offsets))[:, None]
+    steps = np.rint(-logps.astype(np.float32) / scale_of_tokens)
+    return steps.clip(0, 255).astype(np.uint8), scales
+
+
+def _lists(offsets: Int64, flat: npt.NDArray[Any], type_: pa.DataType) -> pa.Array:
+    return pa.ListArray.from_arrays(
+        pa.array(offsets.astype(np.int32)), pa.array(flat), type=type_
+    )
+
+
+def _require_finite(name: str, values: npt.NDArray[Any]) -> None:
     if not np.isfinite(values).all():
         text = sentence(
             name, rule="its values must be finite", found="NaN or infinite ones"
         )
         raise FormatError(text)
-    offsets = pa.array(to_offsets(counts).astype(np.int32))
-    flat = pa.array(values.astype(np.float32))
-    return pa.ListArray.from_arrays(offsets, flat, type=type_)
 
 
 def _require_length(name: str, values: npt.NDArray[Any], length: int) -> None:
@@ -408,9 +493,14 @@ class SideTable:
             self._columns: dict[str, Any] = {}
             # Of columns with a value for each sequence: the first value of each row.
             self._offsets: dict[str, Int64] = {}
+            # Of columns of 8 bits: the scale of each row.
+            self._scales: dict[str, Float32] = {}
             for name, type_name in side.manifest.known_columns.items():
                 arrays = [batch.column(name) for batch in batches]
-                if type_name == PER_SEQUENCE:
+                of_tokens = token_type(type_name)
+                if of_tokens is not None:
+                    self._load_tokens(name, arrays, order, of_tokens)
+                elif type_name == PER_SEQUENCE:
                     self._load_lists(name, arrays, order)
                 elif type_name == "string":
                     self._columns[name] = _concat_texts(arrays).take(pa.array(order))
@@ -442,6 +532,28 @@ class SideTable:
         sorted_values = values[ragged_indices(to_offsets(counts_of_rows), order)]
         self._columns[name] = _memmap_if_large(sorted_values)
         self._offsets[name] = _memmap_if_large(to_offsets(counts_of_rows[order]))
+
+    def _load_tokens(
+        self, name: str, arrays: Sequence[pa.Array], order: Int64, type_: TokenType
+    ) -> None:
+        if type_.k is None:
+            self._load_lists(name, arrays, order)
+            return
+        ids = [array.field("ids") for array in arrays]
+        logps = [array.field("logps") for array in arrays]
+        lengths = [np.diff(as_numpy(array.offsets).astype(np.int64)) for array in ids]
+        counts = np.concatenate([_NO_IDS, *lengths]) // type_.k
+        tokens = ragged_indices(to_offsets(counts), order)
+        flat_ids = _concat([array.flatten() for array in ids])
+        flat_logps = _concat([array.flatten() for array in logps])
+        self._columns[name] = TopK(
+            _memmap_if_large(flat_ids.reshape(-1, type_.k)[tokens]),
+            _memmap_if_large(flat_logps.reshape(-1, type_.k)[tokens]),
+        )
+        self._offsets[name] = _memmap_if_large(to_offsets(counts[order]))
+        if type_.dtype == "uint8":
+            scales = _concat([array.field("scale") for array in arrays])
+            self._scales[name] = scales[order]
 
     def find(self, example_ids: Int64) -> Int64:
         """Return the rows of examples, int64 `[E]`.
@@ -494,19 +606,52 @@ class SideTable:
         Raises:
             CompatibilityError: an example has another number of sequences.
         """
+        places = self._places_of_values(name, rows, num_responses, "sequences")
+        return np.asarray(self._columns[name][places])
+
+    def token_values(
+        self, name: str, rows: Int64, num_targets: npt.NDArray[np.integer]
+    ) -> TokenValues:
+        """Return the values of the examples' supervised tokens.
+
+        Args:
+            name: of a column of tokens.
+            rows: int64 `[E]`, as of :meth:`find`.
+            num_targets: int `[E]`, supervised tokens of each example.
+
+        Returns:
+            `[n]`, or `[n, k]` each; log-probs of 8 bits as float32.
+
+        Raises:
+            CompatibilityError: an example has another number of supervised tokens.
+        """
+        places = self._places_of_values(name, rows, num_targets, "supervised tokens")
+        values = self._columns[name]
+        if not isinstance(values, TopK):
+            return np.asarray(values[places])
+        logps = np.asarray(values.logps[places])
+        if name in self._scales:
+            scales = np.repeat(self._scales[name][rows], num_targets)
+            logps = logps * -scales[:, None]
+        return TopK(np.asarray(values.ids[places]), logps)
+
+    def _places_of_values(
+        self, name: str, rows: Int64, counts: npt.NDArray[np.integer], unit: str
+    ) -> Int64:
+        """Return where the values of rows are, which must have these counts."""
         offsets = self._offsets[name]
-        counts = offsets[rows + 1] - offsets[rows]
-        wrong_rows = np.flatnonzero(counts != num_responses)
+        actual_counts = offsets[rows + 1] - offsets[rows]
+        wrong_rows = np.flatnonzero(actual_counts != counts)
         if len(wrong_rows):
             first = wrong_rows[0]
             text = sentence(
                 where=f"{self.url}, example {self._ids[rows[first]]}",
-                rule=f"it must have {name} of {num_responses[first]} sequences",
-                found=str(counts[first]),
+                rule=f"it must have {name} of {counts[first]} {unit}",
+                found=str(actual_counts[first]),
                 remedy=_REMEDY,
             )
             raise CompatibilityError(text)
-        return np.asarray(self._columns[name][ragged_indices(offsets, rows)])
+        return ragged_indices(offsets, rows)
 
 
 def _concat(arrays: Sequence[pa.Array]) -> npt.NDArray[Any]:

@@ -29,9 +29,12 @@ from packstore.format.arrays import (
     Int32,
     Int64,
     Packs,
+    TopK,
+    concat_token_values,
     ids_of,
     key_runs,
     labels_of,
+    map_token_values,
 )
 from packstore.format.html import card
 from packstore.format.schema import require_kind
@@ -127,6 +130,9 @@ class PackedBatch:
             arrays of strings.
         sequence_columns: joined side data with a value for each sequence, float32 `[S]`
             each.
+        token_columns: joined side data with a value for each supervised token, in the
+            order of `target_index`: `[n]`, or a :class:`~packstore.torch.TopK` of
+            `[n, k]`.
         step: the optimizer step that the batch belongs to, if the loader planned steps.
         cu_seqlens_unpadded: int32 `[S + 1]`, the offsets that the segments would have
             without padding at their ends; None if no segment is padded. If set,
@@ -147,6 +153,7 @@ class PackedBatch:
     num_packs: int
     columns: Mapping[str, Tensor | Column]
     sequence_columns: Mapping[str, Tensor]
+    token_columns: Mapping[str, Tensor | TopK]
     step: StepInfo | None
     cu_seqlens_unpadded: Tensor | None
     # int32 `[T]`: the token id where supervised, its bitwise complement elsewhere.
@@ -394,6 +401,16 @@ class PackedBatch:
         return segment_ids(self.num_responses.long(), self.num_segments)
 
     @property
+    def num_targets(self) -> Tensor:
+        """int64 `[E]`, supervised tokens of each example."""
+        segments = self.targets.segments  # S for padding
+        examples = pad(self.segment_examples, (0, 1), value=self.num_examples)
+        counts = torch.zeros(self.num_examples + 1, dtype=torch.long)
+        counts = counts.to(segments.device)
+        counts.index_add_(0, examples[segments], torch.ones_like(segments))
+        return counts[:-1]
+
+    @property
     def num_tokens(self) -> int:
         """T."""
         ids = vars(self).get("input_ids")
@@ -553,6 +570,7 @@ class PackedBatch:
             *fields.values(),
             *self.columns.values(),
             *self.sequence_columns.values(),
+            *_tensors_of_tokens(self.token_columns),
         ]
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         changed = {key: change(tensor) for key, tensor in tensors.items()}
@@ -569,7 +587,19 @@ class PackedBatch:
         vars(batch).update(look_up(fields))
         batch.columns = look_up(self.columns)
         batch.sequence_columns = look_up(self.sequence_columns)
+        batch.token_columns = {
+            name: map_token_values(values, lambda x: changed[id(x)])
+            for name, values in self.token_columns.items()
+        }
         return batch
+
+
+def _tensors_of_tokens(columns: Mapping[str, Tensor | TopK]) -> list[Tensor]:
+    """Return all tensors of columns of tokens."""
+    tensors: list[Tensor] = []
+    for values in columns.values():
+        tensors += values if isinstance(values, TopK) else [values]
+    return tensors
 
 
 def _compute_int64(function: Callable[[Any], Any], signed_ids: Tensor) -> Tensor:
@@ -646,6 +676,7 @@ def collate(
         num_packs=len(pack_examples),
         columns=_join_columns(parts),
         sequence_columns=_join_sequence_columns(parts),
+        token_columns=_join_token_columns(parts),
         step=step,
         cu_seqlens_unpadded=None,
         _signed_ids=_concatenate([part.signed_ids for part in parts], np.int32),
@@ -713,6 +744,16 @@ def _join_sequence_columns(parts: Sequence[Packs]) -> dict[str, Tensor]:
         if all(name in part.sequence_columns for part in parts):
             arrays = [part.sequence_columns[name] for part in parts]
             columns[name] = _concatenate(arrays, np.float32)
+    return columns
+
+
+def _join_token_columns(parts: Sequence[Packs]) -> dict[str, Tensor | TopK]:
+    """Return the columns of supervised tokens that all packs have."""
+    columns = {}
+    for name in parts[0].token_columns:
+        if all(name in part.token_columns for part in parts):
+            values = concat_token_values([part.token_columns[name] for part in parts])
+            columns[name] = map_token_values(values, torch.from_numpy)
     return columns
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from os import PathLike
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -18,7 +19,15 @@ import numpy as np
 
 from packstore.config import ReadConfig
 from packstore.errors import CompatibilityError, ConfigError, quote
-from packstore.format.arrays import Int64, Packs, PackSizes, ragged_indices, to_offsets
+from packstore.format.arrays import (
+    Int64,
+    Packs,
+    PackSizes,
+    concat_token_values,
+    map_token_values,
+    ragged_indices,
+    to_offsets,
+)
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.order import LANES, PackOrder
 from packstore.io.dataset.read_ahead import ReadAhead
@@ -27,6 +36,7 @@ from packstore.io.manifest.side_manifest import (
     REF_LOGPS,
     covered_spans,
     require_covered,
+    token_type,
 )
 from packstore.io.side.side import Side, SideTable, open_side
 from packstore.registry import choice
@@ -268,7 +278,10 @@ class SideColumns:
         for name, numbers in self.columns.items():
             column_matches = [match for number in numbers for match in matches[number]]
             _check_complete(name, example_ids, column_matches)
-            if self._type_name(numbers[0], name) == PER_SEQUENCE:
+            type_name = self._type_name(numbers[0], name)
+            if token_type(type_name) is not None:
+                packs = _join_token_column(packs, name, column_matches)
+            elif type_name == PER_SEQUENCE:
                 packs = _join_sequence_column(packs, name, column_matches)
             else:
                 packs = _join_example_column(packs, name, column_matches)
@@ -336,6 +349,33 @@ def _join_sequence_column(
         _with_sequence_column(pack, name, part)
         for pack, part in zip(packs, parts, strict=True)
     ]
+
+
+def _join_token_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of values for each supervised token."""
+    places = np.concatenate([match.places for match in matches])
+    num_targets = np.concatenate([pack.num_targets for pack in packs])
+    values = concat_token_values(
+        [
+            match.table.token_values(name, match.rows, num_targets[match.places])
+            for match in matches
+        ]
+    )
+    # From the order of the matches to the order of the batch.
+    offsets = to_offsets(num_targets[places])
+    order = ragged_indices(offsets, np.argsort(places))
+    values = map_token_values(values, lambda x: x[order])
+
+    sizes = [int(pack.num_targets.sum()) for pack in packs]
+    targets_of_packs = map(slice, to_offsets(np.array(sizes)), np.cumsum(sizes))
+    joined = []
+    for pack, targets in zip(packs, targets_of_packs, strict=False):
+        part = map_token_values(values, itemgetter(targets))
+        token_columns = {**pack.token_columns, name: part}
+        joined.append(replace(pack, token_columns=token_columns))
+    return joined
 
 
 def _with_sequence_column(pack: Packs, name: str, values: Any) -> Packs:

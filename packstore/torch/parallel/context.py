@@ -15,6 +15,7 @@ one process. For counts and divisors a group is one rank.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, Self, get_args
 
@@ -24,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from packstore.errors import ConfigError, sentence
+from packstore.format.arrays import TopK, map_token_values
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
@@ -188,6 +190,7 @@ class ContextShard:
         layout: the keys, on all ranks, that these tokens see.
         targets: the tokens that they predict, which may lie on another rank.
         num_segments: S of the whole batch.
+        token_columns: side data of these targets, in their order.
     """
 
     index: Tensor
@@ -197,6 +200,7 @@ class ContextShard:
     layout: GatheredLayout
     targets: Targets
     num_segments: int
+    token_columns: Mapping[str, Tensor | TopK]
 
     @classmethod
     def of(
@@ -219,6 +223,10 @@ class ContextShard:
             layout=_layout_of_rank(batch, split, rank, group),
             targets=targets,
             num_segments=batch.num_segments,
+            token_columns={
+                name: map_token_values(values, lambda x: x[is_mine])
+                for name, values in batch.token_columns.items()
+            },
         )
 
     @property
@@ -232,6 +240,11 @@ class ContextShard:
         def move(value: Any) -> Any:
             if isinstance(value, Tensor):
                 return value.to(device, non_blocking=non_blocking)
+            if isinstance(value, Mapping):
+                return {
+                    name: map_token_values(values, move)
+                    for name, values in value.items()
+                }
             if not is_dataclass(value):
                 return value
             changes = {

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from packstore.errors import ConfigError, sentence
-from packstore.format.arrays import IGNORE_INDEX, Column
+from packstore.format.arrays import IGNORE_INDEX, Column, map_token_values
 from packstore.format.schema import KINDS
 from packstore.io.manifest.manifest import Manifest
 from packstore.torch.batch.batch import PackedBatch
@@ -202,8 +202,15 @@ def pad_batch(
         batch = batch.replace(max_seqlen=max_seqlen, max_seqlen_k=max_seqlen)
     if num_targets is not None:
         _check_fits("num_targets", num_targets, len(batch.target_index))
+        token_columns = {
+            name: map_token_values(values, lambda x: _pad_rows(x, num_targets))
+            for name, values in batch.token_columns.items()
+        }
         # The first token of a row is never supervised: as a target it is ignored.
-        batch = batch.replace(target_index=_pad_end(batch.target_index, num_targets, 0))
+        batch = batch.replace(
+            target_index=_pad_end(batch.target_index, num_targets, 0),
+            token_columns=token_columns,
+        )
     return batch
 
 
@@ -269,6 +276,12 @@ def _responses_per_example(source: PackedBatch | Manifest) -> int:
 def _pad_end(values: Tensor, size: int, fill: float) -> Tensor:
     """Pad a vector at its end."""
     return pad(values, (0, size - len(values)), value=fill)
+
+
+def _pad_rows(values: Tensor, size: int) -> Tensor:
+    """Pad a vector or matrix with rows of zeros at its end."""
+    rows = values.new_zeros((size - len(values), *values.shape[1:]))
+    return torch.cat([values, rows])
 
 
 def _pad_column(values: Tensor | Column, size: int) -> Tensor | Column:
