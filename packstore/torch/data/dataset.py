@@ -30,6 +30,7 @@ from packstore.format.arrays import Packs
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.order import LANES
+from packstore.io.side.join import SideColumns
 from packstore.io.side.side import Side
 from packstore.torch.data.mix import MixedPacks
 from packstore.torch.data.position import (
@@ -44,7 +45,6 @@ from packstore.torch.data.stream import (
     Identity,
     PackStream,
     Shuffle,
-    SideColumns,
     StoredPacks,
 )
 from packstore.torch.frameworks import check_dealt_once

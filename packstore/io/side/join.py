@@ -1,0 +1,225 @@
+"""Joins columns of side datasets to packs, by example id."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from operator import itemgetter
+from os import PathLike
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packstore.errors import CompatibilityError, ConfigError, quote
+from packstore.format.arrays import (
+    Int64,
+    Packs,
+    concat_token_values,
+    map_token_values,
+    ragged_indices,
+    to_offsets,
+)
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.side_manifest import (
+    PER_SEQUENCE,
+    REF_LOGPS,
+    covered_spans,
+    require_covered,
+    token_type,
+)
+from packstore.io.side.side import Side, SideTable, open_side
+
+
+class _Match(NamedTuple):
+    """The examples of a batch that one span of a side dataset covers.
+
+    A span is a range of example ids: all of them, or a part of a combined dataset.
+
+    Attributes:
+        table: the values of the side dataset.
+        places: int64 `[n]`, index of each example in the batch.
+        rows: int64 `[n]`, row of each example in the table.
+    """
+
+    table: SideTable
+    places: Int64
+    rows: Int64
+
+
+class SideColumns:
+    """The columns of side datasets, joined to packs by example id.
+
+    The side datasets are loaded into memory when the first packs are read; to join a
+    batch is then one lookup for each span. For a combined dataset, several side
+    datasets may share a column, each for some of its parts.
+
+    Attributes:
+        columns: name -> indices of the side datasets that have the column.
+
+    Raises:
+        ConfigError: a column has the name of a carried column, or of a column of
+            another type in another side dataset.
+        CompatibilityError: a side dataset does not belong to the dataset, or the side
+            datasets of a column do not cover it.
+    """
+
+    def __init__(
+        self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]
+    ) -> None:
+        manifest = dataset.manifest
+        self._sides = [
+            side if isinstance(side, Side) else open_side(str(side)) for side in sides
+        ]
+        self._spans = [
+            covered_spans(side.manifest, manifest, side.url) for side in self._sides
+        ]
+        self._tables: list[SideTable] = []
+
+        self.columns: dict[str, list[int]] = {}
+        for number, side in enumerate(self._sides):
+            for name in side.manifest.known_columns:
+                self.columns.setdefault(name, []).append(number)
+
+        for name, numbers in self.columns.items():
+            type_names = {self._type_name(number, name) for number in numbers}
+            if name in manifest.carried or len(type_names) > 1:
+                raise ConfigError(
+                    f"two columns of the joined packs are named {quote(name)}."
+                )
+            spans = [span for number in numbers for span in self._spans[number]]
+            require_covered(name, spans, manifest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_tables": []}
+
+    def _type_name(self, number: int, column: str) -> str:
+        """Return the type of a column in a side dataset, such as ``float32``."""
+        return self._sides[number].manifest.known_columns[column]
+
+    def join_all(self, batches: Iterable[list[Packs]]) -> Iterator[list[Packs]]:
+        """Yield the packs of each batch with the columns."""
+        for packs in batches:
+            yield self.join(packs)
+
+    def join(self, packs: list[Packs]) -> list[Packs]:
+        """Return the packs with the columns. Each may have any number of rows.
+
+        Raises:
+            CompatibilityError: an example has no values, or another number of them.
+        """
+        if not self._tables:
+            self._tables = [SideTable(side) for side in self._sides]
+        if not packs:
+            return packs
+
+        example_ids = np.concatenate([pack.example_ids for pack in packs])
+        matches = [
+            self._match(number, example_ids) for number in range(len(self._sides))
+        ]
+        for name, numbers in self.columns.items():
+            column_matches = [match for number in numbers for match in matches[number]]
+            _check_complete(name, example_ids, column_matches)
+            type_name = self._type_name(numbers[0], name)
+            if token_type(type_name) is not None:
+                packs = _join_token_column(packs, name, column_matches)
+            elif type_name == PER_SEQUENCE:
+                packs = _join_sequence_column(packs, name, column_matches)
+            else:
+                packs = _join_example_column(packs, name, column_matches)
+        return packs
+
+    def _match(self, number: int, example_ids: Int64) -> list[_Match]:
+        """Look up the examples that each span of a side dataset holds."""
+        table = self._tables[number]
+        matches = []
+        for span in self._spans[number]:
+            is_inside = (example_ids >= span.first) & (example_ids <= span.last)
+            places = np.flatnonzero(is_inside)
+            rows = table.find(example_ids[places] - span.first)
+            matches.append(_Match(table, places, rows))
+        return matches
+
+
+def _check_complete(name: str, example_ids: Int64, matches: Sequence[_Match]) -> None:
+    """Raise CompatibilityError if an example has no match."""
+    places = np.concatenate([match.places for match in matches])
+    if len(places) < len(example_ids):
+        unmatched = np.setdiff1d(np.arange(len(example_ids)), places)
+        raise CompatibilityError(
+            f"side data {quote(name)} must have every example; found no part with "
+            f"example {example_ids[unmatched[0]]}."
+        )
+
+
+def _join_example_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of one value for each example."""
+    places = np.concatenate([match.places for match in matches])
+    values = np.concatenate([match.table.column(name, match.rows) for match in matches])
+    values = values[np.argsort(places)]  # in the order of the batch
+
+    ends = np.cumsum([len(pack.example_ids) for pack in packs])
+    parts = np.split(values, ends[:-1])
+    return [
+        replace(pack, columns={**pack.columns, name: part})
+        for pack, part in zip(packs, parts, strict=True)
+    ]
+
+
+def _join_sequence_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of one value for each sequence."""
+    places = np.concatenate([match.places for match in matches])
+    # Each response is one sequence.
+    num_sequences = np.concatenate([pack.num_responses for pack in packs])
+    values = np.concatenate(
+        [
+            match.table.sequence_values(name, match.rows, num_sequences[match.places])
+            for match in matches
+        ]
+    )
+    # From the order of the matches to the order of the batch.
+    offsets = to_offsets(num_sequences[places])
+    values = values[ragged_indices(offsets, np.argsort(places))]
+
+    ends = np.cumsum([len(pack.lengths) for pack in packs])
+    parts = np.split(values, ends[:-1])
+    return [
+        _with_sequence_column(pack, name, part)
+        for pack, part in zip(packs, parts, strict=True)
+    ]
+
+
+def _join_token_column(
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+) -> list[Packs]:
+    """Return the packs with a column of values for each supervised token."""
+    places = np.concatenate([match.places for match in matches])
+    num_targets = np.concatenate([pack.num_targets for pack in packs])
+    values = concat_token_values(
+        [
+            match.table.token_values(name, match.rows, num_targets[match.places])
+            for match in matches
+        ]
+    )
+    # From the order of the matches to the order of the batch.
+    offsets = to_offsets(num_targets[places])
+    order = ragged_indices(offsets, np.argsort(places))
+    values = map_token_values(values, lambda x: x[order])
+
+    sizes = [int(pack.num_targets.sum()) for pack in packs]
+    targets_of_packs = map(slice, to_offsets(np.array(sizes)), np.cumsum(sizes))
+    joined = []
+    for pack, targets in zip(packs, targets_of_packs, strict=False):
+        part = map_token_values(values, itemgetter(targets))
+        token_columns = {**pack.token_columns, name: part}
+        joined.append(replace(pack, token_columns=token_columns))
+    return joined
+
+
+def _with_sequence_column(pack: Packs, name: str, values: Any) -> Packs:
+    if name == REF_LOGPS:
+        return replace(pack, ref_logps=values)
+    return replace(pack, sequence_columns={**pack.sequence_columns, name: values})
