@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,23 +24,15 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
 from packstore.torch.losses.formulas import Variant, bounded_exp, check_range
 from packstore.torch.losses.pairs import require_wide_log_probs
-from packstore.torch.losses.step_loss import (
-    Gradients,
-    LossOutput,
-    StepDivisor,
-    StepLoss,
-    divide,
-    sequence_weights,
-)
+from packstore.torch.losses.step_loss import Gradients, LossOutput, StepDivisor
 from packstore.torch.losses.terms import (
     check_function,
     check_weight,
     complete_parameters,
     name_of,
 )
-from packstore.torch.metrics import SumAndCount, wide_dtype
+from packstore.torch.losses.token_loss import Average, TokenLoss
 
-Average = Literal["token", "sequence", "group"]
 Ratio = Literal["token", "sequence"]
 
 
@@ -92,7 +84,7 @@ def clipped(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2) ->
     return -torch.minimum(gain, clipped_gain)
 
 
-class PolicyLoss(StepLoss):
+class PolicyLoss(TokenLoss):
     """A loss of each supervised token, averaged over the whole optimizer step.
 
     Args:
@@ -125,8 +117,7 @@ class PolicyLoss(StepLoss):
         gradients: Gradients = "mean",
         **parameters: float,
     ) -> None:
-        super().__init__(router_aux_loss_coef, gradients)
-        self.average = choice("average", average, get_args(Average))
+        super().__init__(average, router_aux_loss_coef, gradients)
         self.ratio = choice("ratio", ratio, get_args(Ratio))
         check_weight("kl_weight", kl_weight)
         self.kl_weight = kl_weight
@@ -154,6 +145,11 @@ class PolicyLoss(StepLoss):
         first = _make_tokens(draws[:, :2], sequences=torch.tensor([0, 0]))
         second = _make_tokens(draws[:, 2:], sequences=torch.tensor([0]))
         check_function(f"loss {self.name!r}", self.function, batch, [first, second])
+
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """See :attr:`StepLoss.head_settings`."""
+        return {"per_token": True}
 
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
@@ -189,34 +185,17 @@ class PolicyLoss(StepLoss):
             divisor: as of :class:`~packstore.torch.PreferenceLoss`.
         """
         tokens = self._select_tokens(logps, batch, advantages, old_logps, ref_logps)
-        divisors = self._resolve_divisors(logps, batch, divisor)
-
         policy_losses = self.function(tokens)
         losses = policy_losses
         if self.kl_weight:
             losses = policy_losses + self.kl_weight * tokens.kl
-
-        # Padding of `batch.target_index` belongs to "sequence" S, which weighs 0.
-        weights_of_sequences = torch.cat(
-            [sequence_weights(batch), batch.weights.new_zeros(1)]
+        return self._output(
+            logps,
+            batch,
+            losses=losses,
+            values=self._metrics(tokens, policy_losses),
+            divisor=divisor,
         )
-        weights = weights_of_sequences[tokens.sequences]
-        loss_sum, count = self._reduce(losses, weights.to(losses), batch)
-        metrics = self._metrics(tokens, policy_losses, weights)
-        output = LossOutput(
-            loss=divide((loss_sum, count), divisors.count),
-            loss_sum=loss_sum,
-            count=count,
-            sft_sum=None,
-            sft_count=None,
-            metrics={"loss": (loss_sum, count), **metrics},
-        )
-        return self._add_router_losses(output, logps, batch, divisors)
-
-    def units(self, batch: PackedBatch) -> tuple[str, str | None]:
-        """See :meth:`StepLoss.units`."""
-        units = {"token": "tokens", "sequence": "sequences", "group": "examples"}
-        return units[self.average], None
 
     def _select_tokens(
         self,
@@ -287,10 +266,8 @@ class PolicyLoss(StepLoss):
         means = old_logps / segment_token_counts(batch).clamp(min=1)
         return means[sequences]
 
-    def _metrics(
-        self, tokens: Tokens, policy_losses: Tensor, weights: Tensor
-    ) -> dict[str, SumAndCount]:
-        """Return the metrics over all tokens; `policy_losses` are without the KL."""
+    def _metrics(self, tokens: Tokens, policy_losses: Tensor) -> dict[str, Tensor]:
+        """Return metrics of each token, `[n]`; `policy_losses` are without the KL."""
         ratio = bounded_exp(tokens.log_ratio)
         values = {"ratio": ratio, "logps": tokens.logps}
         if tokens.ref_logps is not None:
@@ -302,34 +279,7 @@ class PolicyLoss(StepLoss):
             is_above = (tokens.advantages > 0) & (ratio > highest)
             is_below = (tokens.advantages < 0) & (ratio < lowest)
             values["clipped"] = is_above | is_below
-
-        weights = weights.to(wide_dtype(weights.device))
-        return {
-            name: ((x.to(weights) * weights).sum(), weights.sum())
-            for name, x in values.items()
-        }
-
-    def _reduce(
-        self, losses: Tensor, weights: Tensor, batch: PackedBatch
-    ) -> SumAndCount:
-        """Return sum and count of the averaged units: tokens, sequences or examples.
-
-        `weights` belong to the tokens, 1 or 0.
-        """
-        if self.average == "token":
-            return (losses * weights).sum(), weights.sum()
-        sums = by_segment(batch, losses)
-        token_counts = segment_token_counts(batch)
-        unit_weights = sequence_weights(batch)
-        if self.average == "group":
-            example = batch.segment_examples
-            no_tokens = torch.zeros_like(batch.example_ids)
-            sums = sums.new_zeros(len(no_tokens)).index_add(0, example, sums)
-            token_counts = no_tokens.index_add(0, example, token_counts)
-            unit_weights = batch.weights
-        unit_weights = unit_weights.to(sums)
-        means = sums / token_counts.clamp(min=1)
-        return (means * unit_weights).sum(), unit_weights.sum()
+        return values
 
 
 def _check_token_shape(name: str, values: Tensor, batch: PackedBatch) -> None:

@@ -158,6 +158,13 @@ class StepLoss(ABC):
         """Return the names of the arguments that are not parameters of the function."""
         return list(inspect.getfullargspec(cls).kwonlyargs)
 
+    @property
+    def head_settings(self) -> dict[str, Any]:
+        """Settings of :func:`~packstore.torch.packed_logps` for the log-probs that the
+        loss takes.
+        """
+        return {}
+
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:
         """Return the units that the loss and its SFT term are divided by.

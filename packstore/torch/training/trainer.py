@@ -43,7 +43,6 @@ from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.losses.policy import PolicyLoss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compiled import compile_if_requested, compile_layers
 from packstore.torch.models.load import is_adapter, load_model
@@ -212,9 +211,7 @@ class PackedTrainer(PackedSteps):
 
     def _prepare_forward(self, model: Any, head: str) -> None:
         """Let the model take packed batches, and return log-probs for the loss."""
-        self._head_settings = {"backend": head}
-        if isinstance(self.loss_fn, PolicyLoss):
-            self._head_settings = {"backend": head, "per_token": True}
+        self._head_settings = {"backend": head, **self.loss_fn.head_settings}
         take_batches(model, **self._head_settings)
 
     def _probe_and_compile(self, compile: str) -> None:
