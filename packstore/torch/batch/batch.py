@@ -29,6 +29,7 @@ from packstore.format.arrays import (
     Int32,
     Int64,
     Packs,
+    TokenValues,
     TopK,
     concat_token_values,
     ids_of,
@@ -752,9 +753,28 @@ def _join_token_columns(parts: Sequence[Packs]) -> dict[str, Tensor | TopK]:
     columns = {}
     for name in parts[0].token_columns:
         if all(name in part.token_columns for part in parts):
-            values = concat_token_values([part.token_columns[name] for part in parts])
+            values_of_parts = [part.token_columns[name] for part in parts]
+            _require_equal_k(name, values_of_parts)
+            values = concat_token_values(values_of_parts)
             columns[name] = map_token_values(values, torch.from_numpy)
     return columns
+
+
+def _require_equal_k(name: str, values_of_parts: Sequence[TokenValues]) -> None:
+    """Raise ConfigError if packs, as of a mix, have a column of different types."""
+    types = {
+        f"the top {values.ids.shape[1]}" if isinstance(values, TopK) else "numbers"
+        for values in values_of_parts
+    }
+    if len(types) > 1:
+        raise ConfigError(
+            sentence(
+                where=f"column {name} of tokens",
+                rule="all packs of a batch must have numbers, or ids of the same k",
+                found=" and ".join(sorted(types)),
+                remedy="Give columns of different types different names",
+            )
+        )
 
 
 def _concatenate(arrays: Sequence[npt.NDArray[Any]], dtype: npt.DTypeLike) -> Tensor:

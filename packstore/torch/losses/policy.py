@@ -19,6 +19,7 @@ from torch import Tensor
 
 from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
+from packstore.format.arrays import TopK
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
@@ -34,6 +35,12 @@ from packstore.torch.losses.terms import (
 from packstore.torch.losses.token_loss import Average, TokenLoss
 
 Ratio = Literal["token", "sequence"]
+
+OLD_LOGPS = "old_logps"
+"""Column of tokens with the log-probs of the policy that sampled."""
+
+REF_TOKEN_LOGPS = "ref_token_logps"
+"""Column of tokens with the log-probs of a reference model."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,11 +185,16 @@ class PolicyLoss(TokenLoss):
             batch: the batch.
             advantages: `[n]` or `[S]`; default: the batch's rewards.
             old_logps: `[n]`, log-probs of the policy that sampled, or with
-                ``ratio="sequence"`` their sums `[S]`; default: `logps`, as in the first
-                step on fresh samples.
+                ``ratio="sequence"`` their sums `[S]`; default:
+                ``batch.token_columns["old_logps"]``, or without that column `logps`, as
+                in the first step on fresh samples.
             ref_logps: `[n]`, the same of a reference model; needed if `kl_weight` is
-                above 0.
+                above 0. Default: ``batch.token_columns["ref_token_logps"]``.
             divisor: as of :class:`~packstore.torch.PreferenceLoss`.
+
+        Raises:
+            ConfigError: values have another shape, a column of these names holds the
+                top k, or `kl_weight` has no `ref_logps`.
         """
         tokens = self._select_tokens(logps, batch, advantages, old_logps, ref_logps)
         policy_losses = self.function(tokens)
@@ -213,12 +225,14 @@ class PolicyLoss(TokenLoss):
         # last sequence, at weight 0.
         valid_sequences = sequences.clamp(max=batch.num_segments - 1)
 
-        if old_logps is None:
-            old_logps = logps
-        else:
+        if old_logps is not None:
             old_logps = self._old_logps_of_tokens(
                 old_logps, logps, batch, valid_sequences
             )
+        else:
+            old_logps = _stored_logps(OLD_LOGPS, batch, logps)
+        if old_logps is None:
+            old_logps = logps
         log_ratio = logps - old_logps.detach()
         if self.ratio == "sequence":
             token_counts = segment_token_counts(batch).clamp(min=1)
@@ -237,9 +251,12 @@ class PolicyLoss(TokenLoss):
             _check_token_shape("ref_logps", ref_logps, batch)
             ref_logps = ref_logps.to(logps).detach()
         elif self.kl_weight:
-            raise ConfigError(
-                "kl_weight compares with a reference model: pass ref_logps, [n]."
-            )
+            ref_logps = _stored_logps(REF_TOKEN_LOGPS, batch, logps)
+            if ref_logps is None:
+                raise ConfigError(
+                    "kl_weight compares with a reference model: pass ref_logps, [n], "
+                    f"or join a column {REF_TOKEN_LOGPS} of tokens."
+                )
         return Tokens(
             logps=logps,
             log_ratio=log_ratio,
@@ -280,6 +297,26 @@ class PolicyLoss(TokenLoss):
             is_below = (tokens.advantages < 0) & (ratio < lowest)
             values["clipped"] = is_above | is_below
         return values
+
+
+def _stored_logps(name: str, batch: PackedBatch, logps: Tensor) -> Tensor | None:
+    """Return the batch's column of tokens of this name, `[n]`, like `logps`.
+
+    None if the batch has none.
+    """
+    values = batch.token_columns.get(name)
+    if values is None:
+        return None
+    if isinstance(values, TopK):
+        raise ConfigError(
+            sentence(
+                where=f"column {name}",
+                rule="PolicyLoss takes one log-prob for each supervised token",
+                found=f"the top {values.ids.shape[1]}",
+                remedy="Give these values another name",
+            )
+        )
+    return values.to(logps)
 
 
 def _check_token_shape(name: str, values: Tensor, batch: PackedBatch) -> None:
