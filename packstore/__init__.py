@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from packstore.etl.reports.records import doctor, estimate
     from packstore.exchange import export
     from packstore.io.dataset.dataset import Dataset, open
-    from packstore.io.dataset.scan import scan
+    from packstore.io.scan import scan
     from packstore.io.versions.clean import clean
     from packstore.io.versions.publish import publish
     from packstore.pack.plan import Plan, plan
@@ -112,7 +112,7 @@ _LAZY = {
     "open": "packstore.io.dataset.dataset",
     "plan": "packstore.pack.plan",
     "publish": "packstore.io.versions.publish",
-    "scan": "packstore.io.dataset.scan",
+    "scan": "packstore.io.scan",
 }
 """Public name -> its module, which is imported at the first use."""
 

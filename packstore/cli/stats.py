@@ -140,7 +140,7 @@ def _group_figures(dataset: Dataset, by: str) -> dict[str, dict[str, float]]:
     """
     import polars as pl
 
-    from packstore.io.dataset.scan import scan
+    from packstore.io.scan import scan
 
     examples = scan(dataset)
     rewards = pl.col("rewards")

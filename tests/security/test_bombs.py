@@ -31,7 +31,7 @@ from packstore.io.shards import parquet as shards
 from packstore.io.inputs import tables
 from packstore import open as open_dataset
 from packstore import pack
-import packstore.etl.pipeline, packstore.io.dataset.scan
+import packstore.etl.pipeline, packstore.io.scan
 
 # Smaller than they are, so that the bombs can be.
 formats.MAX_RECORD_BYTES = 8 << 20

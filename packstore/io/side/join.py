@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from os import PathLike
@@ -101,8 +101,22 @@ class SideColumns:
         for packs in batches:
             yield self.join(packs)
 
-    def join(self, packs: list[Packs]) -> list[Packs]:
-        """Return the packs with the columns. Each may have any number of rows.
+    @property
+    def types(self) -> dict[str, str]:
+        """Name of each column -> its type, such as ``float32``."""
+        return {
+            name: self._type_name(numbers[0], name)
+            for name, numbers in self.columns.items()
+        }
+
+    def join(
+        self, packs: list[Packs], names: Collection[str] | None = None
+    ) -> list[Packs]:
+        """Return the packs with the columns.
+
+        Args:
+            packs: with any number of rows each.
+            names: the columns to join; None: all.
 
         Raises:
             CompatibilityError: an example has no values, or another number of them.
@@ -117,6 +131,8 @@ class SideColumns:
             self._match(number, example_ids) for number in range(len(self._sides))
         ]
         for name, numbers in self.columns.items():
+            if names is not None and name not in names:
+                continue
             column_matches = [match for number in numbers for match in matches[number]]
             _check_complete(name, example_ids, column_matches)
             type_name = self._type_name(numbers[0], name)

@@ -9,19 +9,30 @@ token ids are selected, other conditions are evaluated on their own columns firs
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 
 from packstore.errors import FormatError
-from packstore.format.arrays import IGNORE_INDEX, Int64, Packs, to_offsets
+from packstore.format.arrays import (
+    IGNORE_INDEX,
+    Bool,
+    Int64,
+    Packs,
+    TokenValues,
+    TopK,
+    to_offsets,
+)
 from packstore.format.schema import KINDS, as_arrow, flat_column
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.dataset.pack_index import check_counts
+from packstore.io.manifest.side_manifest import PER_SEQUENCE, REF_LOGPS, token_type
 from packstore.io.manifest.stored_file import decoding
+from packstore.io.side.join import SideColumns
+from packstore.io.side.side import Side
 from packstore.pack.fill import unpack
 
 if TYPE_CHECKING:
@@ -45,6 +56,7 @@ def scan(
     *,
     version: int | None = None,
     tokens: bool = False,
+    side: Side | str | os.PathLike[str] | Sequence[Side | str | os.PathLike[str]] = (),
     storage_options: Mapping[str, Any] | None = None,
 ) -> LazyFrame:
     """Return the examples of a dataset as a ``polars.LazyFrame``, in file order,
@@ -59,15 +71,24 @@ def scan(
     response (preference: chosen, then rejected); and the carried columns, named
     ``NAME_carried`` if one of these has its name. Values are verified by checksum.
 
+    Columns of side datasets have a value for each example; or a list, with a value for
+    each response; or for each response a list that is as long as its `input_ids`, with
+    a value for each supervised token, and null for the others. A value of a top k is a
+    struct of `ids` and `logps`, lists of k.
+
     Args:
         url: folder or fsspec URL of the dataset, or the opened dataset.
         version: number of an older version.
         tokens: adds `input_ids` and `labels` (-100 where unsupervised) of each
             response, whole, also in layout ``shared_prefix``, where shared tokens have
             label -100.
-        storage_options: passed to the fsspec filesystem.
+        side: a side dataset, its URL, or several: adds their columns, named
+            ``NAME_side`` if a column above has its name. They are loaded into memory,
+            or mapped files, when the first of them is read.
+        storage_options: passed to the fsspec filesystem of the dataset.
 
     Raises:
+        CompatibilityError: a side dataset does not belong to the dataset.
         PackstoreError: as :func:`packstore.open`; while the frame is collected, as
             :meth:`packstore.Dataset.read_packs`.
     """
@@ -77,7 +98,9 @@ def scan(
         dataset = url
     else:
         dataset = open_dataset(os.fspath(url), dict(storage_options or {}), version)
-    source = ExampleSource(dataset, tokens)
+    sides = [side] if isinstance(side, Side | str | os.PathLike) else side
+    side_columns = SideColumns(dataset, sides) if sides else None
+    source = ExampleSource(dataset, tokens, side_columns)
     return register_io_source(
         source, schema=source.schema, is_pure=True, explain_name="packstore"
     )
@@ -89,15 +112,29 @@ class ExampleSource:
     Args:
         dataset: the dataset.
         tokens: whether there are columns of token ids.
+        side: columns of side datasets; None: there are none.
     """
 
-    def __init__(self, dataset: Dataset, tokens: bool) -> None:
+    def __init__(
+        self, dataset: Dataset, tokens: bool, side: SideColumns | None = None
+    ) -> None:
         self._dataset = dataset
         self._has_tokens = tokens
         self._carried: dict[str, str] = {}  # column of the frame -> stored column
         for name in dataset.manifest.carried:
             column = f"{name}_carried" if name in _RESERVED_NAMES else name
             self._carried[column] = name
+
+        self._side = side
+        self._side_types: dict[str, str] = {}  # column of the frame -> type
+        self._side_names: dict[str, str] = {}  # column of the frame -> column of `side`
+        if side is not None:
+            for name, type_name in side.types.items():
+                column = f"{name}_side" if name in _RESERVED_NAMES else name
+                self._side_types[column] = type_name
+                self._side_names[column] = name
+        # Columns for which packs are read with their tokens.
+        self._columns_of_packs = _TOKEN_COLUMNS.union(self._side_types)
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -123,6 +160,8 @@ class ExampleSource:
         if self._has_tokens:
             schema["input_ids"] = pl.List(pl.List(pl.Int32))
             schema["labels"] = pl.List(pl.List(pl.Int32))
+        for column, type_name in self._side_types.items():
+            schema[column] = _polars_type(type_name)
         return schema
 
     def __call__(
@@ -145,7 +184,7 @@ class ExampleSource:
         selected = list(self.schema) if with_columns is None else with_columns
         conditions = [] if predicate is None else sorted(predicate.meta.root_names())
         columns = list(dict.fromkeys([*selected, *conditions]))
-        has_tokens = not _TOKEN_COLUMNS.isdisjoint(selected)
+        has_tokens = not self._columns_of_packs.isdisjoint(selected)
         min_rows = batch_size or ROWS
 
         frames: list[DataFrame] = []
@@ -190,7 +229,7 @@ class ExampleSource:
             count: number of its first examples that are rows.
             predicate: condition of the rows; None: all match.
             conditions: columns of the predicate.
-            has_tokens: whether columns of token ids are selected.
+            has_tokens: whether columns of token ids or of side datasets are selected.
         """
         import polars as pl
 
@@ -200,7 +239,7 @@ class ExampleSource:
             one_example_each = np.ones(self._dataset.row_groups.rows[group], np.int64)
             places = pl.DataFrame(self._places(group, one_example_each))
             return places.filter(predicate).is_empty()
-        if has_tokens and _TOKEN_COLUMNS.isdisjoint(conditions):
+        if has_tokens and self._columns_of_packs.isdisjoint(conditions):
             frame = self._read(group, conditions).head(count)
             return frame.filter(predicate).is_empty()
         return False
@@ -221,15 +260,44 @@ class ExampleSource:
         """Return columns of all examples of a row group."""
         import polars as pl
 
-        if _TOKEN_COLUMNS.isdisjoint(names):
+        if self._columns_of_packs.isdisjoint(names):
             arrays, examples_of_packs = self._read_columns(group, names)
         else:
             packs = self._dataset.read_packs(group)
             arrays = _columns_of_packs(packs, names, self._carried)
+            side_columns = [name for name in self._side_types if name in names]
+            if side_columns:
+                arrays |= self._read_side(packs, side_columns)
             examples_of_packs = np.diff(packs.example_offsets)
         for name, values in self._places(group, examples_of_packs).items():
             arrays[name] = as_arrow(values, pa.int64())
         return pl.DataFrame(pa.table({name: arrays[name] for name in names}))
+
+    def _read_side(self, packs: Packs, columns: Collection[str]) -> dict[str, Any]:
+        """Return columns of side datasets: name -> Arrow array."""
+        assert self._side is not None
+        names = {self._side_names[column] for column in columns}
+        (joined,) = self._side.join([packs], names)
+        examples = unpack(packs)
+        response_offsets = to_offsets(packs.num_responses)
+
+        arrays = {}
+        for column in columns:
+            name = self._side_names[column]
+            type_name = self._side_types[column]
+            if token_type(type_name) is not None:
+                values = _align(joined.token_columns[name], examples.supervised)
+                lists = _nest(values, examples.sequence_offsets)
+                arrays[column] = _nest(lists, response_offsets)
+            elif type_name == PER_SEQUENCE:
+                is_reference = name == REF_LOGPS
+                sequence_values = (
+                    joined.ref_logps if is_reference else joined.sequence_columns[name]
+                )
+                arrays[column] = _to_lists(sequence_values, response_offsets)
+            else:
+                arrays[column] = pa.array(joined.columns[name], from_pandas=False)
+        return arrays
 
     def _read_columns(
         self, group: int, names: Sequence[str]
@@ -311,6 +379,48 @@ def _columns_of_packs(
         lists = _to_lists(labels, examples.sequence_offsets)
         columns["labels"] = _nest(lists, response_offsets)
     return columns
+
+
+def _polars_type(type_name: str) -> Any:
+    """Return the Polars type of a column of a side dataset."""
+    import polars as pl
+
+    of_tokens = token_type(type_name)
+    if of_tokens is not None and of_tokens.k is not None:
+        top = pl.Struct({"ids": pl.List(pl.Int32), "logps": pl.List(pl.Float32)})
+        return pl.List(pl.List(top))
+    if of_tokens is not None:
+        return pl.List(pl.List(pl.Float32))
+    return {
+        "float32": pl.Float32,
+        "float64": pl.Float64,
+        "int64": pl.Int64,
+        "bool": pl.Boolean,
+        "string": pl.String,
+        PER_SEQUENCE: pl.List(pl.Float32),
+    }[type_name]
+
+
+def _align(values: TokenValues, supervised: Bool) -> Any:
+    """Return an Arrow array with a value for each token, null where unsupervised.
+
+    Args:
+        values: `[n]` or `[n, k]` each, for the supervised tokens.
+        supervised: bool `[N]`, n of them true.
+    """
+    is_null = pa.array(~supervised)
+    if not isinstance(values, TopK):
+        aligned = np.zeros(len(supervised), np.float32)
+        aligned[supervised] = values
+        return pa.array(aligned, mask=~supervised)
+
+    # Unsupervised tokens have empty lists.
+    offsets = to_offsets(np.where(supervised, values.ids.shape[1], 0))
+    ids = _nest(pa.array(values.ids.ravel()), offsets)
+    logps = _nest(pa.array(values.logps.astype(np.float32).ravel()), offsets)
+    return pa.StructArray.from_arrays(
+        [ids, logps], names=["ids", "logps"], mask=is_null
+    )
 
 
 def _to_lists(values: Any, offsets: Int64) -> Any:

@@ -16,7 +16,13 @@ import pytest
 
 import packstore
 from packstore import Dataset
-from packstore.errors import DatasetNotFoundError, IntegrityError
+from packstore.errors import (
+    CompatibilityError,
+    DatasetNotFoundError,
+    IntegrityError,
+)
+from packstore.format.arrays import TopK
+from packstore.io.side import SideWriter
 
 KINDS: dict[str, Callable[[int], dict[str, Any]]] = {
     "preference": lambda i: {
@@ -191,3 +197,71 @@ def test_errors(tmp_path: Path) -> None:
     for tokens in (False, True):
         with pytest.raises(IntegrityError, match=shard.name):
             packstore.scan(dataset, tokens=tokens).collect()
+
+
+def write_side(url: Path, dataset: Dataset) -> None:
+    """Write values that follow from the example id and the place in the example."""
+    columns = {
+        "text": "string",
+        "shard": "float64",
+        "ref_logps": "list<float32>",
+        "old_logps": "token<float16>",
+        "teacher": "token<top2,uint8>",
+    }
+    with SideWriter(str(url), dataset, columns) as writer:
+        for packs in dataset.iter_packs():
+            ids = packs.example_ids
+            responses = packs.num_responses
+            tokens = packs.num_targets
+            place = np.concatenate([np.arange(n) for n in tokens])
+            numbers = np.repeat(ids % 16, tokens) + place / 8
+            top_ids = place[:, None] + [0, 1000]
+            values = {
+                "text": np.array([f"text {i}" for i in ids], np.object_),
+                "shard": ids / 2,
+                "ref_logps": np.concatenate([np.arange(n) for n in responses]),
+                "old_logps": numbers,
+                "teacher": TopK(top_ids, np.full(top_ids.shape, -2.0)),
+            }
+            writer.write(ids, values, responses, tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_of_tokens_stand_where_their_tokens_stand(
+    kind: str, tmp_path: Path
+) -> None:
+    layout = "concat" if kind == "sft" else "shared_prefix"
+    dataset = packed(tmp_path, kind, layout=layout)
+    side = tmp_path / "side"
+    write_side(side, dataset)
+    lazy = packstore.scan(dataset.url, tokens=True, side=[side])
+    frame = lazy.collect()
+    assert frame.schema == lazy.collect_schema()
+    for row in frame.iter_rows(named=True):
+        example_id = row["example_id"]
+        assert row["text"] == f"text {example_id}"
+        assert row["shard_side"] == example_id / 2
+        assert row["ref_logps"] == list(range(len(row["lengths"])))
+        place = 0
+        for labels, numbers, tops in zip(
+            row["labels"], row["old_logps"], row["teacher"], strict=True
+        ):
+            for label, number, top in zip(labels, numbers, tops, strict=True):
+                if label == -100:
+                    assert number is None
+                    assert top is None
+                    continue
+                assert number == example_id % 16 + place / 8
+                assert top["ids"] == [place, 1000 + place]
+                assert top["logps"] == pytest.approx([-2, -2])
+                place += 1
+
+    some = lazy.filter(pl.col("lang") == "de").select("old_logps").collect()
+    assert some.equals(frame.filter(pl.col("lang") == "de").select("old_logps"))
+
+
+def test_side_data_of_another_dataset_are_refused(tmp_path: Path) -> None:
+    write_side(tmp_path / "side", packed(tmp_path))
+    other = packed(tmp_path / "other", "sft", layout="concat")
+    with pytest.raises(CompatibilityError, match="side"):
+        packstore.scan(other, side=tmp_path / "side")
