@@ -27,6 +27,7 @@ from packstore.torch.logprobs.head import (
     segment_scores,
 )
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
+from packstore.torch.losses.distill import DistillLoss
 from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
 from packstore.torch.losses.pairs import Pairs
 from packstore.torch.losses.policy import PolicyLoss, Tokens
@@ -50,6 +51,7 @@ from packstore.torch.parallel import (
 __all__ = [
     "ContextShard",
     "ContextSplit",
+    "DistillLoss",
     "FirstStepCheck",
     "Head",
     "LossOutput",

@@ -1,5 +1,6 @@
 """Losses in which each pair weighs the same in any pack or batch; see ``README.md``."""
 
+from packstore.torch.losses.distill import DistillLoss
 from packstore.torch.losses.formulas import LOSSES
 from packstore.torch.losses.loss import FirstStepCheck, PreferenceLoss
 from packstore.torch.losses.pairs import Pairs
@@ -8,6 +9,7 @@ from packstore.torch.losses.step_loss import LossOutput, StepDivisor, count_step
 
 __all__ = [
     "LOSSES",
+    "DistillLoss",
     "FirstStepCheck",
     "LossOutput",
     "Pairs",

@@ -157,6 +157,18 @@ def bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(max=80).exp()
 
 
+def log1mexp(x: Tensor) -> Tensor:
+    """Return ``log(1 - e^x)`` for x < 0.
+
+    Source: Mächler 2012, "Accurately computing log(1 - exp(-|a|))", a vignette of the R
+    package Rmpfr.
+    """
+    # Each form is accurate on one side of -ln 2.
+    return torch.where(
+        x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp())
+    )
+
+
 def check_range(loss: str, name: str, value: float, low: float, high: float) -> float:
     """Return a parameter of a loss; raise ConfigError if it is out of range."""
     if not low <= value <= high:
@@ -283,11 +295,7 @@ def orpo(pairs: Pairs, *, beta: float = 0.1) -> Tensor:
 def _log_odds(logp: Tensor) -> Tensor:
     """Return ``log(p / (1 - p))`` of ``log p``."""
     x = logp.clamp(max=-torch.finfo(logp.dtype).eps)
-    # Each form of log(1 - e^x) is accurate on one side of -ln 2.
-    log1mexp = torch.where(
-        x > -math.log(2), torch.log(-torch.expm1(x)), torch.log1p(-x.exp())
-    )
-    return x - log1mexp
+    return x - log1mexp(x)
 
 
 @_loss(reference=False)
