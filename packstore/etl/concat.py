@@ -102,6 +102,7 @@ def append(
     base = dataset
     if not isinstance(base, Dataset):
         base = _open_base(base, more, storage_options)
+    base.require_whole("records are appended to a whole dataset")
     base.manifest.require_writable(base.url)
     base.manifest.require_readable(base.url)
     source_options = base.location.storage_options
@@ -185,6 +186,8 @@ def concat(
         else open_dataset(dataset, storage_options)
         for dataset in datasets
     ]
+    for dataset in loaded_datasets:
+        dataset.require_whole("whole datasets are combined")
     members = [Member(dataset.url, dataset.manifest) for dataset in loaded_datasets]
     check_members(members)
     location = Location(out, storage_options or {})

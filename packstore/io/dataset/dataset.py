@@ -14,7 +14,12 @@ import numpy as np
 import pyarrow as pa
 
 from packstore.config import ReadConfig
-from packstore.errors import DatasetNotFoundError, PackstoreError
+from packstore.errors import (
+    ConfigError,
+    DatasetNotFoundError,
+    PackstoreError,
+    sentence,
+)
 from packstore.format.arrays import Int64, Packs, PackSizes, to_offsets
 from packstore.format.html import card
 from packstore.format.schema import to_arrow
@@ -24,6 +29,7 @@ from packstore.io.dataset.reader import GroupBytes, ShardReader
 from packstore.io.dataset.verify import VerifyReport, verify
 from packstore.io.manifest.commit import require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
+from packstore.io.manifest.merge import last_parts
 from packstore.io.store.location import Location, PerProcess
 from packstore.progress import Progress
 
@@ -73,6 +79,8 @@ class Dataset:
         manifest: its manifest.
         version: number of its manifest.
         cache: keeps row groups on the local disk; None: no cache.
+        first_shard: number of its first shard in the version; above 0 in a view of the
+            :meth:`last_versions`, whose manifest lacks the shards before it.
     """
 
     def __init__(
@@ -81,14 +89,23 @@ class Dataset:
         manifest: Manifest,
         version: int,
         cache: Cache | None = None,
+        first_shard: int = 0,
     ) -> None:
         self.location = location
         self.manifest = manifest
         self.version = version
         self.cache = cache
+        self.first_shard = first_shard
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Dataset, (self.location, self.manifest, self.version, self.cache)
+        fields = (
+            self.location,
+            self.manifest,
+            self.version,
+            self.cache,
+            self.first_shard,
+        )
+        return Dataset, fields
 
     def __len__(self) -> int:
         return self.manifest.num_packs
@@ -140,7 +157,53 @@ class Dataset:
             return self
         cache = Cache(os.path.abspath(reading.cache_dir))
         cache.home()
-        return Dataset(self.location, self.manifest, self.version, cache)
+        return Dataset(
+            self.location, self.manifest, self.version, cache, self.first_shard
+        )
+
+    def last_versions(self, count: int) -> Dataset:
+        """Return a view of the packs that the newest versions added.
+
+        A version adds a part: the packs of one `append`; the first, those of `pack`.
+        `concat` adds the parts of its datasets. Parts that were packed again together
+        are one; one without examples is not counted.
+
+        Examples keep their ids, and the view has a fingerprint of its own: a loader's
+        position in one window is refused in another. Side data need to cover the view
+        only. Sums in its manifest are those of its shards; most statistics are limits
+        that hold for the whole dataset, so that fixed shapes are equal in each window.
+
+        Args:
+            count: number of versions; more than there are: all.
+
+        Raises:
+            ConfigError: `count` is less than 1.
+        """
+        if count < 1:
+            raise ConfigError(f"last_versions must be at least 1; found {count}.")
+        manifest = last_parts(self.manifest, count)
+        if manifest is self.manifest:
+            return self
+        num_absent_shards = len(self.manifest.shards) - len(manifest.shards)
+        return Dataset(
+            self.location,
+            manifest,
+            self.version,
+            self.cache,
+            self.first_shard + num_absent_shards,
+        )
+
+    def require_whole(self, rule: str) -> None:
+        """Raise ConfigError, with this rule, for a view of the last versions."""
+        if self.first_shard:
+            raise ConfigError(
+                sentence(
+                    where=self.url,
+                    rule=rule,
+                    found="a view of its last versions",
+                    remedy="Open it again",
+                )
+            )
 
     @cached_property
     def row_groups(self) -> RowGroupTable:
@@ -284,7 +347,7 @@ class Dataset:
         Raises:
             ConfigError: `jobs` is less than 1.
         """
-        return verify(self.location, self.manifest, progress, jobs)
+        return verify(self.location, self.manifest, progress, jobs, self.first_shard)
 
     def require_files(self) -> None:
         """Raise :class:`MissingFilesError` if the dataset lacks a file of this
@@ -305,7 +368,7 @@ class Dataset:
 
     @cached_property
     def _sizes(self) -> SizeTable:
-        return SizeTable(self.location, self.manifest)
+        return SizeTable(self.location, self.manifest, self.first_shard)
 
     @cached_property
     def _shard_readers(self) -> PerProcess[Callable[[int], ShardReader]]:

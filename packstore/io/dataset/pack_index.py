@@ -110,6 +110,7 @@ class PackIndex:
         location: folder of the dataset.
         manifest: its manifest.
         info: the index's entry in it.
+        first_shard: above 0 for a view, whose manifest lacks the shards before it.
 
     Raises:
         StorageError: the store refuses.
@@ -117,16 +118,21 @@ class PackIndex:
     """
 
     def __init__(
-        self, location: Location, manifest: Manifest, info: StoredFile
+        self,
+        location: Location,
+        manifest: Manifest,
+        info: StoredFile,
+        first_shard: int = 0,
     ) -> None:
         self.where = location.join(info.path).display
         self._manifest = manifest
+        self._first_group = first_shard
         self._data = read_stored(location, info)
         with decoding(self.where):
             self._metadata = pq.read_metadata(pa.BufferReader(self._data))
             schema = self._metadata.schema.to_arrow_schema()
-            num_groups = self._metadata.num_row_groups
-            rows = [self._metadata.row_group(i).num_rows for i in range(num_groups)]
+            groups = range(first_shard, self._metadata.num_row_groups)
+            rows = [self._metadata.row_group(group).num_rows for group in groups]
 
         self._columns = _columns_to_read(schema)
         expected_rows = [shard.rows for shard in manifest.shards]
@@ -149,15 +155,15 @@ class PackIndex:
         if not self._manifest.shards[number].rows:
             return PackSizes.concat([])
 
-        where = f"{self.where}, row group {number}"
+        group = self._first_group + number
+        where = f"{self.where}, row group {group}"
         with decoding(self.where):
-            sizes = self._decode(number)
+            sizes = self._decode(group, self._manifest.shards[number].rows)
         _check_sums(sizes, self._manifest.shards[number], where)
         _check_bounds(sizes, self._manifest, where)
         return sizes
 
-    def _decode(self, number: int) -> PackSizes:
-        rows = self._manifest.shards[number].rows
+    def _decode(self, number: int, rows: int) -> PackSizes:
         group = self._metadata.row_group(number)
         check_group(group, rows, max_values=rows, names=self._columns)
         source = pa.BufferReader(self._data)
@@ -204,9 +210,12 @@ class SizeTable:
     shards are damaged.
     """
 
-    def __init__(self, location: Location, manifest: Manifest) -> None:
+    def __init__(
+        self, location: Location, manifest: Manifest, first_shard: int = 0
+    ) -> None:
         self._location = location
         self._manifest = manifest
+        self._first_shard = first_shard
         rows = [shard.rows for shard in manifest.shards]
         self._first_packs = to_offsets(np.array(rows, np.int64))  # of the shards
         self.shard = functools.lru_cache(CACHED_SHARDS)(self._load)
@@ -267,7 +276,7 @@ class SizeTable:
         info = self._manifest.pack_index
         if info is None:
             return None
-        return PackIndex(self._location, self._manifest, info)
+        return PackIndex(self._location, self._manifest, info, self._first_shard)
 
     def _load(self, number: int) -> PackSizes:
         """Return the sizes of the packs of a shard, checked."""

@@ -63,6 +63,7 @@ def verify(
     manifest: Manifest,
     progress: Progress | None,
     jobs: int | None = None,
+    first_shard: int = 0,
 ) -> VerifyReport:
     """Verify a dataset.
 
@@ -73,6 +74,8 @@ def verify(
         manifest: the version to verify.
         progress: called after each shard.
         jobs: shards read in parallel; None: one for each processor, at most `JOBS`.
+        first_shard: above 0 for a view, see :class:`Dataset`. Its totals are limits,
+            and not compared.
 
     Raises:
         ConfigError: `jobs` is less than 1.
@@ -84,7 +87,7 @@ def verify(
     index = None
     if manifest.pack_index is not None:
         with problems.collect():
-            index = PackIndex(location, manifest, manifest.pack_index)
+            index = PackIndex(location, manifest, manifest.pack_index, first_shard)
     for file in manifest.further_files:  # of later releases: opaque
         with problems.collect():
             check_stored(location, file)
@@ -106,7 +109,8 @@ def verify(
 
     where = location.display
     totals = counter.totals(num_bytes)
-    if not problems:  # otherwise the counts lack damaged row groups
+    is_view = first_shard > 0
+    if not problems and not is_view:  # otherwise the counts lack damaged row groups
         # Not compared: the figures of the planner cannot be counted from packs.
         planning = manifest.statistics.planning
         statistics = counter.statistics(manifest.pack_size, planning)

@@ -10,6 +10,7 @@ dataset of the same lineage.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -20,7 +21,7 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.manifest.manifest import Manifest, Records
 from packstore.io.manifest.stored_file import StoredFile
-from packstore.io.shards.shard import PackCounter, ShardInfo
+from packstore.io.shards.shard import PackCounter, ShardInfo, Totals
 from packstore.version import VERSION
 
 MAX_SOURCES = 1 << (63 - SOURCE_SHIFT)
@@ -211,6 +212,119 @@ def _tokenizer_differences(first: Manifest, second: Manifest) -> list[str]:
 # The parts of a merged dataset
 
 
+class Part(NamedTuple):
+    """A dataset that a merged dataset has: the sources of one `pack` or `append`.
+
+    Attributes:
+        lineage: of the part alone.
+        first_source: number of its first source in the merged dataset.
+        end_source: number of the source after its last one.
+    """
+
+    lineage: str
+    first_source: int
+    end_source: int
+
+
+def all_parts_of(manifest: Manifest) -> list[Part]:
+    """Return the parts of a dataset in order; one that was not merged is one part.
+
+    Of a view, these are the parts of the whole dataset.
+    """
+    origins = manifest.provenance.get("combined_from")
+    if not origins:
+        return [Part(manifest.lineage, 0, len(manifest.provenance["sources"]))]
+
+    parts = []
+    first_source = 0
+    for origin in origins:
+        end_source = first_source + origin["sources"]
+        parts.append(Part(origin["lineage"], first_source, end_source))
+        first_source = end_source
+    return parts
+
+
+def parts_of(manifest: Manifest) -> list[Part]:
+    """Return the parts of a dataset in order; of a view, the parts in it.
+
+    Parts before the first one with examples are left out.
+    """
+    parts = all_parts_of(manifest)
+    numbers = _part_numbers(manifest, parts)
+    return parts[numbers[0] :] if numbers else []
+
+
+def _part_numbers(manifest: Manifest, parts: Sequence[Part]) -> list[int]:
+    """Return the number of the first part that each shard has examples of.
+
+    Shards of a repacked dataset may have examples of further parts.
+    """
+    first_sources = [part.first_source for part in parts]
+    numbers = []
+    for shard in manifest.shards:
+        source = shard.example_id_base >> SOURCE_SHIFT
+        numbers.append(bisect_right(first_sources, source) - 1)
+    return numbers
+
+
+def last_parts(manifest: Manifest, count: int) -> Manifest:
+    """Return the manifest of the last parts of a dataset, under the same example ids.
+
+    Parts without shards do not count, and parts that were repacked together are one.
+
+    Sums are those of the shards. A manifest does not record the rest for each shard:
+    `logical_tokens` is at least the stored tokens, `records` are the packed ones, the
+    histogram of lengths is empty, and all other statistics are the limits of the
+    dataset, so that fixed shapes are the same for each window.
+
+    Args:
+        manifest: the dataset.
+        count: number of parts, at least 1; more than there are: all.
+    """
+    numbers = _part_numbers(manifest, all_parts_of(manifest))
+    last_numbers = sorted(set(numbers))[-count:]
+    first_shard = numbers.index(last_numbers[0]) if numbers else 0
+    if first_shard == 0:
+        return manifest
+
+    shards = manifest.shards[first_shard:]
+    totals = _totals_of(shards)
+    examples_per_pack = replace(
+        manifest.statistics.examples_per_pack, mean=totals.examples / totals.packs
+    )
+    statistics = replace(
+        manifest.statistics,
+        fill_rate=totals.tokens / (totals.packs * manifest.pack_size),
+        examples_per_pack=examples_per_pack,
+        length_histogram={},
+        planning={"parts": _planning_parts(manifest)[-count:]},
+    )
+    records = Records(
+        read=totals.examples, packed=totals.examples, dropped={}, noted={}
+    )
+    return replace(
+        manifest,
+        totals=totals,
+        statistics=statistics,
+        records=records,
+        shards=shards,
+    )
+
+
+def _totals_of(shards: Sequence[ShardInfo]) -> Totals:
+    """Return the sums over shards, which do not record their logical tokens."""
+    tokens = sum(shard.tokens for shard in shards)
+    return Totals(
+        packs=sum(shard.rows for shard in shards),
+        examples=sum(shard.examples for shard in shards),
+        sequences=sum(shard.sequences for shard in shards),
+        tokens=tokens,
+        supervised_tokens=sum(shard.supervised_tokens for shard in shards),
+        logical_tokens=tokens,
+        bytes=sum(shard.bytes for shard in shards),
+    )
+
+
 def origins(member: Member) -> list[dict[str, Any]]:
     """Return the datasets that `member` was combined from, or `member` itself."""
     manifest = member.manifest
@@ -226,29 +340,28 @@ def origins(member: Member) -> list[dict[str, Any]]:
     return [origin]
 
 
-def lineages_of_parts(
-    parts: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[int, int, str]]:
+def lineages_of_runs(parts: Sequence[Part]) -> Iterator[tuple[int, int, str]]:
     """Yield the lineage of each part, and of each run of consecutive parts.
 
     For parts A and B: A itself, A merged alone, A with B, B itself, B merged alone.
 
     Args:
-        parts: ``combined_from`` of a merged dataset.
+        parts: of a merged dataset.
 
     Yields:
         The first part of a run, its end (exclusive), and the lineage of a dataset of
         these parts.
     """
     for first, first_part in enumerate(parts):
-        yield first, first + 1, first_part["lineage"]
+        yield first, first + 1, first_part.lineage
 
         # The hash of `fingerprint({"parts": …})`, extended part by part: to compute
         # each one anew would cost time quadratic in the length of the run.
         digest = hashlib.sha256(b'{"parts":[')
         separator = ""
         for end, part in enumerate(parts[first:], first + 1):
-            entry = f'{separator}["{part["lineage"]}",{part["sources"]}]'
+            num_sources = part.end_source - part.first_source
+            entry = f'{separator}["{part.lineage}",{num_sources}]'
             digest.update(entry.encode())
             separator = ","
             closed = digest.copy()

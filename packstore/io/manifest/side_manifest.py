@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import msgspec
 import orjson
@@ -44,7 +43,12 @@ from packstore.io.manifest.manifest import (
     known_columns,
     require_different_paths,
 )
-from packstore.io.manifest.merge import lineages_of_parts
+from packstore.io.manifest.merge import (
+    Part,
+    all_parts_of,
+    lineages_of_runs,
+    parts_of,
+)
 from packstore.io.manifest.stored_file import StoredFile
 
 SIDE_VERSION = 1
@@ -261,7 +265,44 @@ class Span(NamedTuple):
     last: int
 
 
-def covered_spans(side: SideManifest, data: Manifest, where: str) -> list[Span]:
+def spans_of_lineages(lineages: Set[str], data: Manifest) -> dict[str, list[Span]]:
+    """Return the example ids of the runs of parts that have each of these lineages.
+
+    Args:
+        lineages: of side datasets.
+        data: manifest of a dataset, or of a view of its last parts.
+
+    Returns:
+        Lineage -> runs; none for lineages that no run has.
+    """
+    # A run may begin before the parts of a view: only then all parts are hashed, which
+    # costs time quadratic in their number.
+    spans = _search_runs(lineages, parts_of(data))
+    absent_lineages = lineages - spans.keys() - {data.lineage}
+    if absent_lineages:
+        spans |= _search_runs(absent_lineages, all_parts_of(data))
+    return spans
+
+
+def _search_runs(lineages: Set[str], parts: Sequence[Part]) -> dict[str, list[Span]]:
+    spans: dict[str, list[Span]] = {}
+    next_free_part = dict.fromkeys(lineages, 0)
+    for first, end, lineage in lineages_of_runs(parts):
+        # Runs may overlap; an id gets its values once.
+        if lineage in lineages and first >= next_free_part[lineage]:
+            first_id = parts[first].first_source << SOURCE_SHIFT
+            end_id = parts[end - 1].end_source << SOURCE_SHIFT
+            spans.setdefault(lineage, []).append(Span(first_id, end_id - 1))
+            next_free_part[lineage] = end
+    return spans
+
+
+def covered_spans(
+    side: SideManifest,
+    data: Manifest,
+    runs: Mapping[str, Sequence[Span]],
+    where: str,
+) -> list[Span]:
     """Return the example ids of a dataset that a side dataset covers.
 
     These are all ids, or the ids of some parts of a combined dataset.
@@ -269,6 +310,7 @@ def covered_spans(side: SideManifest, data: Manifest, where: str) -> list[Span]:
     Args:
         side: manifest of the side dataset.
         data: manifest of the dataset.
+        runs: result of :func:`spans_of_lineages`.
         where: place of the side dataset, for messages.
 
     Raises:
@@ -286,32 +328,13 @@ def covered_spans(side: SideManifest, data: Manifest, where: str) -> list[Span]:
             raise CompatibilityError(text)
         return [Span(0, TOP)]
 
-    parts = data.provenance.get("combined_from", ())
-    spans = _spans_of_lineage(side.lineage, parts)
-    if not spans:
+    if side.lineage not in runs:
         rule = f"its lineage must be that of the dataset, {quote(data.lineage, 80)}"
-        if parts:
+        if "combined_from" in data.provenance:
             rule += ", or of a part of it"
         text = sentence(where, rule, found=quote(side.lineage, 80), remedy=remedy)
         raise CompatibilityError(text)
-    return spans
-
-
-def _spans_of_lineage(lineage: str, parts: Sequence[Mapping[str, Any]]) -> list[Span]:
-    """Return the example ids of each run of parts with this lineage."""
-    sources_of_parts = [part["sources"] for part in parts]
-    first_sources = list(accumulate(sources_of_parts, initial=0))
-
-    spans = []
-    end_of_last_run = 0
-    for first, end, lineage_of_run in lineages_of_parts(parts):
-        # Runs may overlap; an id gets its values once.
-        if lineage_of_run == lineage and first >= end_of_last_run:
-            first_id = first_sources[first] << SOURCE_SHIFT
-            end_id = first_sources[end] << SOURCE_SHIFT
-            spans.append(Span(first_id, end_id - 1))
-            end_of_last_run = end
-    return spans
+    return list(runs[side.lineage])
 
 
 def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
@@ -320,17 +343,24 @@ def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
     Args:
         name: of a column.
         spans: of the side datasets that have the column.
-        data: manifest of the dataset.
+        data: manifest of the dataset, or of a view of its last parts.
 
     Raises:
         ConfigError: spans overlap.
         CompatibilityError: an id is in no span.
     """
-    next_id = 0
+    parts = parts_of(data)
+    if not parts:
+        return
+    first_source = parts[0].first_source
+    next_id = first_source << SOURCE_SHIFT
     for span in sorted(spans):
-        if span.first > next_id:
+        if span.last < first_source << SOURCE_SHIFT:
+            continue  # of parts outside the view
+        first_id = max(span.first, first_source << SOURCE_SHIFT)
+        if first_id > next_id:
             break
-        if span.first < next_id:  # both side datasets have values for this id
+        if first_id < next_id:  # both side datasets have values for this id
             raise ConfigError(
                 f"two columns of the joined packs are named {quote(name)}."
             )
@@ -341,8 +371,8 @@ def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
         text = sentence(
             where="side data",
             rule=(
-                f"side data {quote(name)} must cover all {num_sources} sources of the "
-                "dataset"
+                f"side data {quote(name)} must cover all {num_sources - first_source} "
+                "sources of the dataset"
             ),
             found=f"none from source {next_id >> SOURCE_SHIFT} on",
             remedy=(

@@ -25,6 +25,7 @@ from packstore.io.manifest.side_manifest import (
     REF_LOGPS,
     covered_spans,
     require_covered,
+    spans_of_lineages,
     token_type,
 )
 from packstore.io.side.side import Side, SideTable, open_side
@@ -70,8 +71,11 @@ class SideColumns:
         self._sides = [
             side if isinstance(side, Side) else open_side(str(side)) for side in sides
         ]
+        lineages = {side.manifest.lineage for side in self._sides}
+        runs = spans_of_lineages(lineages, manifest)
         self._spans = [
-            covered_spans(side.manifest, manifest, side.url) for side in self._sides
+            covered_spans(side.manifest, manifest, runs, side.url)
+            for side in self._sides
         ]
         self._tables: list[SideTable] = []
 

@@ -104,6 +104,8 @@ class PackedDataset(IterableDataset[Packs]):
             by example id.
         max_keys: maximum keys of a pack's attention, the tokens of its logical
             sequences, which take memory; default: 16 x the pack size.
+        last_versions: the packs that so many of the newest versions added, see
+            :meth:`packstore.Dataset.last_versions`; None: all packs.
 
     Raises:
         DatasetNotFoundError: `source` holds no dataset.
@@ -125,10 +127,13 @@ class PackedDataset(IterableDataset[Packs]):
         reading: ReadConfig | None = None,
         side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]] = (),
         max_keys: int | None = None,
+        last_versions: int | None = None,
     ) -> None:
         if isinstance(source, str | os.PathLike):
             source = open_dataset(os.fspath(source), storage_options)
         if isinstance(source, Dataset):
+            if last_versions is not None:
+                source = source.last_versions(last_versions)
             check_keys(source, max_keys)
             sides = [side] if isinstance(side, Side | str | os.PathLike) else side
             columns = SideColumns(source, sides) if sides else None
@@ -140,6 +145,10 @@ class PackedDataset(IterableDataset[Packs]):
         elif max_keys is not None:
             raise ConfigError(
                 "max_keys limits a dataset; give it to the datasets of the stream."
+            )
+        elif last_versions is not None:
+            raise ConfigError(
+                "last_versions is of a dataset; give it to the datasets of the stream."
             )
         check_class(
             "PackedDataset", source, PackStream, "Give a dataset's folder or URL"
