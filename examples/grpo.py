@@ -56,16 +56,23 @@ def train(steps: int) -> list[float]:
         rewards = (answers == prompts.amax(1)[:, None, None]).float().mean(-1)
         advantages = rewards - rewards.mean(1, keepdim=True)
         advantages /= rewards.std(1, keepdim=True) + 1e-4
-        groups = list(zip(prompts, answers, advantages, strict=True))
-        batches = pt.pack_in_memory(groups, pack_size=256)
+        groups = [
+            {
+                "prompt": prompts[i],
+                "responses": answers[i],
+                "scores": advantages[i],
+                "logprobs": old_logps[i],
+            }
+            for i in range(PROMPTS)
+        ]
+        batches = pt.pack_in_memory(
+            groups, pack_size=256, token_values={"old_logps": "logprobs"}
+        )
         pt.use_packed_attention(model)
         for _ in range(2):  # in the second pass, ratios are clipped
             for batch in batches:
-                old = old_logps[
-                    batch.example_ids
-                ].flatten()  # in the order of batch.target_index
                 logps = pt.packed_logps(model, batch, per_token=True)
-                loss_fn(logps, batch, old_logps=old).loss.backward()
+                loss_fn(logps, batch).loss.backward()  # takes old_logps of the batch
             optimizer.step()
             optimizer.zero_grad()
         curve.append(float(rewards.mean()))

@@ -9,13 +9,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+from torch import Tensor
 
 from packstore.config import PackConfig
-from packstore.errors import ConfigError, RecordError, TokenizerError, sentence
+from packstore.errors import (
+    ConfigError,
+    RecordError,
+    TokenizerError,
+    quote,
+    sentence,
+)
 from packstore.format.arrays import (
     COUNTS,
     Examples,
@@ -25,6 +32,8 @@ from packstore.format.arrays import (
     Packs,
     Rows,
     count_packs,
+    ragged_indices,
+    to_offsets,
 )
 from packstore.format.schema import require_kind
 from packstore.torch.batch.batch import PackedBatch, StepInfo, collate
@@ -51,6 +60,7 @@ def pack_in_memory(
     kind: str = "auto",
     fields: Mapping[str, str] | None = None,
     carry: Sequence[str] = (),
+    token_values: Mapping[str, str] | None = None,
     max_keys: int | None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -75,6 +85,10 @@ def pack_in_memory(
             of the records belong to.
         fields: canonical name -> name in the records.
         carry: names of fields to carry into ``batch.columns``.
+        token_values: name in ``batch.token_columns`` -> field of the records with a
+            number for each supervised token, such as ``{"old_logps": "logprobs"}``. The
+            field is a list, array or tensor, by sequence, then position; or a list of
+            these, one for each response.
         max_keys: maximum keys of a batch's attention, the tokens of its logical
             sequences, which take memory; default: 16 x `pack_size`.
         rank, world_size: defaults as in :class:`~packstore.torch.PackedDataset`.
@@ -86,9 +100,11 @@ def pack_in_memory(
         it. Example ids are the indices of the records.
 
     Raises:
-        RecordError: a record is not of the kind, is longer than `pack_size`, or has
-            more keys than `max_keys`.
-        ConfigError: there are no records, or examples come without a kind.
+        RecordError: a record is not of the kind, is longer than `pack_size`, has more
+            keys than `max_keys`, or another number of token values than of supervised
+            tokens.
+        ConfigError: there are no records, or examples come without a kind, or with
+            `token_values`.
     """
     from packstore.pack.fill import fill
     from packstore.pack.layout import count_keys, sizes
@@ -105,17 +121,13 @@ def pack_in_memory(
     )
     rank, world_size = placement(rank, world_size)
 
-    ref_logps = None
     if isinstance(records, Examples):
-        examples = records
-        if kind == "auto":
-            raise ConfigError(
-                "the kind of examples must be given: preference, sft or scored."
-            )
+        parsed = _without_fields(records, kind, token_values)
     else:
-        examples, ref_logps, kind = _parse_records(records, config)
+        parsed = _parse_records(records, config, token_values or {})
+    examples = parsed.examples
 
-    layout = config.with_layout_of(kind).layout
+    layout = config.with_layout_of(parsed.kind).layout
     keys = count_keys(examples)
     _require_fit(keys, "max_keys", config.key_limit, "keys")
     if keys.max() > pack_size:  # the tokens are no more than the keys
@@ -128,8 +140,67 @@ def pack_in_memory(
     else:
         order, offsets = plan_prefixes(examples, pack_size, max_keys)
     packs = fill(examples, offsets, layout, order, share="pack")
-    packs = replace(packs, ref_logps=_reorder_ref_logps(ref_logps, order))
-    return _batches_of_rank(packs, kind, examples.num_examples, rank, world_size)
+    packs = parsed.add_values(packs, order)
+    return _batches_of_rank(packs, parsed.kind, examples.num_examples, rank, world_size)
+
+
+@dataclass(frozen=True, eq=False)
+class _ParsedRecords:
+    """Records in memory as examples, and their values.
+
+    Attributes:
+        kind: kind of the examples.
+        examples: the examples, in the order of the records.
+        ref_logps: float32 `[S]`, log-probs of a reference model in nats, or None if no
+            record has any.
+        token_columns: name -> float32 `[n]`, a value for each supervised token.
+    """
+
+    kind: str
+    examples: Examples
+    ref_logps: Float32 | None = None
+    token_columns: Mapping[str, Float32] = field(default_factory=dict)
+
+    def add_values(self, packs: Packs, order: Int32 | Int64) -> Packs:
+        """Return the packs of the examples with their values.
+
+        Args:
+            packs: the packs.
+            order: int `[E]`, the position in `examples` of each example of the packs.
+        """
+        ref_logps = self.ref_logps
+        if ref_logps is not None:
+            ref_logps = ref_logps.reshape(-1, 2)[order].reshape(-1)
+        token_columns = {}
+        if self.token_columns:
+            first_sequences = self.examples.example_offsets
+            offsets = _target_offsets(self.examples)[first_sequences]
+            targets = ragged_indices(offsets, order)
+            token_columns = {
+                name: values[targets] for name, values in self.token_columns.items()
+            }
+        return replace(packs, ref_logps=ref_logps, token_columns=token_columns)
+
+
+def _target_offsets(examples: Examples) -> Int64:
+    """Return where the supervised tokens of each sequence begin: int64 `[S + 1]`."""
+    is_supervised = examples.supervised.view(np.int8)
+    return to_offsets(is_supervised)[examples.sequence_offsets]
+
+
+def _without_fields(
+    examples: Examples, kind: str, token_values: Mapping[str, str] | None
+) -> _ParsedRecords:
+    """Return examples, which have no fields that could hold values."""
+    if kind == "auto":
+        raise ConfigError(
+            "the kind of examples must be given: preference, sft or scored."
+        )
+    if token_values:
+        raise ConfigError(
+            "token_values names fields of records, which must be dicts; found Examples."
+        )
+    return _ParsedRecords(kind, examples)
 
 
 def _require_fit(sizes: Int32 | Int64, setting: str, limit: int, unit: str) -> None:
@@ -218,13 +289,13 @@ class PackCollator:
 
         config = PackConfig.of(self.config, kind=self.kind).with_layout_of(self.kind)
         records = [self._prepare(record) for record in records]
-        examples, ref_logps, _ = _parse_records(records, config)
+        parsed = _parse_records(records, config, token_values={})
         offsets = np.array([0, len(records)])
-        if config.layout == "concat":
-            return replace(fill(examples, offsets, "concat"), ref_logps=ref_logps)
-        order = _order_beginnings_first(examples)
-        pack = fill(examples, offsets, config.layout, order, share="pack")
-        return replace(pack, ref_logps=_reorder_ref_logps(ref_logps, order))
+        order = np.arange(len(records))
+        if config.layout == "shared_prefix":
+            order = _order_beginnings_first(parsed.examples)
+        pack = fill(parsed.examples, offsets, config.layout, order, share="pack")
+        return parsed.add_values(pack, order)
 
     def _prepare(self, record: Any) -> Any:
         """Return a record; drop the texts of TRL's tokenized pairs, and cut their ids.
@@ -283,29 +354,18 @@ def _order_beginnings_first(examples: Examples) -> Int64:
     return np.array(list(order), np.int64)
 
 
-def _reorder_ref_logps(
-    ref_logps: Float32 | None, order: Int32 | Int64
-) -> Float32 | None:
-    """Return the log-probs of pairs, `[S]`, in the order of their examples."""
-    if ref_logps is None:
-        return None
-    return ref_logps.reshape(-1, 2)[order].reshape(-1)
-
-
 def _parse_records(
-    records: Sequence[Record], config: PackConfig
-) -> tuple[Examples, Float32 | None, str]:
-    """Return the examples, their reference log-probs, and their kind.
-
-    Log-probs are `[S]`, in nats, or None if no record has any.
-    """
+    records: Sequence[Record], config: PackConfig, token_values: Mapping[str, str]
+) -> _ParsedRecords:
+    """Return the examples of records, and their values."""
     from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
     fields = [_fields_of(record) for record in records]
-    without_ref_logps = [
-        {name: value for name, value in record.items() if name not in REF_LOGPS}
+    names_of_values = {*REF_LOGPS, *token_values.values()}
+    without_values = [
+        {name: value for name, value in record.items() if name not in names_of_values}
         for record in fields
     ]
     rows = Rows(
@@ -313,10 +373,10 @@ def _parse_records(
         path="records",
         unit="item",
         ordinals=range(len(records)),
-        values=without_ref_logps,
+        values=without_values,
     )
     config = _without_limits(config, carry=typed_carry(config, fields))
-    kind = detect_kind(without_ref_logps[0], config, rows.where(0))
+    kind = detect_kind(without_values[0], config, rows.where(0))
     try:
         examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
@@ -334,7 +394,15 @@ def _parse_records(
                 remedy="Correct it",
             )
         )
-    return examples, _collect_ref_logps(fields, kind), kind
+    token_columns = {
+        name: _collect_token_values(
+            name, [record.get(at) for record in fields], examples
+        )
+        for name, at in token_values.items()
+    }
+    return _ParsedRecords(
+        kind, examples, _collect_ref_logps(fields, kind), token_columns
+    )
 
 
 def _fields_of(record: Record) -> dict[str, Any]:
@@ -394,3 +462,63 @@ def _collect_ref_logps(
             )
         )
     return np.array([float(value) for value in values], np.float32)
+
+
+def _collect_token_values(
+    name: str, values_of_records: Sequence[Any], examples: Examples
+) -> Float32:
+    """Return the values of all supervised tokens, float32 `[n]`.
+
+    Args:
+        name: of the column.
+        values_of_records: a list, array or tensor of each record, or a list of them,
+            one for each sequence.
+        examples: the records.
+    """
+    counts_of_sequences = np.diff(_target_offsets(examples))
+    parts = []
+    for record, values in enumerate(values_of_records):
+        sequences = slice(*examples.example_offsets[record : record + 2])
+        part = _token_values_of(
+            values, counts_of_sequences[sequences], where=f"record {record}, {name}"
+        )
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _token_values_of(values: Any, counts: Int64, where: str) -> Float32:
+    """Return the values of a record's supervised tokens, float32 `[n]`.
+
+    Args:
+        values: numbers, flat or in a list for each sequence.
+        counts: int64 `[K]`, supervised tokens of each sequence.
+        where: the record and the column, for messages.
+    """
+    rule = f"must have a finite number for each of {counts.sum()} supervised tokens"
+    try:
+        is_flat = np.ndim(values[0]) == 0
+        arrays = [_as_float32(part) for part in ([values] if is_flat else values)]
+    except (TypeError, ValueError, IndexError, KeyError) as error:
+        raise RecordError(sentence(where, rule, found=quote(values))) from error
+
+    actual_counts = [len(array) for array in arrays]
+    expected_counts = [int(counts.sum())] if is_flat else counts.tolist()
+    if actual_counts != expected_counts:
+        if len(expected_counts) > 1:
+            rule += f", {expected_counts} in its responses"
+        raise RecordError(sentence(where, rule, found=str(actual_counts)))
+    flat = np.concatenate(arrays)
+    if not np.isfinite(flat).all():
+        raise RecordError(sentence(where, rule, found="NaN, None or infinite ones"))
+    return flat
+
+
+def _as_float32(values: Any) -> Float32:
+    """Return a list, array or tensor of numbers as float32 `[n]`."""
+    if isinstance(values, Tensor):
+        # numpy has no bfloat16, and reads no tensor on a device or with a gradient.
+        values = values.detach().float().cpu().numpy()
+    array = np.asarray(values, np.float32)
+    if array.ndim != 1:
+        raise ValueError("numbers of tokens must be flat")
+    return array

@@ -395,3 +395,54 @@ def test_rows_of_turns_share_batches() -> None:
     assert all(batch.num_keys <= 250 for batch in few_keys)
     with pytest.raises(RecordError, match="max_keys"):
         pt.pack_in_memory(rows, 200, "shared_prefix", max_keys=50)
+
+
+LOGPS = [  # of a group of 2 and 1 tokens, in the forms that samplers return
+    [[-0.5, -0.25], [-1.0]],
+    [-0.5, -0.25, -1.0],
+    torch.tensor([-0.5, -0.25, -1.0], dtype=torch.float64, requires_grad=True),
+    [torch.tensor([-0.5, -0.25], dtype=torch.bfloat16), np.array([-1.0])],
+]
+
+
+@pytest.mark.parametrize("logps", LOGPS)
+def test_values_of_tokens_move_with_their_records(logps: Any) -> None:
+    group = {"prompt": [1, 2], "responses": [[3, 4], [5]], "scores": [1.0, 0.0]}
+    first = {**group, "prompt": [1], "p": [[-2.0, -3.0], [-4.0]]}
+    for layout in ("concat", "shared_prefix"):
+        batches = pt.pack_in_memory(
+            [first, {**group, "p": logps}],
+            9,
+            layout,
+            token_values={"old_logps": "p"},
+            rank=0,
+            world_size=1,
+        )
+        columns = {
+            example: batch.token_columns["old_logps"].tolist()
+            for batch in batches
+            for example in batch.example_ids.tolist()
+        }
+        assert columns == {0: [-2.0, -3.0, -4.0], 1: [-0.5, -0.25, -1.0]}
+
+
+@pytest.mark.parametrize(
+    ("logps", "mentioned"),
+    [
+        (None, "3 supervised tokens; found None"),
+        ("three", "'three'"),
+        ([-0.5, -1.0], r"3 supervised tokens; found \[2\]"),
+        ([[-0.5], [-1.0, -1.0]], r"\[2, 1\] in its responses; found \[1, 2\]"),
+        ([-0.5, None, -1.0], "None"),
+        ([-0.5, float("nan"), -1.0], "NaN"),
+        ([[[-0.5], [-0.5]], [[-1.0]]], "3 supervised tokens"),
+    ],
+)
+def test_values_of_tokens_that_are_refused(logps: Any, mentioned: str) -> None:
+    group = {"prompt": [1, 2], "responses": [[3, 4], [5]], "scores": [1.0, 0.0]}
+    records = [{**group, "p": [-1, -1, -1]}, {**group, "p": logps}]
+    names = {"old_logps": "p"}
+    with pytest.raises(RecordError, match=f"record 1, old_logps: .*{mentioned}"):
+        pt.pack_in_memory(records, 90, token_values=names)
+    with pytest.raises(ConfigError, match="token_values"):
+        pt.pack_in_memory(EXAMPLES, 90, kind="preference", token_values=names)
