@@ -28,7 +28,8 @@ from packstore.io.manifest.side_manifest import (
     spans_of_lineages,
     token_type,
 )
-from packstore.io.side.side import Side, SideTable, open_side
+from packstore.io.side.side import Side, open_side
+from packstore.io.side.table import SideTable
 
 
 class _Match(NamedTuple):
@@ -126,7 +127,7 @@ class SideColumns:
             CompatibilityError: an example has no values, or another number of them.
         """
         if not self._tables:
-            self._tables = [SideTable(side) for side in self._sides]
+            self._tables = [side.load() for side in self._sides]
         if not packs:
             return packs
 

@@ -8,35 +8,27 @@ dataset.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from packstore.config import fingerprint
 from packstore.errors import (
-    CompatibilityError,
     ConfigError,
     FormatError,
     IntegrityError,
+    PackstoreError,
     quote,
     sentence,
 )
-from packstore.format.arrays import (
-    Column,
-    Float32,
-    Int64,
-    TokenValues,
-    TopK,
-    ragged_indices,
-    to_offsets,
-)
+from packstore.format.arrays import Int64, Packs, TopK, to_offsets
 from packstore.format.schema import KINDS, as_numpy, schema_difference
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import (
@@ -53,27 +45,40 @@ from packstore.io.manifest.side_manifest import (
     SIDE_TYPES,
     SideManifest,
     SideShard,
-    TokenType,
+    Span,
+    covered_spans,
+    spans_of_lineages,
     token_type,
 )
 from packstore.io.manifest.stored_file import decoding, read_stored
-from packstore.io.shards.parquet import OPTIONS, check_group, check_lists
+from packstore.io.shards.parquet import (
+    OPTIONS,
+    check_group,
+    check_lists,
+    open_parquet,
+    read_group,
+)
+from packstore.io.side.table import SideTable, require_distinct_ids
+from packstore.io.side.tokens import (
+    ColumnRows,
+    check_stored_lists,
+    list_counts,
+    sequence_lists,
+    token_lists,
+)
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 from packstore.io.versions.write_job import writing
 from packstore.version import VERSION
 
 SHARD_ROWS = 1 << 20
-"""Examples of a shard, which a writer holds, and a reader decodes at once."""
+"""Maximum examples of a shard."""
 
-MAPPED_BYTES = 64 << 20
-"""Bytes above which an array is kept in a mapped temporary file, which can be paged
-out.
-"""
+SHARD_BYTES = 128 << 20
+"""Bytes of rows that a writer holds before it stores them as a shard."""
 
-_REMEDY = "Make the side dataset anew from this dataset"
-_NO_IDS = np.empty(0, np.int64)
-_NO_TEXTS = pa.nulls(0, pa.large_string())  # pa.array would import pandas
+GROUP_BYTES = 32 << 20
+"""Maximum bytes of the rows of a row group, which a reader decodes at once."""
 
 Values = Mapping[str, npt.NDArray[Any] | TopK]
 
@@ -118,7 +123,7 @@ class SideWriter:
     ) -> None:
         source_manifest = source.manifest if isinstance(source, Dataset) else source
         self._location = Location(url, storage_options or {})
-        self._num_expected = source_manifest.totals.examples
+        self._source_totals = source_manifest.totals
         self._manifest = SideManifest(
             kind=source_manifest.kind,
             lineage=source_manifest.lineage,
@@ -141,8 +146,10 @@ class SideWriter:
         self._staging = Staging(self._location, (FOLDER, DATA))
         self._pending: list[pa.RecordBatch] = []
         self._num_pending = 0
+        self._pending_bytes = 0
         self._shards: list[SideShard] = []
         self.examples = 0
+        self._num_targets = 0
 
     def _open_job(self, overwrite: bool) -> int:
         """Mark the place as being written; return the number of the next version.
@@ -189,8 +196,11 @@ class SideWriter:
                 ``batch.num_targets``; needed only for columns of tokens.
 
         Raises:
-            ConfigError: a column is absent, unknown, or of another shape or type.
-            FormatError: a value of a sequence is not finite.
+            ConfigError: a column is absent, unknown, or of another shape, k or type.
+            FormatError: a value breaks a rule of its type: numbers of sequences and
+                tokens are finite and in the range of their type; token ids are at least
+                0, fit int32, and are distinct in a token; log-probs of a token are at
+                most 0, from the highest to the lowest.
         """
         columns = self._manifest.columns
         if values.keys() != columns.keys():
@@ -199,49 +209,86 @@ class SideWriter:
                 f"{', '.join(values)}."
             )
         ids = np.asarray(example_ids, np.int64)
-        counts = self._sequence_counts(len(ids), num_responses)
+        sequence_counts = self._sequence_counts(len(ids), num_responses)
+        token_counts = self._token_counts(len(ids), num_targets)
 
+        batch = self._encode(ids, values, sequence_counts, token_counts)
+        for run in _cut_by_bytes(batch, SHARD_BYTES):
+            self._pending.append(run)
+            self._num_pending += len(run)
+            self._pending_bytes += run.nbytes
+            while self._num_pending >= SHARD_ROWS:
+                self._flush(SHARD_ROWS)
+            if self._pending_bytes >= SHARD_BYTES:
+                self._flush(self._num_pending)
+        self.examples += len(ids)
+        self._num_targets += int(token_counts.sum())
+
+    def _encode(
+        self, ids: Int64, values: Values, sequence_counts: Int64, token_counts: Int64
+    ) -> pa.RecordBatch:
+        """Return rows of the shards; see :meth:`write`."""
         schema = self._manifest.schema
         arrays = [pa.array(ids)]
-        for name, type_name in columns.items():
+        for name, type_name in self._manifest.columns.items():
             type_ = schema.field(name).type
             of_tokens = token_type(type_name)
             if of_tokens is not None:
-                if num_targets is None:
-                    raise ConfigError(f"{name} is of tokens, and needs num_targets.")
-                token_counts = np.asarray(num_targets, np.int64)
-                array = _token_column(name, values[name], token_counts, of_tokens)
+                rows = ColumnRows(name, ids, token_counts)
+                array = token_lists(values[name], of_tokens, rows)
             elif pa.types.is_list(type_):
-                array = _sequence_column(name, np.asarray(values[name]), counts, type_)
+                rows = ColumnRows(name, ids, sequence_counts)
+                array = sequence_lists(np.asarray(values[name]), rows)
             else:
                 array = _example_column(name, np.asarray(values[name]), len(ids), type_)
             arrays.append(array)
-        self._pending.append(pa.RecordBatch.from_arrays(arrays, schema=schema))
-        self._num_pending += len(ids)
-        self.examples += len(ids)
-
-        while self._num_pending >= SHARD_ROWS:
-            self._flush(SHARD_ROWS)
+        return pa.RecordBatch.from_arrays(arrays, schema=schema)
 
     def _sequence_counts(self, num_examples: int, num_responses: Any) -> Int64:
         """Return the number of sequences of each example, int64 `[E]`."""
         if num_responses is not None:
-            return np.asarray(num_responses, np.int64)
+            return _counts("num_responses", num_responses, num_examples)
         responses_of_kind = KINDS[self._manifest.kind]
         if responses_of_kind is None:
             raise ConfigError("examples of kind scored need num_responses.")
         return np.full(num_examples, responses_of_kind, np.int64)
 
+    def _token_counts(self, num_examples: int, num_targets: Any) -> Int64:
+        """Return the number of supervised tokens of each example, int64 `[E]`; zeros
+        if no column is of tokens.
+        """
+        token_columns = self._token_columns
+        if not token_columns:
+            return np.zeros(num_examples, np.int64)
+        if num_targets is None:
+            raise ConfigError(
+                f"{token_columns[0]} is of tokens, and needs num_targets."
+            )
+        return _counts("num_targets", num_targets, num_examples)
+
+    @property
+    def _token_columns(self) -> list[str]:
+        columns = self._manifest.columns
+        return [name for name, type_name in columns.items() if token_type(type_name)]
+
     def commit(self) -> int:
         """Finish the last shard and commit the side dataset; return its version.
 
         Raises:
-            ConfigError: an example has no values, or more than once.
+            ConfigError: an example has no values, or more than once; or the dataset
+                has another number of supervised tokens.
         """
-        if self.examples != self._num_expected:
+        num_examples = self._source_totals.examples
+        if self.examples != num_examples:
             raise ConfigError(
-                f"a side dataset must hold each of {self._num_expected} examples of "
-                f"its dataset once; got {self.examples}."
+                f"a side dataset must hold each of {num_examples} examples of its "
+                f"dataset once; got {self.examples}."
+            )
+        num_targets = self._source_totals.supervised_tokens
+        if self._token_columns and self._num_targets != num_targets:
+            raise ConfigError(
+                f"{self._token_columns[0]} must have values for each of {num_targets} "
+                f"supervised tokens of its dataset; got {self._num_targets}."
             )
         if self._num_pending > 0:
             self._flush(self._num_pending)
@@ -261,10 +308,16 @@ class SideWriter:
         pending = pa.Table.from_batches(self._pending)
         self._pending = pending.slice(num_rows).to_batches()
         self._num_pending -= num_rows
+        self._pending_bytes = sum(batch.nbytes for batch in self._pending)
 
         table = pending.slice(0, num_rows).sort_by("example_ids").combine_chunks()
-        with self._staging.file() as file:
-            pq.write_table(table, file, store_schema=True, **OPTIONS)
+        (rows,) = table.to_batches()
+        with (
+            self._staging.file() as file,
+            pq.ParquetWriter(file, table.schema, **OPTIONS) as writer,
+        ):
+            for row_group in _cut_by_bytes(rows, GROUP_BYTES):
+                writer.write_batch(row_group)
         prefix = f"{DATA}/{self._run}-{len(self._shards):05d}"
         shard = SideShard.of(file.name, prefix, ".parquet", rows=num_rows)
         self._staging.store(file.name, shard.path)
@@ -289,7 +342,10 @@ def _example_column(
     name: str, values: npt.NDArray[Any], num_examples: int, type_: pa.DataType
 ) -> pa.Array:
     """Return a column with one value for each example."""
-    _require_length(name, values, num_examples)
+    if values.shape != (num_examples,):
+        raise ConfigError(
+            f"{name} must have shape ({num_examples},); found {values.shape}."
+        )
     try:
         column = pa.array(values, type_, from_pandas=False)
     except (pa.ArrowException, TypeError, ValueError) as error:
@@ -301,85 +357,70 @@ def _example_column(
     return column
 
 
-def _sequence_column(
-    name: str, values: npt.NDArray[Any], counts: Int64, type_: pa.DataType
-) -> pa.Array:
-    """Return a column with one value for each sequence; `counts` of each example."""
-    _require_length(name, values, int(counts.sum()))
-    _require_finite(name, values)
-    return _lists(to_offsets(counts), values.astype(np.float32), type_)
-
-
-def _token_column(name: str, values: Any, counts: Int64, type_: TokenType) -> pa.Array:
-    """Return a column of tokens; `counts` of the supervised tokens of each example."""
-    num_tokens = int(counts.sum())
-    offsets = to_offsets(counts)
-    if type_.k is None:
-        numbers = np.asarray(values)
-        _require_length(name, numbers, num_tokens)
-        _require_finite(name, numbers)
-        return _lists(offsets, numbers.astype(type_.dtype), type_.arrow)
-
-    if not isinstance(values, TopK):
-        raise ConfigError(f"{name} must be a TopK; found {type(values).__name__}.")
-    ids = np.asarray(values.ids)
-    logps = np.asarray(values.logps)
-    for array in (ids, logps):
-        if array.shape != (num_tokens, type_.k):
-            raise ConfigError(
-                f"{name} must have shape ({num_tokens}, {type_.k}); found "
-                f"{array.shape}."
-            )
-    _require_finite(name, logps)
-    fields = [field.type for field in type_.arrow]
-    offsets_of_values = offsets * type_.k
-    arrays = [_lists(offsets_of_values, ids.astype(np.int32).ravel(), fields[0])]
-    if type_.dtype == "uint8":
-        stored, scales = _to_bytes(logps, offsets)
-        arrays.append(_lists(offsets_of_values, stored.ravel(), fields[1]))
-        arrays.append(pa.array(scales))
-    else:
-        flat = logps.astype(type_.dtype).ravel()
-        arrays.append(_lists(offsets_of_values, flat, fields[1]))
-    return pa.StructArray.from_arrays(arrays, fields=list(type_.arrow))
-
-
-def _to_bytes(
-    logps: npt.NDArray[Any], offsets: Int64
-) -> tuple[npt.NDArray[np.uint8], Float32]:
-    """Return log-probs as multiples of ``-scale``, and the scale of each example."""
-    lowest = np.zeros(len(offsets) - 1, np.float32)
-    has_tokens = np.diff(offsets) > 0
-    starts = offsets[:-1][has_tokens]
-    lowest_of_tokens = logps.astype(np.float32).min(axis=1)
-    if len(starts):
-        lowest[has_tokens] = np.minimum.reduceat(lowest_of_tokens, starts)
-    scales = (np.maximum(-lowest, 1e-6) / 255).astype(np.float32)
-    scale_of_tokens = np.repeat(scales, np.diff(offsets))[:, None]
-    steps = np.rint(-logps.astype(np.float32) / scale_of_tokens)
-    return steps.clip(0, 255).astype(np.uint8), scales
-
-
-def _lists(offsets: Int64, flat: npt.NDArray[Any], type_: pa.DataType) -> pa.Array:
-    return pa.ListArray.from_arrays(
-        pa.array(offsets.astype(np.int32)), pa.array(flat), type=type_
-    )
-
-
-def _require_finite(name: str, values: npt.NDArray[Any]) -> None:
-    if not np.isfinite(values).all():
-        text = sentence(
-            name, rule="its values must be finite", found="NaN or infinite ones"
+def _counts(name: str, values: Any, num_examples: int) -> Int64:
+    """Return the counts of each example, int64 `[E]`."""
+    counts = np.asarray(values, np.int64)
+    if counts.shape != (num_examples,) or (counts < 0).any():
+        raise ConfigError(
+            f"{name} must be a count for each of {num_examples} examples; found "
+            f"{quote(counts.tolist())}."
         )
-        raise FormatError(text)
+    return counts
 
 
-def _require_length(name: str, values: npt.NDArray[Any], length: int) -> None:
-    if values.shape != (length,):
-        raise ConfigError(f"{name} must have shape ({length},); found {values.shape}.")
+def _row_bytes(array: pa.Array) -> Int64:
+    """Return about how many bytes each row of a column takes in memory, int64 `[E]`."""
+    type_ = array.type
+    num_bytes = np.full(len(array), 8, np.int64)
+    if pa.types.is_struct(type_):
+        for field in array.flatten():
+            num_bytes += _row_bytes(field)
+    elif pa.types.is_list(type_):
+        num_bytes += list_counts(array) * (type_.value_type.bit_width // 8)
+    elif pa.types.is_string(type_):
+        num_bytes += as_numpy(pc.binary_length(array))
+    return num_bytes
+
+
+def _cut_by_bytes(batch: pa.RecordBatch, max_bytes: int) -> list[pa.RecordBatch]:
+    """Cut rows into runs of at most `max_bytes`; a larger row is a run alone."""
+    num_bytes = np.zeros(len(batch), np.int64)
+    for column in batch.columns:
+        num_bytes += _row_bytes(column)
+    offsets = to_offsets(num_bytes)
+    runs = []
+    start = 0
+    while start < len(batch):
+        last = np.searchsorted(offsets, offsets[start] + max_bytes, side="right") - 1
+        end = max(start + 1, int(last))
+        runs.append(batch.slice(start, end - start))
+        start = end
+    return runs
 
 
 # Reading
+
+
+@dataclass(frozen=True)
+class SideReport:
+    """The result of :meth:`Side.verify`.
+
+    Attributes:
+        url: the side dataset, without secrets.
+        problems: one sentence each; empty if the side dataset is intact.
+        examples: number of examples with values, by the manifest.
+        shards: number of shards checked.
+    """
+
+    url: str
+    problems: tuple[str, ...]
+    examples: int
+    shards: int
+
+    @property
+    def ok(self) -> bool:
+        """True if there are no problems."""
+        return not self.problems
 
 
 class Side:
@@ -408,34 +449,116 @@ class Side:
         return self.location.display
 
     def iter_batches(self) -> Iterator[pa.RecordBatch]:
-        """Yield all rows by shard, sorted by id in each, with verified hashes.
+        """Yield all rows by row group, sorted by id in each shard.
+
+        Hashes, limits and the rules of values are checked, but not whether the ids of a
+        token are distinct, nor those of examples.
 
         Raises:
-            IntegrityError: a shard is not the one of the manifest.
+            IntegrityError: a shard is not the one of the manifest, or a value breaks a
+                rule of its type.
             StorageError: the store refuses.
         """
         for shard in self.manifest.shards:
-            yield self._read_shard(shard)
+            yield from self._read_shard(shard)
 
-    def _read_shard(self, shard: SideShard) -> pa.RecordBatch:
+    def verify(self, dataset: Dataset | None = None) -> SideReport:
+        """Read the whole side dataset, and check every hash and rule.
+
+        Args:
+            dataset: its dataset, or one that it should join: its lineage is compared,
+                and its numbers of sequences and supervised tokens of each example.
+
+        Returns:
+            All problems, in one report.
+        """
+        problems = self._check_shards()
+        if dataset is not None and not problems:
+            problems = self._check_dataset(dataset)
+        return SideReport(
+            url=self.url,
+            problems=tuple(problems),
+            examples=len(self),
+            shards=len(self.manifest.shards),
+        )
+
+    def _check_shards(self) -> list[str]:
+        """Return the first problem of each shard, and ids that repeat."""
+        problems: list[str] = []
+        example_ids = [np.empty(0, np.int64)]
+        for shard in self.manifest.shards:
+            with _collect(problems):
+                for batch in self._read_shard(shard, distinct=True):
+                    example_ids.append(as_numpy(batch.column("example_ids")))
+        with _collect(problems):
+            require_distinct_ids(np.sort(np.concatenate(example_ids)), self.url)
+        return problems
+
+    def _check_dataset(self, dataset: Dataset) -> list[str]:
+        """Return the first problem of the values of a dataset's examples."""
+        problems: list[str] = []
+        runs = spans_of_lineages({self.manifest.lineage}, dataset.manifest)
+        with _collect(problems):
+            spans = covered_spans(self.manifest, dataset.manifest, runs, self.url)
+            table = self.load()
+            for packs in dataset.iter_packs():
+                for span in spans:
+                    self._check_counts(table, packs, span)
+        return problems
+
+    def _check_counts(self, table: SideTable, packs: Packs, span: Span) -> None:
+        """Raise unless examples in a span have rows with their counts."""
+        ids = packs.example_ids
+        is_inside = (ids >= span.first) & (ids <= span.last)
+        rows = table.find(ids[is_inside] - span.first)
+        for name, type_name in self.manifest.known_columns.items():
+            if token_type(type_name) is not None:
+                table.require_counts(name, rows, packs.num_targets[is_inside])
+            elif type_name == PER_SEQUENCE:
+                table.require_counts(name, rows, packs.num_responses[is_inside])
+
+    def load(self) -> SideTable:
+        """Return the values of all examples, to be looked up by example id.
+
+        Raises like :meth:`iter_batches`, and IntegrityError for an id that repeats.
+        """
+        return SideTable(self.url, self.manifest.known_columns, self.iter_batches())
+
+    def _read_shard(
+        self, shard: SideShard, *, distinct: bool = False
+    ) -> Iterator[pa.RecordBatch]:
+        """Yield the row groups of a shard; see :meth:`iter_batches`.
+
+        Args:
+            shard: an entry of the manifest.
+            distinct: check besides that the ids of each token are distinct.
+        """
         where = self.location.join(shard.path).display
         data = read_stored(self.location, shard)
         names = ["example_ids", *self.manifest.known_columns]
         with decoding(where):
-            file = pq.ParquetFile(
-                pa.BufferReader(data), page_checksum_verification=True, pre_buffer=False
-            )
+            metadata = pq.read_metadata(pa.BufferReader(data))
+            file = open_parquet(pa.BufferReader(data), metadata, page_checksums=True)
             self._check_schema(file, shard, where)
             # Limits of lists and pages are checked before they are decoded.
-            check_lists(file.metadata, names)
+            check_lists(metadata, names)
             for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
+                group = metadata.row_group(number)
                 check_group(group, group.num_rows, names=names)
 
-            table = file.read(names, use_threads=False).combine_chunks()
-            (batch,) = table.to_batches()
-            batch.validate(full=True)
-        return batch
+        for number in range(file.num_row_groups):
+            with decoding(where):
+                batch = read_group(file, number, names)
+                batch.validate(full=True)
+                self._check_values(batch, where, distinct=distinct)
+            yield batch
+
+    def _check_values(
+        self, batch: pa.RecordBatch, where: str, *, distinct: bool
+    ) -> None:
+        """Raise IntegrityError if a value breaks a rule of its type."""
+        for name, type_name in self.manifest.known_columns.items():
+            check_stored_lists(batch, name, type_name, where, distinct=distinct)
 
     def _check_schema(self, file: pq.ParquetFile, shard: SideShard, where: str) -> None:
         num_rows = file.metadata.num_rows
@@ -447,6 +570,15 @@ class Side:
                 found=difference or f"{num_rows} rows",
             )
             raise IntegrityError(text)
+
+
+@contextlib.contextmanager
+def _collect(problems: list[str]) -> Iterator[None]:
+    """Add an error of this context to the problems."""
+    try:
+        yield
+    except PackstoreError as error:
+        problems.append(str(error))
 
 
 def open_side(
@@ -469,207 +601,3 @@ def open_side(
     location = Location(url, storage_options or {})
     data, where, number = read_committed(location, version, SIDE)
     return Side(location, SideManifest.from_json(data, where), number)
-
-
-class SideTable:
-    """The values of a side dataset by example id, read at once.
-
-    Memory: the values, and 8 bytes for each example.
-
-    Raises:
-        IntegrityError: a shard is damaged, an id repeats, or a value of a sequence is
-            not finite.
-    """
-
-    def __init__(self, side: Side) -> None:
-        self.url = side.url
-        batches = list(side.iter_batches())
-        with decoding(self.url):
-            ids = _concat([batch.column("example_ids") for batch in batches])
-            order = np.argsort(ids, kind="stable")
-            self._ids = _memmap_if_large(ids[order])
-            self._require_distinct_ids()
-
-            self._columns: dict[str, Any] = {}
-            # Of columns with a value for each sequence: the first value of each row.
-            self._offsets: dict[str, Int64] = {}
-            # Of columns of 8 bits: the scale of each row.
-            self._scales: dict[str, Float32] = {}
-            for name, type_name in side.manifest.known_columns.items():
-                arrays = [batch.column(name) for batch in batches]
-                of_tokens = token_type(type_name)
-                if of_tokens is not None:
-                    self._load_tokens(name, arrays, order, of_tokens)
-                elif type_name == PER_SEQUENCE:
-                    self._load_lists(name, arrays, order)
-                elif type_name == "string":
-                    self._columns[name] = _concat_texts(arrays).take(pa.array(order))
-                else:
-                    values = _concat(arrays)
-                    self._columns[name] = _memmap_if_large(values[order])
-
-    def _require_distinct_ids(self) -> None:
-        is_repeated = self._ids[1:] == self._ids[:-1]
-        repeated = self._ids[1:][is_repeated]
-        if len(repeated):
-            text = sentence(
-                where=self.url,
-                rule="example ids must be distinct",
-                found=f"{len(repeated)} that repeat, the first of them {repeated[0]}",
-            )
-            raise IntegrityError(text)
-
-    def _load_lists(self, name: str, arrays: Sequence[pa.Array], order: Int64) -> None:
-        values = _concat([array.flatten() for array in arrays])
-        if not np.isfinite(values).all():
-            text = sentence(
-                self.url, rule=f"{name} must be finite", found="NaN or infinity"
-            )
-            raise IntegrityError(text)
-
-        counts = [np.diff(as_numpy(array.offsets).astype(np.int64)) for array in arrays]
-        counts_of_rows = np.concatenate([_NO_IDS, *counts])
-        sorted_values = values[ragged_indices(to_offsets(counts_of_rows), order)]
-        self._columns[name] = _memmap_if_large(sorted_values)
-        self._offsets[name] = _memmap_if_large(to_offsets(counts_of_rows[order]))
-
-    def _load_tokens(
-        self, name: str, arrays: Sequence[pa.Array], order: Int64, type_: TokenType
-    ) -> None:
-        if type_.k is None:
-            self._load_lists(name, arrays, order)
-            return
-        ids = [array.field("ids") for array in arrays]
-        logps = [array.field("logps") for array in arrays]
-        lengths = [np.diff(as_numpy(array.offsets).astype(np.int64)) for array in ids]
-        counts = np.concatenate([_NO_IDS, *lengths]) // type_.k
-        tokens = ragged_indices(to_offsets(counts), order)
-        flat_ids = _concat([array.flatten() for array in ids])
-        flat_logps = _concat([array.flatten() for array in logps])
-        self._columns[name] = TopK(
-            _memmap_if_large(flat_ids.reshape(-1, type_.k)[tokens]),
-            _memmap_if_large(flat_logps.reshape(-1, type_.k)[tokens]),
-        )
-        self._offsets[name] = _memmap_if_large(to_offsets(counts[order]))
-        if type_.dtype == "uint8":
-            scales = _concat([array.field("scale") for array in arrays])
-            self._scales[name] = scales[order]
-
-    def find(self, example_ids: Int64) -> Int64:
-        """Return the rows of examples, int64 `[E]`.
-
-        Raises:
-            CompatibilityError: an example has no values.
-        """
-        rows = np.searchsorted(self._ids, example_ids)
-        rows[rows == len(self._ids)] = 0
-        if len(self._ids):
-            absent_ids = example_ids[self._ids[rows] != example_ids]
-        else:
-            absent_ids = example_ids
-        if len(absent_ids):
-            text = sentence(
-                where=self.url,
-                rule="every example must have its values",
-                found=(
-                    f"none for {len(absent_ids)} of {len(example_ids)}, the first of "
-                    f"them {absent_ids[0]}"
-                ),
-                remedy=_REMEDY,
-            )
-            raise CompatibilityError(text)
-        return rows
-
-    def column(self, name: str, rows: Int64) -> Column:
-        """Return the value of each example, `[E]`; texts as objects.
-
-        Args:
-            name: of a column with a value for each example.
-            rows: int64 `[E]`, as of :meth:`find`.
-        """
-        values = self._columns[name]
-        if isinstance(values, pa.Array):
-            texts = values.take(pa.array(rows)).to_pylist()
-            return np.array(texts, np.object_)
-        return np.asarray(values[rows])
-
-    def sequence_values(
-        self, name: str, rows: Int64, num_responses: npt.NDArray[np.integer]
-    ) -> Float32:
-        """Return the value of each sequence, float32 `[S]`.
-
-        Args:
-            name: of a column with a value for each sequence.
-            rows: int64 `[E]`, as of :meth:`find`.
-            num_responses: int `[E]`, sequences of each example.
-
-        Raises:
-            CompatibilityError: an example has another number of sequences.
-        """
-        places = self._places_of_values(name, rows, num_responses, "sequences")
-        return np.asarray(self._columns[name][places])
-
-    def token_values(
-        self, name: str, rows: Int64, num_targets: npt.NDArray[np.integer]
-    ) -> TokenValues:
-        """Return the values of the examples' supervised tokens.
-
-        Args:
-            name: of a column of tokens.
-            rows: int64 `[E]`, as of :meth:`find`.
-            num_targets: int `[E]`, supervised tokens of each example.
-
-        Returns:
-            `[n]`, or `[n, k]` each; log-probs of 8 bits as float32.
-
-        Raises:
-            CompatibilityError: an example has another number of supervised tokens.
-        """
-        places = self._places_of_values(name, rows, num_targets, "supervised tokens")
-        values = self._columns[name]
-        if not isinstance(values, TopK):
-            return np.asarray(values[places])
-        logps = np.asarray(values.logps[places])
-        if name in self._scales:
-            scales = np.repeat(self._scales[name][rows], num_targets)
-            logps = logps * -scales[:, None]
-        return TopK(np.asarray(values.ids[places]), logps)
-
-    def _places_of_values(
-        self, name: str, rows: Int64, counts: npt.NDArray[np.integer], unit: str
-    ) -> Int64:
-        """Return where the values of rows are, which must have these counts."""
-        offsets = self._offsets[name]
-        actual_counts = offsets[rows + 1] - offsets[rows]
-        wrong_rows = np.flatnonzero(actual_counts != counts)
-        if len(wrong_rows):
-            first = wrong_rows[0]
-            text = sentence(
-                where=f"{self.url}, example {self._ids[rows[first]]}",
-                rule=f"it must have {name} of {counts[first]} {unit}",
-                found=str(actual_counts[first]),
-                remedy=_REMEDY,
-            )
-            raise CompatibilityError(text)
-        return ragged_indices(offsets, rows)
-
-
-def _concat(arrays: Sequence[pa.Array]) -> npt.NDArray[Any]:
-    """Return the values of all arrays; int64 `[0]` if there are none."""
-    return np.concatenate([as_numpy(array) for array in arrays] or [_NO_IDS])
-
-
-def _concat_texts(arrays: Sequence[pa.Array]) -> pa.Array:
-    # Offsets of 32 bits would not reach all texts.
-    large_arrays = [array.cast(pa.large_string()) for array in arrays]
-    return pa.concat_arrays(large_arrays or [_NO_TEXTS])
-
-
-def _memmap_if_large(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return `values`, moved to a mapped temporary file if they are large."""
-    if values.nbytes <= MAPPED_BYTES:
-        return values
-    with tempfile.TemporaryFile(prefix="packstore-side-") as file:
-        values.tofile(file)
-        file.flush()
-        return np.memmap(file, values.dtype, "r", shape=values.shape)

@@ -106,7 +106,9 @@ def ds(kit: Any, tmp_path: Path) -> Dataset:
 @pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
 def test_there_and_back(kit, tmp_path, monkeypatch, kind, shard_rows, mapped) -> None:
     monkeypatch.setattr(SHARD_ROWS, shard_rows)
-    monkeypatch.setattr("packstore.io.side.side.MAPPED_BYTES", 0 if mapped else 1 << 20)
+    monkeypatch.setattr(
+        "packstore.io.side.table.MAPPED_BYTES", 0 if mapped else 1 << 20
+    )
     ds = kit.made(tmp_path / "ds", 20, kind)
     url = derived(str(tmp_path / "side"), ds)
     side = open_side(url)
