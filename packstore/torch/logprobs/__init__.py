@@ -9,6 +9,7 @@ from packstore.torch.logprobs.head import (
 )
 from packstore.torch.logprobs.logprobs import (
     HeadLogProbs,
+    HeadLogProbsOfIds,
     segment_logps,
     segment_token_counts,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "HEAD_BACKENDS",
     "Head",
     "HeadLogProbs",
+    "HeadLogProbsOfIds",
     "PackedPolicy",
     "Passes",
     "Projection",

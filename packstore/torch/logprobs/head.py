@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from packstore.errors import CompatibilityError, ConfigError, sentence
+from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.format.arrays import TopK
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
 from packstore.torch.logprobs.logprobs import exact_dtype, segment_logps
@@ -179,7 +180,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
     logits.
 
     With `per_token`, the log-probs of its supervised tokens, `[n]`, in the order of
-    ``batch.target_index``.
+    ``batch.target_index``. With `ids_of`, those of k ids in place of each, `[n, k]`.
 
     If the model's config asks for a load-balancing loss of experts, log-probs with
     gradients carry that loss to :class:`~packstore.torch.PreferenceLoss`.
@@ -188,13 +189,16 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
         model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
         batch: the batch, on the model's device.
         settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of
-            :func:`segment_logps`.
+            :func:`segment_logps`. `ids_of`: name of a column of
+            ``batch.token_columns`` with the top k of each token, whose ids are
+            :func:`segment_logps`' `ids`.
 
     Raises:
         CompatibilityError: the head is not a plain one, see :func:`find_head`; the
             routers do not give the load-balancing loss that the config asks for; the
-            model is compiled; or gradients are enabled and the model is inside DDP or
-            FSDP, which would not reduce them.
+            model is compiled; gradients are enabled and the model is inside DDP or
+            FSDP, which would not reduce them; or ids are not below the vocabulary.
+        ConfigError: the batch has no top k of the name `ids_of`.
     """
     check_direct_call(model, "packed_logps")
     return _compute_logps(model, batch, **settings)
@@ -236,8 +240,8 @@ class PackedPolicy(nn.Module):
     Args:
         model: a Hugging Face causal LM, or a sequence-classification model of one
             label, prepared by :func:`use_packed_attention`.
-        settings: `chunk_size`, `keep_logits`, `backend`, `per_token` of
-            :func:`segment_logps`, for a causal LM.
+        settings: `chunk_size`, `keep_logits`, `backend`, `per_token`, `ids_of` of
+            :func:`packed_logps`, for a causal LM.
 
     Raises:
         CompatibilityError: as :func:`packed_logps`; compile this module, not the model.
@@ -284,10 +288,13 @@ def policy_output(model: Any, batch: PackedBatch, **settings: Any) -> Tensor:
     return _compute_logps(model, batch, **settings)
 
 
-def _compute_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tensor:
+def _compute_logps(
+    model: nn.Module, batch: PackedBatch, ids_of: str | None = None, **settings: Any
+) -> Tensor:
     """Compute log-probs, which carry the router losses that the model's config asks
     for.
     """
+    ids = None if ids_of is None else _ids_of_column(batch, ids_of)
     routers = router_settings(model) if torch.is_grad_enabled() else None
     head = find_head(model)
     check_prepared(model)
@@ -311,9 +318,30 @@ def _compute_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Ten
         bias=head.bias,
         logit_scale=head.logit_scale,
         softcap=head.softcap,
+        ids=ids,
         **settings,
     )
     return logps if losses is None else carry(logps, losses)
+
+
+def _ids_of_column(batch: PackedBatch, name: str) -> Tensor:
+    """Return the ids of a column with the top k of each token, int32 `[n, k]`."""
+    column = batch.token_columns.get(name)
+    if isinstance(column, TopK):
+        ids: Tensor = column.ids
+        return ids
+    columns = [
+        other
+        for other, values in batch.token_columns.items()
+        if isinstance(values, TopK)
+    ]
+    text = sentence(
+        where=f"ids_of={quote(name)}",
+        rule="the batch must have such a column with the top k of each token",
+        found=", ".join(columns) or "none",
+        remedy="Join the side dataset that has it: PackedDataset(…, side=[…])",
+    )
+    raise ConfigError(text)
 
 
 def _candidate_heads(model: Any) -> list[Head]:

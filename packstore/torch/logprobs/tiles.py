@@ -230,8 +230,36 @@ def _target_columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Return the targets' columns, clamped into the tile, and whether they are inside,
     `[n, 1]` each.
     """
-    is_inside = (targets >= 0) & (targets < width)
-    return targets.clamp(0, width - 1)[:, None], is_inside[:, None]
+    return columns_of_ids(targets[:, None], width)
+
+
+def logits_of_ids(tile: Tile, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits of some ids of each token, and whether they are in the tile.
+
+    Call it before a pass, which may overwrite the product. Ids in other tiles have any
+    logit.
+
+    Args:
+        tile: the tile.
+        ids: int64 `[n, k]`, counted from the first column of the tile.
+    """
+    columns, is_inside = columns_of_ids(ids, tile.product.shape[-1])
+    projection = tile.projection
+    logits = tile.product.gather(-1, columns)
+    if tile.bias is not None:
+        logits += tile.bias[columns]
+    logits *= projection.scale
+    if projection.softcap is not None:
+        logits = projection.softcap * torch.tanh(logits / projection.softcap)
+    return logits, is_inside
+
+
+def columns_of_ids(ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Return the columns of ids, clamped into a tile of `width` columns, and whether
+    they are inside.
+    """
+    is_inside = (ids >= 0) & (ids < width)
+    return ids.clamp(0, width - 1), is_inside
 
 
 def _logits(tile: Tile) -> tuple[Tensor, Tensor | None]:

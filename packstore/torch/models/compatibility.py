@@ -16,6 +16,7 @@ from typing import Any
 
 from packstore.config.settings import check_class
 from packstore.errors import CompatibilityError, ConfigError, quote, sentence
+from packstore.format.arrays import TopK
 from packstore.format.tokenizer_identity import PROBES, probe_sha256, vocabulary_sha256
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.manifest import Manifest
@@ -119,7 +120,7 @@ def _manifest_of(data: Dataset | Manifest) -> Manifest:
 
 
 def check_ids(batch: PackedBatch, model: Any) -> None:
-    """Raise for ids beyond the model's embeddings.
+    """Raise for ids beyond the model's embeddings, also for those of a teacher's top k.
 
     A dataset of ids that records no tokenizer may hold them. On a GPU, the lookup would
     end the process without naming the id.
@@ -127,16 +128,21 @@ def check_ids(batch: PackedBatch, model: Any) -> None:
     if batch.input_ids.device.type != "cpu":
         return  # reading the ids would wait for the device; a loader's are on the CPU
     vocab_size = text_config(unwrapped(model)).vocab_size
-    largest = int(batch.input_ids.max())
-    if largest >= vocab_size:
-        raise CompatibilityError(
-            sentence(
-                where="dataset and model",
-                rule=f"token ids must be below {vocab_size}",
-                found=str(largest),
-                remedy="Use the model that belongs to the ids",
+    ids_of_columns = {"dataset and model": batch.input_ids}
+    for name, values in batch.token_columns.items():
+        if isinstance(values, TopK):
+            ids_of_columns[f"column {quote(name)} and model"] = values.ids
+    for where, ids in ids_of_columns.items():
+        largest = int(ids.max()) if ids.numel() else 0
+        if largest >= vocab_size:
+            raise CompatibilityError(
+                sentence(
+                    where=where,
+                    rule=f"token ids must be below {vocab_size}",
+                    found=str(largest),
+                    remedy="Use the model that belongs to the ids",
+                )
             )
-        )
 
 
 def check_tokenizer(

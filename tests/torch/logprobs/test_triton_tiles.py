@@ -41,6 +41,7 @@ from packstore.torch.logprobs import (
     EAGER,
     HEAD_BACKENDS,
     HeadLogProbs,
+    HeadLogProbsOfIds,
     Passes,
     Projection,
     Tile,
@@ -59,7 +60,8 @@ WIDTH = 16
 class Case(NamedTuple):
     """A head; `trained`: which of hidden states, weight and bias need a gradient.
 
-    With `masked`, the first half of the vocabulary has a bias of -inf.
+    With `masked`, the first half of the vocabulary has a bias of -inf; with `ids`,
+    each token has so many ids in place of its target.
     """
 
     tokens: int
@@ -71,6 +73,7 @@ class Case(NamedTuple):
     keep_logits: bool = False
     half: bool = False
     masked: bool = False
+    ids: int = 0
 
 
 SHAPES = ((1, 5), (1, 301), (7, 1), (7, 301))
@@ -92,6 +95,10 @@ CASES = [
         Case(7, 301, biased=True, trained=trained, masked=True)
         for trained in ("h", "hw")
     ),
+    Case(7, 301, 0.5, 1.5, True, ids=3),
+    Case(130, 177, 0.5, 1.5, False, "h", ids=3),
+    Case(7, 301, 0.3, None, True, "hw", keep_logits=True, ids=3),
+    Case(7, 301, 0.5, 1.5, False, "hw", half=True, ids=3),
 ]
 
 
@@ -114,14 +121,19 @@ def step(case: Case, backend: str) -> list[Tensor]:
     )
     lowest = case.vocab // 2 if case.masked else 0
     targets = torch.randint(lowest, case.vocab, (case.tokens,), generator=made)
+    function: Any = HeadLogProbs
+    if case.ids:
+        function = HeadLogProbsOfIds
+        shape = (case.tokens, case.ids)
+        targets = torch.randint(lowest, case.vocab, shape, generator=made)
+        targets[:, -1] = targets[:, 0]
+        upstream = torch.randn(shape, generator=made)
     bias[:lowest] = -math.inf
     named = {"h": hidden, "w": weight, **({"b": bias} if case.biased else {})}
     leaves = [x.requires_grad_() for name, x in named.items() if name in case.trained]
     size = max(64, case.tokens * case.vocab // 3)
     how = Projection(case.scale, case.softcap, size, backend, case.keep_logits)
-    logps = HeadLogProbs.apply(
-        hidden, weight, bias if case.biased else None, targets, how
-    )
+    logps = function.apply(hidden, weight, bias if case.biased else None, targets, how)
     first, again = (
         torch.autograd.grad(logps, leaves, upstream, retain_graph=i < 1) for i in (0, 1)
     )
