@@ -24,6 +24,7 @@ from packstore.torch.logprobs.head import (
     PackedPolicy,
     find_head,
     packed_logps,
+    packed_top_k,
     segment_scores,
 )
 from packstore.torch.logprobs.logprobs import segment_logps, segment_token_counts
@@ -86,6 +87,7 @@ __all__ = [
     "pack_in_memory",
     "packed_logps",
     "packed_seq_params",
+    "packed_top_k",
     "pad_batch",
     "pad_segments",
     "padding_multiple",

@@ -5,6 +5,7 @@ from packstore.torch.logprobs.head import (
     PackedPolicy,
     find_head,
     packed_logps,
+    packed_top_k,
     segment_scores,
 )
 from packstore.torch.logprobs.logprobs import (
@@ -33,6 +34,7 @@ __all__ = [
     "Tile",
     "find_head",
     "packed_logps",
+    "packed_top_k",
     "segment_logps",
     "segment_scores",
     "segment_token_counts",

@@ -24,8 +24,13 @@ from packstore.errors import CompatibilityError, ConfigError, quote, sentence
 from packstore.format.arrays import TopK
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.inputs import hf
-from packstore.torch.logprobs.logprobs import exact_dtype, segment_logps
-from packstore.torch.logprobs.tiles import HEAD_BACKENDS
+from packstore.torch.logprobs.logprobs import (
+    exact_dtype,
+    rows_of_hidden,
+    segment_logps,
+)
+from packstore.torch.logprobs.tiles import HEAD_BACKENDS, Projection, default_chunk
+from packstore.torch.logprobs.top_k import head_top_k
 from packstore.torch.models.probe import few_tokens, ieee_products
 from packstore.torch.models.routers import (
     carry,
@@ -202,6 +207,59 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
     """
     check_direct_call(model, "packed_logps")
     return _compute_logps(model, batch, **settings)
+
+
+def packed_top_k(model: nn.Module, batch: PackedBatch, k: int, **settings: Any) -> TopK:
+    """Compute the k most probable ids in place of each supervised token, and their
+    log-probs, without making all logits and without gradients.
+
+    Args:
+        model: a Hugging Face causal LM prepared by :func:`use_packed_attention`.
+        batch: the batch, on the model's device.
+        k: number of ids for each token.
+        settings: `chunk_size`, `backend` of :func:`segment_logps`.
+
+    Returns:
+        ids int32 and log-probs float32 in nats, `[n, k]` each, in the order of
+        ``batch.target_index``: from the highest log-prob to the lowest; where these are
+        equal in float32, the lowest id comes first.
+
+    Raises:
+        CompatibilityError: the head is not a plain one, see :func:`find_head`; or the
+            model is compiled.
+        ConfigError: `k` is below 1, or above the vocabulary of the head.
+    """
+    with torch.no_grad():
+        check_direct_call(model, "packed_top_k")
+        _, top = logps_and_top_k(model, batch, k, **settings)
+    return top
+
+
+@torch.no_grad()
+def logps_and_top_k(
+    model: nn.Module,
+    batch: PackedBatch,
+    k: int,
+    chunk_size: int | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, TopK]:
+    """Return the log-probs of the supervised tokens, `[n]`, and the result of
+    :func:`packed_top_k`, from one call of the model.
+
+    The log-probs are those of :func:`packed_logps`, to the bit.
+    """
+    head = find_head(model)
+    check_prepared(model)
+    hidden = head.backbone(**hf(batch)).last_hidden_state
+    projection = Projection(
+        scale=head.logit_scale,
+        softcap=head.softcap,
+        chunk_size=chunk_size or default_chunk(hidden.device),
+        backend=backend,
+    )
+    rows = rows_of_hidden(batch, hidden, head.weight, head.bias)
+    targets = batch.targets.ids
+    return head_top_k(rows, head.weight, head.bias, targets, projection, k)
 
 
 def segment_scores(model: nn.Module, batch: PackedBatch) -> Tensor:

@@ -308,7 +308,7 @@ class HeadLogProbs(torch.autograd.Function):
     ) -> Tensor:
         """Return the log-probs, at least in float32."""
         exact = exact_dtype(hidden, weight)
-        operand = _operand_dtype(hidden, weight)
+        operand = operand_dtype(hidden, weight)
         needs_hidden, needs_weight, needs_bias, _, _ = ctx.needs_input_grad
         trains_head = needs_weight or needs_bias
         ctx.frozen_head = needs_hidden and not trains_head
@@ -411,7 +411,7 @@ class HeadLogProbsOfIds(torch.autograd.Function):
         projection: Projection,
     ) -> Tensor:
         """Return the log-probs, at least in float32; NaN for ids not below V."""
-        operand = _operand_dtype(hidden, weight)
+        operand = operand_dtype(hidden, weight)
         keeps_products = projection.keep_logits and any(ctx.needs_input_grad)
         state = initial_state(hidden, exact_dtype(hidden, weight))
         id_logits = state.new_full(ids.shape, math.nan)
@@ -609,7 +609,7 @@ def exact_dtype(*values: Tensor) -> torch.dtype:
     return reduce(torch.promote_types, (value.dtype for value in values), torch.float32)
 
 
-def _operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+def operand_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
     """Return the dtype of the operands of products with the head.
 
     On a GPU, half precision where weights or autocast have it: it multiplies these

@@ -233,6 +233,13 @@ def _target_columns(targets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return columns_of_ids(targets[:, None], width)
 
 
+def copy_logits(tile: Tile) -> Tensor:
+    """Return the logits of a tile, `[n, w]`; its product stays as it is."""
+    projection = tile.projection._replace(keep_logits=True)
+    logits, _ = _logits(tile._replace(projection=projection))
+    return logits
+
+
 def logits_of_ids(tile: Tile, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Return the logits of some ids of each token, and whether they are in the tile.
 

@@ -178,7 +178,7 @@ def test_a_masked_vocabulary(kit: SimpleNamespace) -> None:
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU has no product of operands of 16 bits that is summed in float32."""
-    monkeypatch.setattr(logprobs, "_operand_dtype", lambda *_: torch.bfloat16)
+    monkeypatch.setattr(logprobs, "operand_dtype", lambda *_: torch.bfloat16)
     monkeypatch.setattr(logprobs, "product", lambda a, b: a.float() @ b.float())
     monkeypatch.setattr(
         logprobs,

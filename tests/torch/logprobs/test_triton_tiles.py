@@ -190,7 +190,7 @@ def on_rank(_: Any) -> dict[str, float]:
             if (
                 case.half
             ):  # as on a GPU: a CPU has no such product of operands of 16 bits
-                patch.setattr(logprobs, "_operand_dtype", lambda *_: torch.bfloat16)
+                patch.setattr(logprobs, "operand_dtype", lambda *_: torch.bfloat16)
                 for module in (logprobs, tiles):
                     patch.setattr(module, "product", lambda a, b: a.float() @ b.float())
                 patch.setattr(
