@@ -9,6 +9,7 @@ import json
 import logging
 import threading
 import webbrowser
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,20 +18,31 @@ from rich.text import Text
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, open_dataset
 from packstore.cli._output import print_json, stdout_console
+from packstore.cli._token_values import (
+    PackValues,
+    ValueDrawing,
+    has_colours,
+    has_scale_colours,
+)
 from packstore.errors import ConfigError, visible
 from packstore.format.arrays import IGNORE_INDEX, Packs, ids_of
 from packstore.pages import frame
 from packstore.pages.packs import (
     MAX_BYTES,
     MAX_PACKS,
+    Decode,
     PackReader,
     columns_of,
     embedded_page,
     split_by_supervision,
 )
 from packstore.pages.server import PackServer
+from packstore.pages.values import aligned_values
+from packstore.registry import choice
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from packstore.io.dataset.dataset import Dataset
 
 SIDE_STYLES = {"chosen": "green", "rejected": "red"}
@@ -50,7 +62,7 @@ LEGEND = {
 log = logging.getLogger("packstore")
 
 
-def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_content_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
@@ -59,12 +71,49 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ids", action="store_true", help="show token ids instead of text"
     )
+    parser.add_argument(
+        "--side",
+        action="append",
+        default=[],
+        metavar="VALUES",
+        help="side dataset with values to show (repeatable)",
+    )
+    parser.add_argument(
+        "--column",
+        metavar="NAME",
+        help="values of tokens that give the colours",
+    )
 
 
 def _make_reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
     """Return the reader of packs, with texts unless ids are requested."""
+    side = None
+    if args.side:
+        from packstore.io.side.join import SideColumns
+
+        side = SideColumns(dataset, args.side)
+    reader = PackReader(dataset, _make_decode(args, dataset), side)
+    if args.column is not None:
+        _put_first(reader, args.column)
+    return reader
+
+
+def _put_first(reader: PackReader, column: str) -> None:
+    """Make a column of tokens the first, which gives the colours."""
+    if not reader.token_columns:
+        raise ConfigError(
+            "--column must name values of tokens; found none. Name a side dataset "
+            "that has them with --side."
+        )
+    choice("--column", column, tuple(reader.token_columns))
+    reader.token_columns.remove(column)
+    reader.token_columns.insert(0, column)
+
+
+def _make_decode(args: argparse.Namespace, dataset: Dataset) -> Decode | None:
+    """Return the function that decodes token ids; None: ids are requested."""
     if args.ids:
-        return PackReader(dataset, decode=None)
+        return None
     from packstore.tokenizer import recorded_tokenizer
 
     tokenizer = recorded_tokenizer(
@@ -73,7 +122,7 @@ def _make_reader(args: argparse.Namespace, dataset: Dataset) -> PackReader:
         dataset.url,
         "Give --tokenizer PATH or NAME, or --ids",
     )
-    return PackReader(dataset, tokenizer.decode)
+    return tokenizer.decode
 
 
 def _configure_show(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +141,12 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of packs (default: 1)",
     )
-    _add_text_arguments(parser)
+    _add_content_arguments(parser)
+    parser.add_argument(
+        "--numbers",
+        action="store_true",
+        help="print values of tokens as numbers, not as colours",
+    )
     add_json(parser)
     parser.add_argument(
         "--html",
@@ -111,6 +165,8 @@ def _run_show(args: argparse.Namespace) -> int:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
     if args.html:
         frame.check_writable(args.html)
+    if args.numbers and not args.side:
+        raise ConfigError("--numbers prints values of --side; found no --side.")
 
     reader = _make_reader(args, dataset)
     numbers = range(args.pack, min(args.pack + args.count, len(dataset)))
@@ -122,7 +178,7 @@ def _run_show(args: argparse.Namespace) -> int:
     elif args.json:
         _print_packs_as_json(reader, numbers)
     else:
-        _print_packs(reader, numbers)
+        _print_packs(reader, numbers, as_numbers=args.numbers)
     return 0
 
 
@@ -139,8 +195,11 @@ def _print_packs_as_json(reader: PackReader, numbers: range) -> None:
 
 
 def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
-    """Return a pack as a JSON value, with ids, labels and text of each segment."""
+    """Return a pack as a JSON value, with ids, labels, text and values of each
+    segment.
+    """
     pack = reader.read(number)
+    values = {name: aligned_values(pack, name) for name in reader.token_columns}
     sequences = reader.sequences(pack)
     for sequence in sequences:
         signed_ids = pack.signed_ids[sequence["start"] : sequence["stop"]]
@@ -148,30 +207,59 @@ def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
         labels = np.where(signed_ids < 0, IGNORE_INDEX, signed_ids)
         sequence["input_ids"] = ids
         sequence["labels"] = labels.tolist()
+        for name, of_tokens in values.items():
+            part = of_tokens[sequence["start"] : sequence["stop"]]
+            sequence["values"][name] = part
         if reader.decode is not None:
             sequence["text"] = reader.decode(ids)
     return {"number": number, "sequences": sequences, "columns": columns_of(pack)}
 
 
-def _print_packs(reader: PackReader, numbers: range) -> None:
+@dataclass(frozen=True, kw_only=True)
+class _Drawing:
+    """How packs are drawn.
+
+    Attributes:
+        marks_supervised: supervised text stands in brackets, as there are no colours.
+        values: how values of tokens are drawn; None: there are none.
+    """
+
+    marks_supervised: bool
+    values: ValueDrawing | None
+
+
+def _drawing(reader: PackReader, console: Console, as_numbers: bool) -> _Drawing:
+    values = None
+    if reader.token_columns:
+        values = ValueDrawing(
+            column=reader.token_columns[0],
+            as_numbers=as_numbers or not has_scale_colours(console),
+        )
+    return _Drawing(marks_supervised=not has_colours(console), values=values)
+
+
+def _print_packs(reader: PackReader, numbers: range, as_numbers: bool) -> None:
     console = stdout_console()
-    if console.is_terminal:
+    drawing = _drawing(reader, console, as_numbers)
+    if drawing.marks_supervised:
+        legend = [Text("supervised text stands in ⟦ ⟧")]
+    elif drawing.values is None or drawing.values.as_numbers:
         legend = [Text(name, style) for name, style in LEGEND.items()]
     else:
-        legend = [Text("supervised text stands in ⟦ ⟧")]
+        # Supervised tokens have the colours of their values.
+        names = ("prompt", "in a response, not supervised")
+        legend = [Text(name, LEGEND[name]) for name in names]
     form = reader.dataset.manifest.provenance.get("reading", {}).get("form")
     if form:
         legend.append(Text(f"records: {visible(str(form))}"))
     console.print(Text("  ").join(legend))
 
     for number in numbers:
-        for line in _pack_lines(
-            reader, number, marks_supervised=not console.is_terminal
-        ):
+        for line in _pack_lines(reader, number, drawing):
             console.print(line)
 
 
-def _pack_lines(reader: PackReader, number: int, marks_supervised: bool) -> list[Text]:
+def _pack_lines(reader: PackReader, number: int, drawing: _Drawing) -> list[Text]:
     """Return the lines of a pack: a heading, and a title and the text of each
     sequence.
     """
@@ -185,9 +273,13 @@ def _pack_lines(reader: PackReader, number: int, marks_supervised: bool) -> list
     if num_shared:
         heading += f", {num_shared} shared tokens left out"
     lines = [Text(heading, "bold")]
+    values = None
+    if drawing.values is not None:
+        values = drawing.values.pack(pack)
+        lines.append(values.legend())
     for i, sequence in enumerate(reader.sequences(pack)):
         lines.append(Text(_sequence_title(i, sequence), "blue"))
-        lines.append(_sequence_text(reader, pack, sequence, marks_supervised))
+        lines.append(_sequence_text(reader, pack, sequence, drawing, values))
     return lines
 
 
@@ -200,6 +292,7 @@ def _sequence_title(number: int, sequence: dict[str, Any]) -> str:
         f"reward {sequence['reward']:g}",
         f"tokens {sequence['start']}–{sequence['stop']}",
     ]
+    facts += [f"{name} {value:.4g}" for name, value in sequence["values"].items()]
     if sequence["shared"]:
         facts.append(
             f"first {sequence['shared']} shared with sequence {sequence['parent']}"
@@ -208,29 +301,43 @@ def _sequence_title(number: int, sequence: dict[str, Any]) -> str:
 
 
 def _sequence_text(
-    reader: PackReader, pack: Packs, sequence: dict[str, Any], marks_supervised: bool
+    reader: PackReader,
+    pack: Packs,
+    sequence: dict[str, Any],
+    drawing: _Drawing,
+    values: PackValues | None,
 ) -> Text:
     """Return the text of a segment.
 
     Runs of supervised and of unsupervised tokens are decoded one by one, so that each
-    has its style; the first unsupervised run is the prompt.
+    has its style; the first unsupervised run is the prompt. With values, supervised
+    tokens are decoded one by one.
     """
     signed_ids = pack.signed_ids[sequence["start"] : sequence["stop"]]
+    style = SIDE_STYLES.get(sequence["side"], RESPONSE_STYLE)
+    next_target = int(pack.supervised[: sequence["start"]].sum())
     text = Text()
     for i, run in enumerate(split_by_supervision(signed_ids)):
         ids = ids_of(run).tolist()
-        if reader.decode is None:
-            run_text = " ".join(str(token) for token in ids)
-        else:
-            run_text = visible(reader.decode(ids))
-
         is_supervised = run[0] >= 0
-        if is_supervised:
-            style = SIDE_STYLES.get(sequence["side"], RESPONSE_STYLE)
-            text.append(f"⟦{run_text}⟧" if marks_supervised else run_text, style)
+        if not is_supervised:
+            run_style = PROMPT_STYLE if i == 0 else UNSUPERVISED_STYLE
+            text.append(_run_text(reader, ids), run_style)
+            continue
+        text.append("⟦" if drawing.marks_supervised else "", style)
+        if values is None:
+            text.append(_run_text(reader, ids), style)
         else:
-            text.append(run_text, PROMPT_STYLE if i == 0 else UNSUPERVISED_STYLE)
+            values.append_run(text, reader.texts(ids), next_target, style)
+        text.append("⟧" if drawing.marks_supervised else "", style)
+        next_target += len(ids)
     return text
+
+
+def _run_text(reader: PackReader, ids: list[int]) -> str:
+    if reader.decode is None:
+        return " ".join(str(token) for token in ids)
+    return visible(reader.decode(ids))
 
 
 SHOW = Command(
@@ -245,7 +352,7 @@ SHOW = Command(
 
 def _configure_view(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
-    _add_text_arguments(parser)
+    _add_content_arguments(parser)
     parser.add_argument(
         "--port",
         type=int,

@@ -11,7 +11,7 @@ const INDENTS = 8; // depths that are drawn indented
 const HITS = 50; // sequences that a search lists at once
 const cachedPacks = new Map((about.embedded || []).map((pack) => [pack.number, link(pack)]));
 const numbers = about.embedded ? [...cachedPacks.keys()] : null;
-const state = { pack: null, find: "", search: 0 };
+const state = { pack: null, find: "", search: 0, column: about.columns[0] || "" };
 
 function make(name, attributes, ...children) {
   const svg = ["svg", "polygon", "rect", "title"].includes(name);
@@ -45,6 +45,8 @@ const roleOf = (sequence) => (about.sides.includes(sequence.side) ? sequence.sid
 // sequences that it begins with, [sequence, length], the first tokens first; and the later sequences that begin
 // with tokens of its own ("readers"): each with the first `least` to `reach` ones.
 function link(pack) {
+  pack.tokens = [...pack.ids.keys()].filter((t) => pack.ids[t] >= 0); // the supervised tokens
+  pack.targets = new Map(pack.tokens.map((t, target) => [t, target]));
   pack.sequences.forEach((sequence, number) => {
     let parent = pack.sequences[sequence.parent];
     const depth = parent ? parent.depth + 1 : 0;
@@ -111,6 +113,59 @@ function show(pack) {
   drawStrip(pack);
   drawAttention(pack);
   drawSequences(pack);
+  drawScale(pack);
+}
+
+const short = (number) => String(Number(number.toPrecision(3))).replace("-", "−");
+const percent = (logp) => `${(100 * Math.exp(logp)).toPrecision(3)} %`;
+
+// Returns the values of the chosen column, or null if tokens have the colours of their roles.
+const valuesOf = (pack) => pack.values[state.column] || null;
+
+// Draws the range of the colours. The line below a token is as thick as its value is low.
+function drawScale(pack) {
+  const values = valuesOf(pack);
+  byId("scale").replaceChildren();
+  if (!values) return;
+  const hasAbsent = values.numbers.includes(null);
+  byId("scale").append(short(values.low));
+  for (let v = 0; v <= 1; v += 0.125) {
+    const step = make("i", { class: "valued" });
+    step.style.setProperty("--v", v);
+    byId("scale").append(step);
+  }
+  byId("scale").append(short(values.high));
+  if (hasAbsent) byId("scale").append(make("span", {}, make("i", { class: "absent" }), ` not among the top ${format(values.k)}`));
+}
+
+// Colours a supervised token by its value.
+function colour(span, values, target) {
+  const number = values.numbers[target];
+  if (number === null) return span.classList.add("absent");
+  const fraction = values.high > values.low ? (number - values.low) / (values.high - values.low) : 1;
+  span.classList.add("valued");
+  span.style.setProperty("--v", Math.min(Math.max(fraction, 0), 1).toFixed(3));
+}
+
+// Describes the values of tokens: all columns, and of a top k its ids.
+function valueLines(pack, from, to) {
+  const lines = [];
+  for (const name of about.columns) {
+    const values = pack.values[name];
+    const numbers = values.numbers.slice(from, to).map((number) => (number === null ? `not among the top ${format(values.k)}` : short(number)));
+    const line = make("span", {}, make("b", {}, name), ` ${numbers.join(", ")}`);
+    for (let target = from; values.ids && target < to; target++) {
+      line.append(": ");
+      values.ids[target].forEach((id, place) => {
+        const text = values.texts ? `“${values.texts[id].replaceAll("\n", "↵")}”` : id;
+        const isTarget = id === pack.ids[pack.tokens[target]];
+        line.append(make(isTarget ? "b" : "span", { class: "outcome" }, `${text} ${percent(values.logps[target][place])}`), " ");
+      });
+      if (values.k > values.ids[target].length) line.append(`and ${format(values.k - values.ids[target].length)} more`);
+    }
+    lines.push(line);
+  }
+  return lines;
 }
 
 // Draws a block for each sequence, as wide as its tokens. What later sequences share is hatched.
@@ -179,7 +234,8 @@ function drawSequences(pack) {
       byId("sequences").append(record);
     }
     const on = pack.ids.slice(sequence.start, sequence.stop).filter((id) => id >= 0).length;
-    const facts = [`reward ${sequence.reward}`, `${format(sequence.length)} tokens`, `${format(on)} supervised`,
+    const sequenceValues = Object.entries(sequence.values).map(([name, value]) => `${name} ${short(value)}`);
+    const facts = [`reward ${sequence.reward}`, ...sequenceValues, `${format(sequence.length)} tokens`, `${format(on)} supervised`,
       `places ${format(sequence.start)}–${format(sequence.stop - 1)}`];
     const name = make("b", { class: roleOf(sequence) }, `sequence ${i} · ${sequence.side}`);
     const head = make("h4", {}, name, ...facts.map((fact) => make("span", {}, fact)));
@@ -202,6 +258,7 @@ function drawSequences(pack) {
 // Fills a sequence with its tokens. Long runs are folded, except for the ranges in `opened`.
 function fill(box, pack, sequence, opened) {
   box.replaceChildren();
+  const values = valuesOf(pack);
   for (const [role, start, stop, isShared] of runsOf(pack, sequence)) {
     const isShort = stop - start <= (role === "prompt" ? 240 : LONG);
     const visible = (i) => isShort || i < start + FOLD || i >= stop - FOLD || opened.some(([from, to]) => i >= from && i < to);
@@ -216,6 +273,7 @@ function fill(box, pack, sequence, opened) {
       if (pack.texts[i] === null && box.lastChild) continue;
       const span = make("span", { class: isShared ? `${role} shared` : role, "data-t": i }, (pack.texts[i] || "·").replaceAll("\n", "↵\n"));
       if (pack.ids[i] >= 0) span.classList.add("on");
+      if (pack.ids[i] >= 0 && values) colour(span, values, pack.targets.get(i));
       box.append(span);
     }
   }
@@ -272,6 +330,8 @@ function describe(span) {
   const role = span.classList.contains("prompt") ? "prompt" : `${sequence.side}, ${span.classList.contains("on") ? "" : "not "}supervised`;
   byId("token").textContent = `id ${ids} ${JSON.stringify(pack.texts[t] || "")} · ${role} · place ${format(t)} of the pack · ` +
     `position ${format(t - sequence.start + sequence.shared)} of the sequence`;
+  const target = pack.targets.get(t);
+  if (target !== undefined) byId("token").append(...valueLines(pack, target, target + end - t));
 }
 
 byId("sequences").addEventListener("mouseover", (event) => {
@@ -402,6 +462,13 @@ const roles = [["prompt", "prompt"], ...responses, ["unsupervised", "in a respon
 if (shared) roles.push(["prompt shared", "stored once, shared with later sequences"]);
 for (const [role, name] of roles) byId("legend").append(make("li", {}, make("i", { class: role }), name));
 for (const side of about.sides) byId("side").append(make("option", { value: side }, side));
+for (const name of about.columns) byId("column").append(make("option", { value: name }, name));
+byId("column").append(make("option", { value: "" }, "role"));
+byId("values").hidden = !about.columns.length;
+byId("column").addEventListener("change", () => {
+  state.column = byId("column").value;
+  show(state.pack);
+});
 byId("of").textContent = `of 0 to ${format(about.packs - 1)}`;
 byId("attention-note").textContent = "Queries down, keys across: a token sees what is coloured in its row. " +
   (shared ? "Pale blocks: tokens that a sequence shares with an earlier one, and sees there." : "Segments do not see each other.");

@@ -13,11 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs, ids_of
+from packstore.format.arrays import SOURCE_SHIFT, Int32, Packs, TopK, ids_of
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.formats import place_of
+from packstore.io.manifest.side_manifest import REF_LOGPS, token_type
+from packstore.io.side.join import SideColumns
 from packstore.pages import frame
 from packstore.pages.frame import escape_invisible
+from packstore.pages.values import MAX_TOP, Scale, numbers_of, rounded
 
 MAX_PACKS = 300
 MAX_BYTES = 20_000_000
@@ -49,11 +52,25 @@ class PackReader:
     Args:
         dataset: the dataset.
         decode: decodes token ids; None: show the ids.
+        side: columns of side datasets to show; None: there are none.
+
+    Attributes:
+        token_columns: names of the columns with values of tokens.
     """
 
-    def __init__(self, dataset: Dataset, decode: Decode | None) -> None:
+    def __init__(
+        self,
+        dataset: Dataset,
+        decode: Decode | None,
+        side: SideColumns | None = None,
+    ) -> None:
         self.dataset = dataset
         self.decode = decode
+        self._side = side
+        side_types = {} if side is None else side.types
+        self.token_columns = [
+            name for name, type_name in side_types.items() if token_type(type_name)
+        ]
         self._read_group = functools.lru_cache(CACHED_GROUPS)(dataset.read_packs)
         self._token_texts: dict[int, str] = {}
 
@@ -61,18 +78,25 @@ class PackReader:
         return len(self.dataset)
 
     def read(self, number: int) -> Packs:
-        """Return one pack; raises like
-        :meth:`packstore.io.dataset.dataset.Dataset.read_packs`.
+        """Return one pack, with the columns of side datasets.
+
+        Raises:
+            CompatibilityError: an example lacks values of a side dataset.
+            PackstoreError: as :meth:`packstore.Dataset.read_packs`.
         """
         offsets = self.dataset.group_offsets
         group = int(np.searchsorted(offsets, number, "right")) - 1
-        return self._read_group(group).row(number - int(offsets[group]))
+        pack = self._read_group(group).row(number - int(offsets[group]))
+        if self._side is not None:
+            (pack,) = self._side.join([pack])
+        return pack
 
     def pack(self, number: int) -> dict[str, Any]:
         """Return pack `number` as a JSON value for the script of the page.
 
         Its ``ids`` are signed ids: the bitwise complement where not supervised. A text
-        is None for a token that is a further part of the character before.
+        is None for a token that is a further part of the character before. Its
+        ``values`` are of supervised tokens, by column.
         """
         pack = self.read(number)
         texts: list[str | None] = []
@@ -86,14 +110,42 @@ class PackReader:
             "texts": texts,
             "sequences": self.sequences(pack),
             "columns": columns_of(pack),
+            "values": {name: self._values(pack, name) for name in self.token_columns},
         }
+
+    def _values(self, pack: Packs, column: str) -> dict[str, Any]:
+        """Return the values of the supervised tokens of a pack as a JSON value.
+
+        Its ``numbers`` have colours from ``low`` to ``high``. Of a top k it has for
+        each token ``ids`` and ``logps``, at most `MAX_TOP`, and by id their ``texts``.
+        """
+        numbers = numbers_of(pack, column)
+        scale = Scale.of(numbers)
+        value: dict[str, Any] = {
+            "numbers": rounded(numbers),
+            "low": scale.low,
+            "high": scale.high,
+        }
+        top = pack.token_columns[column]
+        if isinstance(top, TopK):
+            value["k"] = top.ids.shape[1]
+            value["ids"] = top.ids[:, :MAX_TOP].tolist()
+            value["logps"] = [rounded(logps) for logps in top.logps[:, :MAX_TOP]]
+            if self.decode is not None:
+                ids = np.unique(top.ids[:, :MAX_TOP]).tolist()
+                value["texts"] = {str(token): self._token_text(token) for token in ids}
+        return value
 
     def sequences(self, pack: Packs) -> list[dict[str, Any]]:
         """Return the facts about each sequence of a pack, without its tokens.
 
         Its tokens ``start`` to ``stop`` stand in the pack. It begins with ``shared``
-        further ones of the sequence numbered ``parent``; None: it is stored whole.
+        further ones of the sequence numbered ``parent``; None: it is stored whole. Its
+        ``values`` are of side datasets, by column.
         """
+        sequence_columns = dict(pack.sequence_columns)
+        if pack.ref_logps is not None:
+            sequence_columns[REF_LOGPS] = pack.ref_logps
         sequences: list[dict[str, Any]] = []
         omitted_tokens = pack.segment_offsets.tolist()
         parents = pack.parents.tolist()
@@ -113,6 +165,10 @@ class PackReader:
                         "shared": omitted_tokens[i],
                         "parent": parents[i] if omitted_tokens[i] else None,
                         "reward": float(f"{pack.reward[i]:.6g}"),
+                        "values": {
+                            name: float(f"{values[i]:.6g}")
+                            for name, values in sequence_columns.items()
+                        },
                     }
                 )
         return sequences
@@ -248,6 +304,7 @@ def _page(reader: PackReader, packs: list[dict[str, Any]] | None, note: str) -> 
             "packSize": m.pack_size,
             "layout": m.layout,
             "sides": SIDES["preference"] if m.kind == "preference" else (),
+            "columns": reader.token_columns,
             "embedded": packs,
             "note": note,
         },

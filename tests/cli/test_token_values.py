@@ -1,0 +1,172 @@
+"""Values of tokens: shown, verified and counted as they are stored."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small_jobs import trained_tokenizer, write_jsonl
+
+import packstore
+from packstore import Dataset
+from packstore.cli import main
+from packstore.format.arrays import TopK
+from packstore.io.side import SideWriter
+
+COLUMNS = {
+    "old_logps": "token<float32>",
+    "teacher": "token<top3,float16>",
+    "advantage": "list<float32>",
+    "note": "string",
+}
+
+
+def write_values(url: Path, dataset: Dataset) -> str:
+    """Write log-probs of -0.5, -1, -1.5, … in each example.
+
+    Every third token is not among the three of the teacher, others are the second.
+    """
+    with SideWriter(str(url), dataset, COLUMNS) as writer:
+        for packs in dataset.iter_packs():
+            targets = packs.signed_ids[packs.supervised]
+            place = np.concatenate([np.arange(n) for n in packs.num_targets])
+            second = np.where(place % 3 == 2, targets + 1, targets)
+            ids = np.stack([second + 10, second, second + 20], axis=1)
+            values = {
+                "old_logps": -(place + 1) / 2,
+                "teacher": TopK(ids, np.tile([-1.0, -2.0, -3.0], (len(ids), 1))),
+                "advantage": np.tile([0.25, -0.25], len(packs.example_ids)),
+                "note": np.array([f"note {i}" for i in packs.example_ids], np.object_),
+            }
+            writer.write(
+                packs.example_ids, values, packs.num_responses, packs.num_targets
+            )
+    return str(url)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
+    folder = tmp_path_factory.mktemp("values")
+    tokenizer = folder / "tokenizer.json"
+    trained_tokenizer(["a word and another word"] * 9).save(str(tokenizer))
+    pairs = [
+        {"prompt": f"Which {i}? ", "chosen": "This word.", "rejected": "语!"}
+        for i in range(30)
+    ]
+    source = write_jsonl(folder / "pairs.jsonl", pairs)
+    return packstore.pack(source, folder / "packed", str(tokenizer), pack_size=128)
+
+
+@pytest.fixture(scope="module")
+def values(dataset: Dataset, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_values(tmp_path_factory.mktemp("side") / "values", dataset)
+
+
+def run(capsys: pytest.CaptureFixture[str], *command: object) -> str:
+    capsys.readouterr()
+    assert main([str(word) for word in command]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_numbers_follow_tokens_where_there_are_no_colours(
+    dataset: Dataset, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(capsys, "show", dataset.url, "--side", values)
+    assert "old_logps in ⟨ ⟩ after each supervised token" in text
+    assert "· advantage -0.25" in text
+    assert "⟦T⟨-0.5⟩h⟨-1⟩i⟨-1.5⟩" in text
+    ids = run(capsys, "show", dataset.url, "--side", values, "--ids")
+    first = dataset.read_packs(0).signed_ids
+    assert f"{first[first >= 0][0]}⟨-0.5⟩ " in ids
+    teacher = run(capsys, "show", dataset.url, "--side", values, "--column", "teacher")
+    assert "⟦T⟨-2⟩h⟨-2⟩i⟨–⟩" in teacher
+    assert "–: not among the top k" in teacher
+
+
+def test_tokens_have_colours_on_a_terminal(
+    dataset: Dataset,
+    values: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    coloured = run(capsys, "show", dataset.url, "--side", values)
+    assert "48;5;230m" in coloured
+    assert "⟨" not in coloured
+    numbered = run(capsys, "show", dataset.url, "--side", values, "--numbers")
+    assert "48;5;230m" not in numbered
+    assert "⟨-0.5⟩" in numbered
+    monkeypatch.setenv("NO_COLOR", "1")
+    plain = run(capsys, "show", dataset.url, "--side", values)
+    assert "48;5;" not in plain
+    assert "⟦T⟨-0.5⟩" in re.sub(r"\x1b\[\d+m", "", plain)
+
+
+def test_values_as_json_stand_beside_the_ids(
+    dataset: Dataset, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = json.loads(run(capsys, "show", dataset.url, "--side", values, "--json"))
+    (pack,) = shown["packs"]
+    assert pack["columns"][0]["note"].startswith("note ")
+    numbers = []
+    for sequence in pack["sequences"]:
+        of_sequence = sequence["values"]
+        assert of_sequence["advantage"] in (0.25, -0.25)
+        for label, number, top in zip(
+            sequence["labels"],
+            of_sequence["old_logps"],
+            of_sequence["teacher"],
+            strict=True,
+        ):
+            assert (number is None) == (top is None) == (label == -100)
+            if number is not None:
+                numbers.append(number)
+                assert len(top["ids"]) == len(top["logps"]) == 3
+    assert numbers[:3] == [-0.5, -1, -1.5]
+    assert len(numbers) == dataset.read_packs(0).row(0).num_targets.sum()
+
+
+def test_a_page_holds_the_values_of_a_pack(
+    dataset: Dataset, values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "page.html"
+    command = ["--side", values, "--column", "teacher", "--html", page]
+    run(capsys, "show", dataset.url, *command)
+    text = page.read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text.partition('id="data">')[2].partition("<")[0])
+    assert data["columns"] == ["teacher", "old_logps"]
+    (pack,) = data["embedded"]
+    assert pack["values"]["old_logps"]["numbers"][:2] == [-0.5, -1]
+    teacher = pack["values"]["teacher"]
+    assert teacher["numbers"][:3] == [-2, -2, None]
+    targets = [token for token in pack["ids"] if token >= 0]
+    assert teacher["ids"][0] == [targets[0] + 10, targets[0], targets[0] + 20]
+    assert teacher["texts"][str(targets[0])] == "T"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--column", "old_logps"], "found none. Name a side dataset"),
+        (["--numbers"], "found no --side"),
+        (["--side", "VALUES", "--column", "advantage"], "old_logps, teacher"),
+        (["--side", "nowhere"], "nowhere: must be a side dataset"),
+    ],
+)
+def test_wrong_arguments_of_show(
+    dataset: Dataset,
+    values: str,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    says: str,
+) -> None:
+    words = [values if word == "VALUES" else word for word in arguments]
+    assert main(["show", dataset.url, *words]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
