@@ -39,6 +39,12 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tokens per batch, instead of packs",
     )
+    group.add_argument(
+        "--max-keys",
+        type=int,
+        metavar="N",
+        help="maximum keys of a pack (default: 16 times the pack size)",
+    )
     setting_names = ("dtype", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, setting_names)
     # Unlike other settings these are read from the namespace, so they need defaults.
@@ -54,10 +60,11 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def inference_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments for inference: precision, head and batch size."""
+    """Return the keyword arguments for inference: precision, head and sizes."""
     return {
         "mixed_precision": args.mixed_precision,
         "head": args.head,
+        "max_keys": args.max_keys,
         "packs_per_batch": args.packs_per_batch,
         "tokens_per_batch": args.tokens_per_batch,
     }

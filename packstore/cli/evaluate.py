@@ -30,6 +30,24 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
     add_dataset(parser, versions=True)
     parser.add_argument("out", metavar="OUT", help="folder or URL of the side dataset")
     add_model(parser)
+    tokens = parser.add_argument_group("values of tokens")
+    tokens.add_argument(
+        "--per-token",
+        action="store_true",
+        help="also write the log-prob of each supervised token",
+    )
+    tokens.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="also write the K most probable ids in place of each, for distillation",
+    )
+    tokens.add_argument(
+        "--top-k-dtype",
+        choices=("float16", "uint8"),
+        default="float16",
+        help="dtype of their log-probs (default: float16)",
+    )
     parser.add_argument(
         "--overwrite", action="store_true", help="replace an existing side dataset"
     )
@@ -47,13 +65,17 @@ def _run_ref_logps(args: argparse.Namespace) -> int:
                 model,
                 dataset,
                 args.out,
+                per_token=args.per_token,
+                top_k=args.top_k,
+                top_k_dtype=args.top_k_dtype,
                 overwrite=args.overwrite,
                 storage_options=args.storage_option,
                 progress=progress,
                 **inference_settings(args),
             )
     if is_main_rank():
-        facts = {"examples": len(side), **side.manifest.provenance}
+        columns = side.manifest.columns
+        facts = {"examples": len(side), **columns, **side.manifest.provenance}
         result = {"url": side.url, **facts}
         print_facts(args, f"side dataset {side.url}", facts, result)
     return 0

@@ -63,6 +63,14 @@ PART_FOLDER = "parts-"
 REF_LOGPS = "ref_logps"
 """The column with a value for each sequence: its log-prob under a reference model."""
 
+REF_TOKEN_LOGPS = "ref_token_logps"
+"""The column with the log-prob of each supervised token under a reference model."""
+
+REF_TOP_K = "ref_top_k"
+"""The column with the most probable ids of a reference model, or teacher, in place of
+each supervised token, and their log-probs.
+"""
+
 PER_SEQUENCE = "list<float32>"
 """Type of a column with one value for each sequence of an example."""
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import TopK
+from packstore.io.manifest.side_manifest import REF_TOP_K
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.formulas import log1mexp
@@ -25,9 +26,6 @@ from packstore.torch.losses.token_loss import Average, TokenLoss, example_means
 
 Direction = Literal["forward", "reverse"]
 Rest = Literal["outcome", "renormalize"]
-
-TEACHER = "ref_top_k"
-"""Column of tokens with the most probable ids of a model, and their log-probs."""
 
 WRITE_TOP_K = "Write it by packstore ref-logps --top-k 16, and join it as side data"
 
@@ -61,7 +59,7 @@ class DistillLoss(TokenLoss):
 
     def __init__(
         self,
-        column: str = TEACHER,
+        column: str = REF_TOP_K,
         *,
         direction: Direction = "forward",
         rest: Rest = "outcome",

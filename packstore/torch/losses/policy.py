@@ -20,6 +20,7 @@ from torch import Tensor
 from packstore.config.settings import check_class
 from packstore.errors import ConfigError, sentence
 from packstore.format.arrays import TopK
+from packstore.io.manifest.side_manifest import REF_TOKEN_LOGPS
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.logprobs import by_segment, segment_token_counts
@@ -38,9 +39,6 @@ Ratio = Literal["token", "sequence"]
 
 OLD_LOGPS = "old_logps"
 """Column of tokens with the log-probs of the policy that sampled."""
-
-REF_TOKEN_LOGPS = "ref_token_logps"
-"""Column of tokens with the log-probs of a reference model."""
 
 
 @dataclass(frozen=True, eq=False)

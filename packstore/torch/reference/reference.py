@@ -6,6 +6,9 @@ Example::
     write_ref_logps(model, packstore.open("prefs-8k"), "prefs-8k-ref")
     data = PackedDataset("prefs-8k", side=["prefs-8k-ref"])     # batch.ref_logps
 
+The values of single tokens, and the most probable ids in place of each, can be stored
+beside them, from the same run.
+
 They are computed as in training: packed attention, the head without logits, the same
 precision. For any number of ranks, batches are as ``PackedDataLoader(…)`` makes them on
 one rank in file order, so the values depend neither on ranks nor on resuming.
@@ -22,30 +25,40 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby, pairwise, tee
 from pathlib import PurePosixPath
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from packstore.config import BatchConfig, fingerprint
 from packstore.errors import (
+    ConfigError,
     DatasetExistsError,
     DatasetNotFoundError,
     FormatError,
     PackstoreError,
     sentence,
 )
-from packstore.format.arrays import Int64
+from packstore.format.arrays import Int64, TopK
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import next_version, require_exclusive
-from packstore.io.manifest.side_manifest import PART_FOLDER, REF_LOGPS, SIDE
+from packstore.io.manifest.side_manifest import (
+    MAX_TOP,
+    PART_FOLDER,
+    PER_SEQUENCE,
+    REF_LOGPS,
+    REF_TOKEN_LOGPS,
+    REF_TOP_K,
+    SIDE,
+)
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
 from packstore.io.store.operations import remove_all, remove_empty
 from packstore.progress import Progress
+from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.transfer import (
     CpuCopy,
@@ -57,7 +70,8 @@ from packstore.torch.data.dataset import check_keys
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import StepCutter
 from packstore.torch.data.stream import StoredPacks
-from packstore.torch.logprobs.head import PackedPolicy
+from packstore.torch.logprobs.head import PackedPolicy, logps_and_top_k
+from packstore.torch.logprobs.logprobs import sum_logps
 from packstore.torch.metrics import is_distributed
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating
@@ -75,18 +89,70 @@ PARTS = 1024
 """Largest number of parts; a killed run loses one part per rank."""
 
 
+TopDtype = Literal["float16", "uint8"]
+"""How the log-probs of the most probable ids are stored."""
+
+
+class Outputs(NamedTuple):
+    """The values to compute beside the log-prob of each sequence.
+
+    Attributes:
+        per_token: the log-prob of each supervised token.
+        top_k: number of most probable ids of each supervised token; None: none.
+        top_k_dtype: dtype of their stored log-probs.
+    """
+
+    per_token: bool
+    top_k: int | None
+    top_k_dtype: TopDtype
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of the side dataset, name to type."""
+        columns = {REF_LOGPS: PER_SEQUENCE}
+        if self.per_token:
+            columns[REF_TOKEN_LOGPS] = "token<float32>"
+        if self.top_k is not None:
+            columns[REF_TOP_K] = f"token<top{self.top_k},{self.top_k_dtype}>"
+        return columns
+
+
 class Values(NamedTuple):
-    """Log-probs of some examples.
+    """Log-probs of some examples, in nats.
 
     Attributes:
         example_ids: `[E]`.
         num_responses: `[E]`, sequences of each example.
-        logps: `[S]`, log-prob of each sequence in nats.
+        num_targets: `[E]`, supervised tokens of each example.
+        logps: `[S]`, log-prob of each sequence.
+        token_logps: `[n]`, log-prob of each supervised token; or None.
+        top_ids: `[n, k]`, the most probable ids in place of each; or None.
+        top_logps: `[n, k]`, their log-probs; or None.
     """
 
     example_ids: npt.NDArray[Any]
     num_responses: npt.NDArray[Any]
+    num_targets: npt.NDArray[Any]
     logps: npt.NDArray[Any]
+    token_logps: npt.NDArray[Any] | None = None
+    top_ids: npt.NDArray[Any] | None = None
+    top_logps: npt.NDArray[Any] | None = None
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """The arrays that are not None, by name."""
+        fields = self._asdict()
+        return {name: array for name, array in fields.items() if array is not None}
+
+    @property
+    def columns(self) -> dict[str, npt.NDArray[Any] | TopK]:
+        """The values of the columns of the side dataset, by name."""
+        columns: dict[str, npt.NDArray[Any] | TopK] = {REF_LOGPS: self.logps}
+        if self.token_logps is not None:
+            columns[REF_TOKEN_LOGPS] = self.token_logps
+        if self.top_ids is not None:
+            columns[REF_TOP_K] = TopK(self.top_ids, self.top_logps)
+        return columns
 
 
 class _Task(NamedTuple):
@@ -97,11 +163,14 @@ class _Task(NamedTuple):
 
 
 class _Running(NamedTuple):
-    """A batch that the device computes: log-probs are on their way to the CPU."""
+    """A batch that the device computes: log-probs are on their way to the CPU.
+
+    `copies` are fields of :class:`Values`, by name.
+    """
 
     task: _Task
     batch: PackedBatch
-    logps: CpuCopy
+    copies: dict[str, CpuCopy]
 
 
 def write_ref_logps(
@@ -112,6 +181,9 @@ def write_ref_logps(
     mixed_precision: Precision = "auto",
     head: str = "auto",
     max_keys: int | None = None,
+    per_token: bool = False,
+    top_k: int | None = None,
+    top_k_dtype: TopDtype = "float16",
     overwrite: bool = False,
     storage_options: dict[str, Any] | None = None,
     progress: Progress | None = None,
@@ -119,7 +191,7 @@ def write_ref_logps(
 ) -> Side:
     """Run a model over every pack once, and write the log-prob of each sequence.
 
-    Log-probs are float32, in nats.
+    Log-probs are in nats, float32: the column `ref_logps`.
 
     A collective call if torch.distributed runs: the ranks share the packs, and rank 0
     commits. A killed run leaves its finished parts in the side dataset's folder; the
@@ -137,6 +209,13 @@ def write_ref_logps(
         head: `backend` of :func:`~packstore.torch.segment_logps`.
         max_keys: maximum keys of a pack, as in
             :class:`~packstore.torch.PackedDataset`.
+        per_token: also write the log-prob of each supervised token, float32: the column
+            `ref_token_logps`, which :class:`~packstore.torch.PolicyLoss` takes.
+        top_k: also write so many ids, the most probable in place of each supervised
+            token, and their log-probs: the column `ref_top_k`, which
+            :class:`~packstore.torch.DistillLoss` takes.
+        top_k_dtype: dtype of these log-probs: ``float16``, or ``uint8``, which stores
+            them as multiples of a number of the example.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.
@@ -150,13 +229,16 @@ def write_ref_logps(
         DatasetExistsError: another side dataset exists, and `overwrite` is False. A
             side dataset of the same model, data and settings is returned as it is.
         CompatibilityError: the model's vocabulary does not hold the token ids.
+        ConfigError: `top_k` is not from 1 to 1024, or above the model's vocabulary.
         FormatError: the model returns log-probs that are not finite.
         StorageError: no space, no permission, or the store refuses.
         UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
+    outputs = Outputs(per_token, top_k, top_k_dtype)
+    _check_outputs(outputs)
     check_keys(dataset, max_keys)
     check_model(dataset, model)
-    policy = PackedPolicy(model, backend=head)
+    policy = PackedPolicy(model, backend=head, per_token=True)
     autocast = choose_autocast(mixed_precision, model)
     device = next(model.parameters()).device
     settings: Any = inference_batching(batching, device, dataset.manifest.pack_size)
@@ -170,11 +252,12 @@ def write_ref_logps(
             provenance = describe_reference(model, dataset)
         provenance["packs_per_batch"] = config.packs_per_batch
         provenance["tokens_per_batch"] = config.tokens_per_batch
-        if not overwrite and _is_committed(location, dataset, provenance):
+        run = _Run(dataset, provenance, outputs.columns)
+        if not overwrite and _is_committed(location, run):
             return provenance, None
         next_version(location, overwrite, SIDE)  # raises if one exists
         all_parts = {task.part for task in _tasks(dataset, config)}
-        finished = {part for part, _ in _Parts(location, dataset, provenance).read()}
+        finished = {part for part, _ in _Parts(location, run).read()}
         return provenance, sorted(all_parts - finished)
 
     provenance, remaining_parts = run_on_rank_zero(prepare)
@@ -184,9 +267,11 @@ def write_ref_logps(
         )
         return open_side(url, storage_options)
 
-    parts = _Parts(location, dataset, provenance)
+    run = _Run(dataset, provenance, outputs.columns)
+    parts = _Parts(location, run)
+    own_parts = _share_of_rank(remaining_parts)
     computed = _compute_parts(
-        policy, dataset, config, autocast, _share_of_rank(remaining_parts), progress
+        policy, outputs, dataset, config, autocast, own_parts, progress
     )
     for part, values in computed:
         parts.put(part, values)
@@ -194,20 +279,39 @@ def write_ref_logps(
         dist.barrier()
 
     def commit() -> None:
-        _commit(parts, dataset, provenance, overwrite=overwrite)
+        _commit(parts, run, overwrite=overwrite)
 
     run_on_rank_zero(commit)
     return open_side(url, storage_options)
 
 
-def _is_committed(location: Location, dataset: Dataset, provenance: Provenance) -> bool:
+class _Run(NamedTuple):
+    """What decides the values of a side dataset."""
+
+    dataset: Dataset
+    provenance: Provenance
+    columns: dict[str, str]
+
+
+def _check_outputs(outputs: Outputs) -> None:
+    choice("top_k_dtype", outputs.top_k_dtype, get_args(TopDtype))
+    k = outputs.top_k
+    if k is not None and not 1 <= k <= MAX_TOP:
+        rule = f"top_k must be from 1 to {MAX_TOP}"
+        raise ConfigError(sentence("write_ref_logps", rule=rule, found=str(k)))
+
+
+def _is_committed(location: Location, run: _Run) -> bool:
     """Return True if a run like this one has committed the side dataset."""
     try:
         manifest = open_side(location.url, location.storage_options).manifest
     except DatasetNotFoundError:
         return False
-    is_of_dataset = manifest.fingerprint == dataset.manifest.fingerprint
-    return is_of_dataset and manifest.provenance == provenance
+    return (
+        manifest.fingerprint == run.dataset.manifest.fingerprint
+        and manifest.provenance == run.provenance
+        and manifest.columns == run.columns
+    )
 
 
 def _share_of_rank(parts: list[int]) -> list[int]:
@@ -216,21 +320,23 @@ def _share_of_rank(parts: list[int]) -> list[int]:
     return parts[dist.get_rank() :: dist.get_world_size()]
 
 
-def _commit(
-    parts: _Parts, dataset: Dataset, provenance: Provenance, *, overwrite: bool
-) -> None:
+def _commit(parts: _Parts, run: _Run, *, overwrite: bool) -> None:
     """Commit the finished parts as a side dataset, and remove them."""
     with SideWriter(
         parts.location.url,
-        dataset,
-        {REF_LOGPS: "list<float32>"},
-        provenance=provenance,
+        run.dataset,
+        run.columns,
+        provenance=run.provenance,
         overwrite=overwrite,
         storage_options=dict(parts.location.storage_options),
     ) as writer:
         for _, values in parts.read():
-            logps = {REF_LOGPS: values.logps}
-            writer.write(values.example_ids, logps, values.num_responses)
+            writer.write(
+                values.example_ids,
+                values.columns,
+                values.num_responses,
+                values.num_targets,
+            )
     parts.remove()
 
 
@@ -247,6 +353,7 @@ def _tasks(dataset: Dataset, config: BatchConfig) -> Iterator[_Task]:
 @torch.no_grad()
 def _compute_parts(
     policy: PackedPolicy,
+    outputs: Outputs,
     dataset: Dataset,
     config: BatchConfig,
     autocast: Callable[[], AbstractContextManager[Any]],
@@ -257,7 +364,7 @@ def _compute_parts(
     selected = set(parts)
     tasks = (task for task in _tasks(dataset, config) if task.part in selected)
     with evaluating(policy.model):
-        running = _start_batches(policy, dataset, tasks, autocast)
+        running = _start_batches(policy, outputs, dataset, tasks, autocast)
         # The device computes the next batch while the host handles one.
         for part, batches in groupby(delay_by_one(running), key=_part_of):
             values = []
@@ -274,15 +381,17 @@ def _part_of(running: _Running) -> int:
 
 
 def _concatenate(values: Sequence[Values]) -> Values:
-    return Values(
-        example_ids=np.concatenate([part.example_ids for part in values]),
-        num_responses=np.concatenate([part.num_responses for part in values]),
-        logps=np.concatenate([part.logps for part in values]),
-    )
+    arrays_of_parts = [part.arrays for part in values]
+    arrays = {
+        name: np.concatenate([arrays[name] for arrays in arrays_of_parts])
+        for name in arrays_of_parts[0]
+    }
+    return Values(**arrays)
 
 
 def _start_batches(
     policy: PackedPolicy,
+    outputs: Outputs,
     dataset: Dataset,
     tasks: Iterator[_Task],
     autocast: Callable[[], AbstractContextManager[Any]],
@@ -296,8 +405,28 @@ def _start_batches(
         batch = collate(packs, stream.kind)
         with autocast():
             check_ids(batch, policy.model)
-            logps = policy(to_device(batch, device))
-        yield _Running(task, batch, CpuCopy(logps.float()))
+            values = _compute_values(policy, to_device(batch, device), outputs)
+        copies = {name: CpuCopy(tensor) for name, tensor in values.items()}
+        yield _Running(task, batch, copies)
+
+
+def _compute_values(
+    policy: PackedPolicy, batch: PackedBatch, outputs: Outputs
+) -> dict[str, Tensor]:
+    """Return log-probs and ids as fields of :class:`Values`, by name."""
+    values = {}
+    if outputs.top_k is None:
+        token_logps = policy(batch)
+    else:
+        token_logps, top = logps_and_top_k(
+            policy.model, batch, outputs.top_k, backend=policy.settings["backend"]
+        )
+        values["top_ids"] = top.ids
+        values["top_logps"] = top.logps
+    values["logps"] = sum_logps(batch, token_logps).float()
+    if outputs.per_token:
+        values["token_logps"] = token_logps.float()
+    return values
 
 
 def _wait_for_values(running: _Running) -> Values:
@@ -306,12 +435,18 @@ def _wait_for_values(running: _Running) -> Values:
     Raises:
         FormatError: a log-prob is not finite.
     """
-    example_ids = running.batch.example_ids.numpy()
-    num_responses = running.batch.num_responses.numpy()
-    logps = running.logps.wait().numpy()
-    is_finite = np.isfinite(logps)
+    batch = running.batch
+    arrays = {name: copy.wait().numpy() for name, copy in running.copies.items()}
+    values = Values(
+        example_ids=batch.example_ids.numpy(),
+        num_responses=batch.num_responses.numpy(),
+        num_targets=batch.num_targets.numpy(),
+        **arrays,
+    )
+    # The log-probs of tokens are finite where their sum is: none is above 0.
+    is_finite = np.isfinite(values.logps)
     if not is_finite.all():
-        example = np.repeat(example_ids, num_responses)[~is_finite][0]
+        example = np.repeat(values.example_ids, values.num_responses)[~is_finite][0]
         raise FormatError(
             sentence(
                 f"example {example}",
@@ -319,26 +454,25 @@ def _wait_for_values(running: _Running) -> Values:
                 found="NaN or infinity",
             )
         )
-    return Values(example_ids, num_responses, logps)
+    return values
 
 
 class _Parts:
     """Finished parts: files named by number and hash.
 
-    The name of their folder is a hash of the model, data and settings.
+    The name of their folder is a hash of the model, data, settings and columns.
     """
 
-    def __init__(
-        self, location: Location, dataset: Dataset, provenance: Provenance
-    ) -> None:
-        run = fingerprint([dataset.manifest.fingerprint, provenance])[:16]
+    def __init__(self, location: Location, run: _Run) -> None:
+        source = run.dataset.manifest.fingerprint
+        name = fingerprint([source, run.provenance, run.columns])[:16]
         self.location = location
-        self.folder = f"{PART_FOLDER}{run}"
+        self.folder = f"{PART_FOLDER}{name}"
 
     def put(self, part: int, values: Values) -> None:
         """Write a finished part, atomically."""
         file = io.BytesIO()
-        np.savez(file, *values)
+        np.savez(file, **values.arrays)  # type: ignore[arg-type]
         sha256 = hashlib.sha256(file.getbuffer()).hexdigest()
         path = f"{self.folder}/{part:05d}-{sha256}.npz"
         # A file of this name has the same bytes.
@@ -354,7 +488,7 @@ class _Parts:
                 self.location.remove(path)
                 continue
             with np.load(io.BytesIO(data)) as arrays:
-                yield int(part), Values(*arrays.values())
+                yield int(part), Values(**arrays)
 
     def remove(self) -> None:
         """Remove the parts, after their values were committed."""

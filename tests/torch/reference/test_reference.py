@@ -130,17 +130,19 @@ def test_a_killed_run_goes_on(
     parts: int,
 ) -> None:
     model, out = model_of(kit), str(tmp_path / "ref")
+    of_tokens = {"per_token": True, "top_k": 3, "top_k_dtype": "uint8"}
     # So that a part has several batches, for which 1024 parts would need a large
     # dataset.
     monkeypatch.setattr("packstore.torch.reference.reference.PARTS", parts)
-    write_ref_logps(model, pairs, str(tmp_path / "whole"))
+    write_ref_logps(model, pairs, str(tmp_path / "whole"), **of_tokens)
+    progress = Batches(len(pairs) // 2)
     with pytest.raises(Killed):
-        write_ref_logps(model, pairs, out, progress=Batches(len(pairs) // 2))
+        write_ref_logps(model, pairs, out, progress=progress, **of_tokens)
     kept = sorted(Path(out).glob("parts-*/*"))
     assert 0 < len(kept) < min(parts, len(pairs))
     kept[0].write_bytes(kept[0].read_bytes()[:-1])  # damaged: computed again
     counting = Batches(10**9)
-    write_ref_logps(model, pairs, out, progress=counting)
+    write_ref_logps(model, pairs, out, progress=counting, **of_tokens)
     assert 0 < counting.done < len(pairs)
     assert files(out) == files(str(tmp_path / "whole"))
 
@@ -151,9 +153,8 @@ def on_rank(task: dict[str, Any]) -> int:
 
     model = use_packed_attention(AutoModelForCausalLM.from_pretrained(task["model"]))
     data, progress = open_dataset(task["data"]), task.get("progress")
-    return len(
-        write_ref_logps(model, data, task["out"], packs_per_batch=2, progress=progress)
-    )
+    settings = {"packs_per_batch": 2, "per_token": True, "top_k": 3}
+    return len(write_ref_logps(model, data, task["out"], progress=progress, **settings))
 
 
 @pytest.mark.slow
