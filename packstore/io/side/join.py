@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
-from operator import itemgetter
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -14,8 +13,8 @@ from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.arrays import (
     Int64,
     Packs,
+    TokenValues,
     concat_token_values,
-    map_token_values,
     ragged_indices,
     to_offsets,
 )
@@ -135,6 +134,7 @@ class SideColumns:
         matches = [
             self._match(number, example_ids) for number in range(len(self._sides))
         ]
+        num_targets: Int64 | None = None
         for name, numbers in self.columns.items():
             if names is not None and name not in names:
                 continue
@@ -142,7 +142,9 @@ class SideColumns:
             _check_complete(name, example_ids, column_matches)
             type_name = self._type_name(numbers[0], name)
             if token_type(type_name) is not None:
-                packs = _join_token_column(packs, name, column_matches)
+                if num_targets is None:
+                    num_targets = np.concatenate([pack.num_targets for pack in packs])
+                packs = _join_token_column(packs, name, column_matches, num_targets)
             elif type_name == PER_SEQUENCE:
                 packs = _join_sequence_column(packs, name, column_matches)
             else:
@@ -214,28 +216,26 @@ def _join_sequence_column(
 
 
 def _join_token_column(
-    packs: Sequence[Packs], name: str, matches: Sequence[_Match]
+    packs: Sequence[Packs], name: str, matches: Sequence[_Match], num_targets: Int64
 ) -> list[Packs]:
-    """Return the packs with a column of values for each supervised token."""
-    places = np.concatenate([match.places for match in matches])
-    num_targets = np.concatenate([pack.num_targets for pack in packs])
-    values = concat_token_values(
-        [
-            match.table.token_values(name, match.rows, num_targets[match.places])
-            for match in matches
-        ]
-    )
-    # From the order of the matches to the order of the batch.
-    offsets = to_offsets(num_targets[places])
-    order = ragged_indices(offsets, np.argsort(places))
-    values = map_token_values(values, lambda x: x[order])
+    """Return the packs with a column of values for each supervised token.
 
-    sizes = [int(pack.num_targets.sum()) for pack in packs]
-    targets_of_packs = map(slice, to_offsets(np.array(sizes)), np.cumsum(sizes))
+    `num_targets`: int64 `[E]`, supervised tokens of each example of the batch.
+    """
+    # Top k are many bytes: their views are copied once, in the order of the packs.
+    values_by_place: dict[int, TokenValues] = {}
+    for match in matches:
+        counts = num_targets[match.places]
+        values_of_examples = match.table.token_values(name, match.rows, counts)
+        places = match.places.tolist()
+        values_by_place.update(zip(places, values_of_examples, strict=True))
+
     joined = []
-    for pack, targets in zip(packs, targets_of_packs, strict=False):
-        part = map_token_values(values, itemgetter(targets))
-        token_columns = {**pack.token_columns, name: part}
+    end = 0
+    for pack in packs:
+        start, end = end, end + len(pack.example_ids)
+        values = concat_token_values([values_by_place[i] for i in range(start, end)])
+        token_columns = {**pack.token_columns, name: values}
         joined.append(replace(pack, token_columns=token_columns))
     return joined
 

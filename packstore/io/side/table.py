@@ -125,8 +125,8 @@ class SideTable:
 
     def token_values(
         self, name: str, rows: Int64, num_targets: npt.NDArray[np.integer]
-    ) -> TokenValues:
-        """Return the values of the examples' supervised tokens.
+    ) -> list[TokenValues]:
+        """Return the values of each example's supervised tokens.
 
         Args:
             name: of a column of tokens.
@@ -134,13 +134,14 @@ class SideTable:
             num_targets: int `[E]`, supervised tokens of each example.
 
         Returns:
-            `[n]`, or `[n, k]` each; log-probs of 8 bits as float32.
+            `[n]`, or `[n, k]` each, of each example: views of the table, or for
+            log-probs of 8 bits float32.
 
         Raises:
             CompatibilityError: an example has another number of supervised tokens.
         """
         self.require_counts(name, rows, num_targets)
-        values: TokenValues = self._columns[name].take(rows)
+        values: list[TokenValues] = self._columns[name].split(rows)
         return values
 
     def require_counts(
@@ -214,7 +215,7 @@ class _Numbers:
         self._finished_values = self._values.finish()
 
     def take(self, rows: Int64) -> Column:
-        return np.asarray(self._finished_values[rows])
+        return self._finished_values[rows]
 
 
 class _Texts:
@@ -256,7 +257,11 @@ class _Lists:
         self._finished_values = self._values.finish()
 
     def take(self, rows: Int64) -> Column:
-        return np.asarray(self._finished_values[ragged_indices(self.offsets, rows)])
+        return self._finished_values[ragged_indices(self.offsets, rows)]
+
+    def split(self, rows: Int64) -> list[Column]:
+        """Return the values of each row, as views."""
+        return [self._finished_values[values] for values in _slices(self.offsets, rows)]
 
 
 class _TopKLists:
@@ -290,15 +295,24 @@ class _TopKLists:
         if self._scales is not None:
             self._scale_of_rows = self._scales.finish()
 
-    def take(self, rows: Int64) -> TopK:
-        places = ragged_indices(self.offsets, rows)
-        ids = np.asarray(self._top_k.ids[places])
-        logps = np.asarray(self._top_k.logps[places])
-        if self._scales is not None:
-            counts = self.offsets[rows + 1] - self.offsets[rows]
-            scales = np.repeat(self._scale_of_rows[rows], counts)
-            logps = logps * -scales[:, None]
-        return TopK(ids, logps)
+    def split(self, rows: Int64) -> list[TopK]:
+        """Return the values of each row, as views; log-probs of 8 bits as float32."""
+        ids, logps = self._top_k
+        slices = _slices(self.offsets, rows)
+        if self._scales is None:
+            return [TopK(ids[tokens], logps[tokens]) for tokens in slices]
+        scales = self._scale_of_rows[rows]
+        return [
+            TopK(ids[tokens], logps[tokens] * -scale)
+            for tokens, scale in zip(slices, scales, strict=True)
+        ]
+
+
+def _slices(offsets: Int64, rows: Int64) -> list[slice]:
+    """Return the places of the values of each row."""
+    starts = offsets[rows].tolist()
+    ends = offsets[rows + 1].tolist()
+    return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 class _GrowingArray:
@@ -338,4 +352,5 @@ class _GrowingArray:
         self._file.flush()
         length = self._num_bytes // self._dtype.itemsize
         with self._file:
-            return np.memmap(self._file, self._dtype, "r", shape=(length,))
+            values = np.memmap(self._file, self._dtype, "r", shape=(length,))
+        return np.asarray(values)  # slices of a memmap take longer to make
