@@ -17,10 +17,17 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from packstore.config import Settings
-from packstore.errors import ConfigError, display, sentence, to_unicode
+from packstore.errors import (
+    ConfigError,
+    DatasetNotFoundError,
+    display,
+    sentence,
+    to_unicode,
+)
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.side.side import Side
 
 
 def add_source(
@@ -41,13 +48,15 @@ def source_of(paths: list[str]) -> Any:
     return paths[0] if len(paths) == 1 else paths
 
 
-def add_dataset(parser: argparse.ArgumentParser, versions: bool = False) -> None:
+def add_dataset(
+    parser: argparse.ArgumentParser,
+    versions: bool = False,
+    help: str = "folder or URL of a packed dataset",
+) -> None:
     """Add the positional DATASET and its storage options; with `versions` also
     ``--version``.
     """
-    parser.add_argument(
-        "dataset", metavar="DATASET", help="folder or URL of a packed dataset"
-    )
+    parser.add_argument("dataset", metavar="DATASET", help=help)
     if versions:
         parser.add_argument(
             "--version",
@@ -64,6 +73,32 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
 
     return open_(
         args.dataset, storage_options=args.storage_option, version=args.version
+    )
+
+
+def open_dataset_or_side(args: argparse.Namespace) -> Dataset | Side:
+    """Open the dataset of :func:`add_dataset`, or the side dataset that is there."""
+    from packstore.io.manifest.commit import list_versions
+    from packstore.io.manifest.side_manifest import SIDE
+    from packstore.io.side import open_side
+    from packstore.io.store.location import Location
+
+    try:
+        return open_dataset(args)
+    except DatasetNotFoundError:
+        if not list_versions(Location(args.dataset, args.storage_option), SIDE):
+            raise
+    return open_side(args.dataset, args.storage_option, args.version)
+
+
+def add_side(parser: argparse.ArgumentParser, help: str) -> None:
+    """Add ``--side``, which is repeatable."""
+    parser.add_argument(
+        "--side",
+        action="append",
+        default=[],
+        metavar="VALUES",
+        help=f"{help} (repeatable)",
     )
 
 

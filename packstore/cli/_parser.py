@@ -62,7 +62,7 @@ GROUPS: Mapping[str, Mapping[str, Summary]] = {
             "packstore clean prefs-8k",
         ),
         "verify": Summary(
-            "check every hash, every rule and every count of a dataset",
+            "check every hash, rule and count of a dataset, or of a side dataset",
             "packstore verify prefs-8k",
         ),
     },

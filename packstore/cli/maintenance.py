@@ -6,16 +6,24 @@ import argparse
 import dataclasses
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from packstore.cli import Command
-from packstore.cli._arguments import add_dataset, add_json, open_dataset
+from packstore.cli._arguments import (
+    add_dataset,
+    add_json,
+    add_side,
+    open_dataset_or_side,
+)
 from packstore.cli._messages import show_progress
 from packstore.cli._output import print_outcome, print_result, stdout_console
-from packstore.errors import ConfigError, visible_line
+from packstore.errors import ConfigError, PackstoreError, visible_line
 
 if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
     from packstore.io.dataset.verify import VerifyReport
+    from packstore.io.side.side import Side, SideReport
     from packstore.io.versions.clean import CleanReport
 
 SECONDS_PER_UNIT = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -124,7 +132,12 @@ CLEAN = Command(
 
 
 def _configure_verify(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    add_dataset(
+        parser,
+        versions=True,
+        help="folder or URL of a packed dataset, or of a side dataset",
+    )
+    add_side(parser, help="side dataset to check against the dataset")
     parser.add_argument(
         "--jobs",
         type=int,
@@ -135,30 +148,94 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    from packstore.io.side import open_side
+    from packstore.io.side.side import Side
+
+    source = open_dataset_or_side(args)
+    if isinstance(source, Side):
+        return _verify_side(args, source)
+
+    sides = [open_side(url, source.location.storage_options) for url in args.side]
     with show_progress("verify", args) as progress:
-        report = dataset.verify(progress, jobs=args.jobs)
+        report = source.verify(progress, jobs=args.jobs)
+    side_problems, side_reports = _check_sides(source, sides)
+    is_ok = report.ok and not side_problems and all(side.ok for side in side_reports)
+    if args.json:
+        result = dataclasses.asdict(report)
+        if args.side:
+            values = [dataclasses.asdict(side) for side in side_reports]
+            result |= {"side_problems": side_problems, "sides": values}
+        return print_outcome(is_ok, result)
+
+    _print_verdict(report.problems, _describe_dataset(report))
+    for problem in side_problems:
+        stdout_console().print(problem, style="red")
+    for side_report in side_reports:
+        _print_verdict(side_report.problems, _describe_side(side_report))
+    return 0 if is_ok else 1
+
+
+def _verify_side(args: argparse.Namespace, side: Side) -> int:
+    """Verify a side dataset alone; return the exit code."""
+    if args.side:
+        raise ConfigError(
+            f"--side needs a packed dataset; found a side dataset, {side.url}. Name "
+            "its dataset first: packstore verify DATASET --side VALUES."
+        )
+    report = side.verify()
     if args.json:
         return print_outcome(report.ok, dataclasses.asdict(report))
-    _print_verify_report(report)
+    _print_verdict(report.problems, _describe_side(report))
     return 0 if report.ok else 1
 
 
-def _print_verify_report(report: VerifyReport) -> None:
-    console = stdout_console()
-    for problem in report.problems:
-        console.print(problem, style="red")
-    verdict = "ok" if report.ok else f"{len(report.problems):,} problems"
+def _check_sides(
+    dataset: Dataset, sides: Sequence[Side]
+) -> tuple[list[str], list[SideReport]]:
+    """Verify side datasets against their dataset.
+
+    Returns:
+        Problems of all together, such as examples without values; and the report of
+        each.
+    """
+    from packstore.io.side.join import SideColumns
+
+    reports = [side.verify(dataset) for side in sides]
+    problems: list[str] = []
+    if sides and all(report.ok for report in reports):
+        try:
+            SideColumns(dataset, sides)
+        except PackstoreError as error:
+            problems.append(str(error))
+    return problems, reports
+
+
+def _describe_dataset(report: VerifyReport) -> str:
     totals = report.totals
-    console.print(
-        f"{verdict}: {report.shards:,} shards, {totals.packs:,} packs, "
-        f"{totals.examples:,} examples, {totals.tokens:,} tokens",
-        style="green" if report.ok else "red",
+    return (
+        f"{report.shards:,} shards, {totals.packs:,} packs, "
+        f"{totals.examples:,} examples, {totals.tokens:,} tokens"
     )
+
+
+def _describe_side(report: SideReport) -> str:
+    return (
+        f"{report.url}, {report.shards:,} shards, values of {report.examples:,} "
+        "examples"
+    )
+
+
+def _print_verdict(problems: Sequence[str], facts: str) -> None:
+    console = stdout_console()
+    for problem in problems:
+        console.print(problem, style="red")
+    verdict = f"{len(problems):,} problems" if problems else "ok"
+    console.print(f"{verdict}: {facts}", style="red" if problems else "green")
 
 
 VERIFY = Command(
     configure=_configure_verify,
     run=_run_verify,
-    examples="  packstore verify s3://bucket/prefs-8k && train\n",
+    examples="  packstore verify s3://bucket/prefs-8k && train\n"
+    "  packstore verify prefs-8k --side prefs-8k-ref\n",
 )

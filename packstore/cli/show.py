@@ -16,7 +16,7 @@ import numpy as np
 from rich.text import Text
 
 from packstore.cli import Command
-from packstore.cli._arguments import add_dataset, add_json, open_dataset
+from packstore.cli._arguments import add_dataset, add_json, add_side, open_dataset
 from packstore.cli._output import print_json, stdout_console
 from packstore.cli._token_values import (
     PackValues,
@@ -71,13 +71,7 @@ def _add_content_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ids", action="store_true", help="show token ids instead of text"
     )
-    parser.add_argument(
-        "--side",
-        action="append",
-        default=[],
-        metavar="VALUES",
-        help="side dataset with values to show (repeatable)",
-    )
+    add_side(parser, help="side dataset with values to show")
     parser.add_argument(
         "--column",
         metavar="NAME",

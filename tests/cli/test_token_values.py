@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,9 @@ COLUMNS = {
 }
 
 
-def write_values(url: Path, dataset: Dataset) -> str:
+def write_values(
+    url: Path, dataset: Dataset, change_counts: Callable[[Any], Any] | None = None
+) -> str:
     """Write log-probs of -0.5, -1, -1.5, … in each example.
 
     Every third token is not among the three of the teacher, others are the second.
@@ -33,7 +36,10 @@ def write_values(url: Path, dataset: Dataset) -> str:
     with SideWriter(str(url), dataset, COLUMNS) as writer:
         for packs in dataset.iter_packs():
             targets = packs.signed_ids[packs.supervised]
-            place = np.concatenate([np.arange(n) for n in packs.num_targets])
+            counts = packs.num_targets
+            if change_counts is not None:
+                counts = change_counts(counts)
+            place = np.concatenate([np.arange(n) for n in counts])
             second = np.where(place % 3 == 2, targets + 1, targets)
             ids = np.stack([second + 10, second, second + 20], axis=1)
             values = {
@@ -42,9 +48,7 @@ def write_values(url: Path, dataset: Dataset) -> str:
                 "advantage": np.tile([0.25, -0.25], len(packs.example_ids)),
                 "note": np.array([f"note {i}" for i in packs.example_ids], np.object_),
             }
-            writer.write(
-                packs.example_ids, values, packs.num_responses, packs.num_targets
-            )
+            writer.write(packs.example_ids, values, num_targets=counts)
     return str(url)
 
 
@@ -54,7 +58,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     tokenizer = folder / "tokenizer.json"
     trained_tokenizer(["a word and another word"] * 9).save(str(tokenizer))
     pairs = [
-        {"prompt": f"Which {i}? ", "chosen": "This word.", "rejected": "语!"}
+        {"prompt": f"Which {i}?", "chosen": f"This {i % 3 * 'a'}.", "rejected": "语!"}
         for i in range(30)
     ]
     source = write_jsonl(folder / "pairs.jsonl", pairs)
@@ -170,3 +174,49 @@ def test_wrong_arguments_of_show(
     assert main(["show", dataset.url, *words]) == 1
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+def test_verify_checks_a_side_dataset_alone_and_against_its_dataset(
+    dataset: Dataset, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = run(capsys, "verify", values)
+    assert alone == f"ok: {values}, 1 shards, values of 30 examples\n"
+    both = run(capsys, "verify", dataset.url, "--side", values)
+    assert both.endswith(alone)
+    result = json.loads(run(capsys, "verify", dataset.url, "--side", values, "--json"))
+    assert result["ok"]
+    assert result["sides"][0]["examples"] == 30
+
+
+def problems_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    """Return what a command prints that finds problems."""
+    capsys.readouterr()
+    assert main(["verify", *command]) == 1
+    return capsys.readouterr().out
+
+
+def test_verify_names_the_problems_of_values(
+    dataset: Dataset, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moved = write_values(tmp_path / "moved", dataset, lambda counts: np.roll(counts, 1))
+    run(capsys, "verify", moved)
+    found = problems_of(capsys, dataset.url, "--side", moved)
+    assert re.search(r"moved, example \d+: it must have \w+ of \d+ supervised", found)
+    assert "1 problems: " in found
+
+    records = [{"prompt": [1, 2, i], "chosen": [3], "rejected": [4]} for i in range(30)]
+    other = packstore.pack(records, tmp_path / "other", pack_size=128)
+    assert "lineage" in problems_of(capsys, other.url, "--side", moved)
+
+    shard = next((tmp_path / "moved" / "data").iterdir())
+    shard.chmod(0o644)
+    shard.write_bytes(shard.read_bytes()[:-1] + b"x")
+    assert shard.name in problems_of(capsys, moved)
+    assert '"ok": false' in problems_of(capsys, moved, "--json")
+
+
+def test_a_side_dataset_has_no_side_data(
+    values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", values, "--side", values]) == 1
+    assert "packstore verify DATASET --side VALUES" in capsys.readouterr().err
