@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from os import PathLike
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import (
     PER_SEQUENCE,
     REF_LOGPS,
+    Span,
     covered_spans,
     require_covered,
     spans_of_lineages,
@@ -45,6 +47,25 @@ class _Match(NamedTuple):
     table: SideTable
     places: Int64
     rows: Int64
+
+
+class _Coverage:
+    """The example ids that the side datasets of a column cover, in disjoint spans.
+
+    Args:
+        spans: the spans of each side dataset, by its index.
+
+    Attributes:
+        firsts: int64 `[n]`, first id of each span, ascending.
+        lasts: int64 `[n]`, its last id.
+        sides: index of its side dataset.
+    """
+
+    def __init__(self, spans: Mapping[int, Sequence[Span]]) -> None:
+        sorted_spans = sorted((span, side) for side in spans for span in spans[side])
+        self.firsts = np.array([span.first for span, _ in sorted_spans], np.int64)
+        self.lasts = np.array([span.last for span, _ in sorted_spans], np.int64)
+        self.sides = [side for _, side in sorted_spans]
 
 
 class SideColumns:
@@ -73,12 +94,14 @@ class SideColumns:
         ]
         lineages = {side.manifest.lineage for side in self._sides}
         runs = spans_of_lineages(lineages, manifest)
-        self._spans = [
+        spans_of_sides = [
             covered_spans(side.manifest, manifest, runs, side.url)
             for side in self._sides
         ]
         self._tables: list[SideTable] = []
 
+        # By the indices of side datasets, as columns mostly come together.
+        self._coverage: dict[tuple[int, ...], _Coverage] = {}
         self.columns: dict[str, list[int]] = {}
         for number, side in enumerate(self._sides):
             for name in side.manifest.known_columns:
@@ -90,8 +113,9 @@ class SideColumns:
                 raise ConfigError(
                     f"two columns of the joined packs are named {quote(name)}."
                 )
-            spans = [span for number in numbers for span in self._spans[number]]
-            require_covered(name, spans, manifest)
+            spans = {number: spans_of_sides[number] for number in numbers}
+            require_covered(name, [*chain(*spans.values())], manifest)
+            self._coverage[tuple(numbers)] = _Coverage(spans)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_tables": []}
@@ -131,47 +155,50 @@ class SideColumns:
             return packs
 
         example_ids = np.concatenate([pack.example_ids for pack in packs])
-        matches = [
-            self._match(number, example_ids) for number in range(len(self._sides))
-        ]
+        matches_of_sides: dict[tuple[int, ...], list[_Match]] = {}
         num_targets: Int64 | None = None
         for name, numbers in self.columns.items():
             if names is not None and name not in names:
                 continue
-            column_matches = [match for number in numbers for match in matches[number]]
-            _check_complete(name, example_ids, column_matches)
+            sides = tuple(numbers)
+            if sides not in matches_of_sides:
+                matches_of_sides[sides] = self._match(name, sides, example_ids)
+            matches = matches_of_sides[sides]
             type_name = self._type_name(numbers[0], name)
             if token_type(type_name) is not None:
                 if num_targets is None:
                     num_targets = np.concatenate([pack.num_targets for pack in packs])
-                packs = _join_token_column(packs, name, column_matches, num_targets)
+                packs = _join_token_column(packs, name, matches, num_targets)
             elif type_name == PER_SEQUENCE:
-                packs = _join_sequence_column(packs, name, column_matches)
+                packs = _join_sequence_column(packs, name, matches)
             else:
-                packs = _join_example_column(packs, name, column_matches)
+                packs = _join_example_column(packs, name, matches)
         return packs
 
-    def _match(self, number: int, example_ids: Int64) -> list[_Match]:
-        """Look up the examples that each span of a side dataset holds."""
-        table = self._tables[number]
+    def _match(
+        self, name: str, sides: tuple[int, ...], example_ids: Int64
+    ) -> list[_Match]:
+        """Look up the examples in the side datasets of a column.
+
+        Raises:
+            CompatibilityError: an example has no match.
+        """
+        coverage = self._coverage[sides]
+        spans = np.searchsorted(coverage.firsts, example_ids, side="right") - 1
+        is_absent = (spans < 0) | (example_ids > coverage.lasts[spans])
+        if is_absent.any():
+            raise CompatibilityError(
+                f"side data {quote(name)} must have every example; found no part with "
+                f"example {example_ids[is_absent][0]}."
+            )
         matches = []
-        for span in self._spans[number]:
-            is_inside = (example_ids >= span.first) & (example_ids <= span.last)
-            places = np.flatnonzero(is_inside)
-            rows = table.find(example_ids[places] - span.first)
+        # Of many spans, as of many appended parts, a batch is in few.
+        for span in np.unique(spans).tolist():
+            table = self._tables[coverage.sides[span]]
+            places = np.flatnonzero(spans == span)
+            rows = table.find(example_ids[places] - coverage.firsts[span])
             matches.append(_Match(table, places, rows))
         return matches
-
-
-def _check_complete(name: str, example_ids: Int64, matches: Sequence[_Match]) -> None:
-    """Raise CompatibilityError if an example has no match."""
-    places = np.concatenate([match.places for match in matches])
-    if len(places) < len(example_ids):
-        unmatched = np.setdiff1d(np.arange(len(example_ids)), places)
-        raise CompatibilityError(
-            f"side data {quote(name)} must have every example; found no part with "
-            f"example {example_ids[unmatched[0]]}."
-        )
 
 
 def _join_example_column(
