@@ -302,8 +302,8 @@ class Packs:
         }
         token_columns: dict[str, TokenValues] = {}
         if self.token_columns:
-            first_target = int(self.supervised[:first_token].sum())
-            end_target = first_target + int(self.supervised[tokens].sum())
+            first_target = np.count_nonzero(self.signed_ids[:first_token] >= 0)
+            end_target = first_target + np.count_nonzero(self.signed_ids[tokens] >= 0)
             targets = slice(first_target, end_target)
             for name, values in self.token_columns.items():
                 token_columns[name] = map_token_values(values, lambda x: x[targets])
