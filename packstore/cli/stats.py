@@ -1,4 +1,4 @@
-"""``packstore stats``: distributions, computed from the packs."""
+"""``packstore stats``: distributions, computed from the packs, or from side data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from packstore.cli import Command
-from packstore.cli._arguments import add_dataset, add_json, open_dataset
+from packstore.cli._arguments import (
+    add_dataset,
+    add_json,
+    add_side,
+    open_dataset_or_side,
+)
 from packstore.cli._messages import show_progress
 from packstore.cli._output import (
     figure_table,
@@ -17,6 +22,14 @@ from packstore.cli._output import (
     print_result,
     stdout_console,
 )
+from packstore.cli._side_stats import (
+    ColumnSize,
+    SideStatistics,
+    column_cells,
+    concat_distributions,
+    distributions_of_packs,
+)
+from packstore.errors import ConfigError
 from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.pages import charts, frame
 from packstore.registry import choice
@@ -25,6 +38,8 @@ if TYPE_CHECKING:
     import polars as pl
 
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.side.join import SideColumns
+    from packstore.io.side.side import Side
 
 PERCENTILES = {
     "min": 0,
@@ -50,7 +65,12 @@ TableCells = tuple[list[str], list[list[str]]]
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    add_dataset(
+        parser,
+        versions=True,
+        help="folder or URL of a packed dataset, or of a side dataset",
+    )
+    add_side(parser, help="side dataset whose values to add")
     add_json(parser)
     parser.add_argument(
         "--by", metavar="COLUMN", help="also group by a carried column, or by `file`"
@@ -59,13 +79,24 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
-    if args.by is not None:
-        choice("--by", args.by, (FILE, *dataset.manifest.carried))
+    from packstore.io.side.side import Side
+
+    source = open_dataset_or_side(args)
     if args.html:
         frame.check_writable(args.html)
+    if isinstance(source, Side):
+        return _run_side(args, source)
+    return _run_dataset(args, source)
 
-    values = _read_values(args, dataset)
+
+def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
+    from packstore.io.side.join import SideColumns
+
+    if args.by is not None:
+        choice("--by", args.by, (FILE, *dataset.manifest.carried))
+    side = SideColumns(dataset, args.side) if args.side else None
+
+    values = _read_values(args, dataset, side)
     summary = {name: _summarize(array) for name, array in values.items() if len(array)}
     groups = _group_figures(dataset, args.by) if args.by else {}
     tables = {}
@@ -82,18 +113,64 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read_values(args: argparse.Namespace, dataset: Dataset) -> dict[str, Any]:
+def _run_side(args: argparse.Namespace, side: Side) -> int:
+    """Print the statistics of a side dataset alone."""
+    if args.by is not None or args.side:
+        flag = "--by" if args.by is not None else "--side"
+        raise ConfigError(
+            f"{flag} needs a packed dataset; found a side dataset, {side.url}. Name "
+            "its dataset: packstore stats DATASET --side VALUES."
+        )
+    statistics = SideStatistics([side])
+    with show_progress("stats", args) as progress:
+        for number, _ in enumerate(statistics.read(), 1):
+            progress("read", number, None, "row groups")
+    values = statistics.distributions
+    columns = statistics.columns()
+    summary = {name: _summarize(array) for name, array in values.items() if len(array)}
+    tables = {"Columns": column_cells(columns), "Percentiles": _format_cells(summary)}
+    if args.html:
+        frame.write(args.html, _side_page(side, values, tables))
+    if args.json:
+        print_result(
+            {
+                "examples": len(side),
+                "columns": _columns_as_json(columns),
+                "values": summary,
+            }
+        )
+    else:
+        console = stdout_console()
+        console.print(f"side dataset {side.url}")
+        console.print(f"examples: {len(side):,}")
+        for title, (names, rows) in tables.items():
+            console.print(figure_table(title, names, rows))
+    return 0
+
+
+def _columns_as_json(columns: Mapping[str, ColumnSize]) -> dict[str, Any]:
+    return {
+        name: {**size._asdict(), "bytes_per_value": size.bytes_per_value}
+        for name, size in columns.items()
+    }
+
+
+def _read_values(
+    args: argparse.Namespace, dataset: Dataset, side: SideColumns | None
+) -> dict[str, Any]:
     """Return the values of each distribution, by name, over all packs."""
     parts: list[dict[str, Any]] = []
+    side_names = [] if side is None else list(side.types)
     with show_progress("stats", args) as progress:
         for number, packs in enumerate(dataset.iter_packs(), 1):
             m = dataset.manifest
-            parts.append(_values_of(packs, m.kind, m.pack_size))
+            part = _values_of(packs, m.kind, m.pack_size)
+            if side is not None:
+                (joined,) = side.join([packs])
+                part |= distributions_of_packs(joined, side_names)
+            parts.append(part)
             progress("read", number, len(dataset.row_groups), "row groups")
-    names = list(parts[0]) if parts else []
-    # `pop`: a part is freed as soon as it is joined, so that memory holds the values
-    # once.
-    return {name: np.concatenate([part.pop(name) for part in parts]) for name in names}
+    return concat_distributions(parts)
 
 
 def _values_of(packs: Packs, kind: str, pack_size: int) -> dict[str, Any]:
@@ -226,15 +303,33 @@ def _describe_fill(dataset: Dataset) -> str:
     )
 
 
-def _page(
-    dataset: Dataset, values: dict[str, Any], tables: Mapping[str, TableCells]
-) -> str:
-    m = dataset.manifest
-    histograms = [
+def _histograms(values: Mapping[str, Any]) -> list[str]:
+    return [
         charts.histogram(name, array)
         for name, array in values.items()
         if len(array) and array.min() < array.max()
     ]
+
+
+def _side_page(
+    side: Side, values: dict[str, Any], tables: Mapping[str, TableCells]
+) -> str:
+    m = side.manifest
+    provenance = {name: format_value(value) for name, value in m.provenance.items()}
+    return charts.charts_page(
+        title="Side dataset",
+        subtitle=f"{side.url}: of a dataset of kind {m.kind}, fingerprint "
+        f"{m.fingerprint[:12]}",
+        facts={"examples": format_value(len(side)), **provenance},
+        charts=_histograms(values),
+        tables=tables,
+    )
+
+
+def _page(
+    dataset: Dataset, values: dict[str, Any], tables: Mapping[str, TableCells]
+) -> str:
+    m = dataset.manifest
     return charts.charts_page(
         title="Packed dataset",
         subtitle=f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
@@ -248,7 +343,7 @@ def _page(
             "layout": m.layout,
             "strategy": m.strategy,
         },
-        charts=histograms,
+        charts=_histograms(values),
         tables=tables,
     )
 
@@ -257,5 +352,6 @@ STATS = Command(
     configure=_configure,
     run=_run,
     examples="  packstore stats prefs-8k --json\n"
-    "  packstore stats prefs-8k --by lang --html stats.html\n",
+    "  packstore stats prefs-8k --by lang --html stats.html\n"
+    "  packstore stats prefs-8k-ref\n",
 )

@@ -215,8 +215,54 @@ def test_verify_names_the_problems_of_values(
     assert '"ok": false' in problems_of(capsys, moved, "--json")
 
 
+@pytest.mark.parametrize("command", ["verify", "stats"])
 def test_a_side_dataset_has_no_side_data(
-    values: str, capsys: pytest.CaptureFixture[str]
+    values: str, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
-    assert main(["verify", values, "--side", values]) == 1
-    assert "packstore verify DATASET --side VALUES" in capsys.readouterr().err
+    assert main([command, values, "--side", values]) == 1
+    assert f"packstore {command} DATASET --side VALUES" in capsys.readouterr().err
+
+
+def test_stats_of_a_side_dataset(
+    dataset: Dataset, values: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "stats.html"
+    result = json.loads(run(capsys, "stats", values, "--json", "--html", page))
+    assert "<figcaption>old_logps</figcaption>" in page.read_text(encoding="utf-8")
+    num_targets = dataset.manifest.totals.supervised_tokens
+    assert result["examples"] == 30
+    columns = result["columns"]
+    assert [columns[name]["type"] for name in COLUMNS] == list(COLUMNS.values())
+    assert columns["teacher"]["values"] == num_targets
+    assert columns["advantage"]["values"] == 60
+    assert columns["note"]["values"] == 30
+    size = sum(column["bytes"] for column in columns.values())
+    shard = next((Path(values) / "data").iterdir())
+    assert 0.2 * shard.stat().st_size < size < shard.stat().st_size
+
+    figures = result["values"]
+    probabilities = np.exp([-1.0, -2.0, -3.0])
+    outcomes = np.append(probabilities, 1 - probabilities.sum())
+    entropy = -(outcomes * np.log(outcomes)).sum()
+    assert figures["teacher: mass"]["median"] == pytest.approx(probabilities.sum())
+    assert figures["teacher: entropy"]["mean"] == pytest.approx(entropy)
+    assert figures["old_logps"]["max"] == -0.5
+    assert figures["advantage"]["mean"] == 0
+
+
+def test_stats_of_a_dataset_with_side_data(
+    dataset: Dataset, values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone = json.loads(run(capsys, "stats", values, "--json"))["values"]
+    figures = json.loads(run(capsys, "stats", dataset.url, "--side", values, "--json"))
+    assert {name: figures[name] for name in alone} == alone
+    places = [
+        place
+        for packs in dataset.iter_packs()
+        for count in packs.num_targets
+        for place in range(count)
+    ]
+    share = np.mean([place % 3 != 2 for place in places])
+    assert figures["teacher: share of tokens in it"]["mean"] == pytest.approx(share)
+    assert figures["teacher: log-prob of the token"]["min"] == -2
+    assert figures["reward"]["count"] == 60
