@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from packstore.errors import CompatibilityError, ConfigError
@@ -332,13 +334,14 @@ def test_packed_logps_and_policy(kit: SimpleNamespace, exact: None) -> None:
         assert actual.requires_grad
 
 
-def test_ddp(kit: SimpleNamespace, one_rank: None) -> None:
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, fully_shard])
+def test_wrapped_policies(kit: SimpleNamespace, one_rank: None, wrap: Any) -> None:
     model = use_packed_attention(kit.tiny_model())
     batch = packed_batch(kit)
     batch = with_ids(batch, random_ids(len(batch.target_index), kit.VOCAB))
     policy = PackedPolicy(model, ids_of="teacher")
-    expected = policy(batch)
-    wrapped = torch.nn.parallel.DistributedDataParallel(policy)
+    expected = policy(batch).detach()
+    wrapped = wrap(policy)
     actual = wrapped(batch)
     assert torch.equal(actual, expected)
     actual.sum().backward()
