@@ -123,6 +123,11 @@ class TokenizeConfig(SizeConfig):
     carry: tuple[str, ...] = setting(
         (), "scalar field to keep as a column (repeatable)", metavar="NAME[:TYPE]"
     )
+    token_values: Mapping[str, str] = setting(
+        dict,
+        "field with a number per supervised token (repeatable)",
+        metavar="COLUMN=FIELD",
+    )
     chat_template: str | None = setting(
         None, "Jinja file or text, `chatml` or `plain`", metavar="TEMPLATE", path=True
     )
@@ -303,6 +308,12 @@ class RunConfig(WorkConfig):
         "file for dropped records and reasons, as JSON lines",
         metavar="FILE",
         path=True,
+    )
+    values_out: str | None = setting(
+        None,
+        "folder of the values of tokens (default: OUT-values)",
+        metavar="URL",
+        place=True,
     )
 
 

@@ -54,6 +54,7 @@ from packstore.etl.partitions.work import PartitionPacker, run_as_task
 from packstore.etl.provenance import find_committed, run_name
 from packstore.etl.rejects import RejectsFile, real_place
 from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.etl.token_values import put_token_values, values_location
 from packstore.etl.totals import RecordTotals, count_records
 from packstore.format.arrays import Int64
 from packstore.format.seeds import U64
@@ -283,7 +284,7 @@ def _pack(
         )
         packs_of_datasets = _write_partitions(packing, reader, totals, locations)
     for (split, job), packs in zip(jobs.items(), packs_of_datasets, strict=True):
-        _commit(job, split, packs, packing, totals)
+        _commit(job, split, packs, packing, totals, reader)
     for note in notes:
         note.remove()
 
@@ -527,8 +528,11 @@ def _commit(
     packs_of_partitions: Sequence[WrittenPacks],
     packing: PartitionPacker,
     totals: RecordTotals,
+    reader: ExampleReader,
 ) -> None:
-    """Commit the packs of all partitions in one dataset."""
+    """Commit the packs of all partitions in one dataset, after the values of their
+    tokens.
+    """
     config = packing.config
     shards = [shard for packs in packs_of_partitions for shard in packs.shards]
     plans = [packs.planning for packs in packs_of_partitions if packs.planning]
@@ -549,6 +553,10 @@ def _commit(
     new_sizes = (shard.sizes for shard in shards)
     pack_sizes = itertools.chain(job.base_sizes(), new_sizes)
     pack_index = put_index(job.location, pack_sizes, job.version)
+    if isinstance(reader, RecordExampleReader) and config.token_values:
+        dataset = Dataset(job.location, manifest, job.version)
+        values = values_location(job.location, config, split)
+        put_token_values(dataset, values, reader, config)
     job.require_shards(manifest.shards)
     job.commit(job.extended_manifest(replace(manifest, pack_index=pack_index)))
 

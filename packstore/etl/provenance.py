@@ -124,7 +124,7 @@ def _lineage_facts(
     }
     if config.as_chat:
         facts["as_chat"] = True
-    for name in ("form", "verdict", "roles", "ignore"):
+    for name in ("form", "verdict", "roles", "ignore", "token_values"):
         if getattr(config, name):
             facts[name] = recorded[name]
     if config.adapter:

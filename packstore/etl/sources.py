@@ -26,7 +26,13 @@ import numpy as np
 
 from packstore.config import PARTITION_BYTES, REASONS, PackConfig, SizeConfig
 from packstore.config.remedies import current_door, spell
-from packstore.errors import ConfigError, RecordError, sentence, to_unicode
+from packstore.errors import (
+    ConfigError,
+    InputError,
+    RecordError,
+    sentence,
+    to_unicode,
+)
 from packstore.etl.engines import engine_with, local
 from packstore.etl.tokenize import BlockTokenizer, TokenizedBlock
 from packstore.format.arrays import Examples, Rows, to_offsets
@@ -52,6 +58,7 @@ from packstore.tokenizer.records.describe import (
 )
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record, require_object
+from packstore.tokenizer.records.token_values import check_token_values
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.tally import Tally
 from packstore.tokenizer.tokenizer import FAST
@@ -144,6 +151,9 @@ def open_records(
     # `carry` names columns of the records that are copied into the packs. Its syntax is
     # checked before anything is read; missing types are inferred below.
     parse_carry(config)
+    check_token_values(config)
+    if config.token_values:
+        _require_repeatable(source)
     input_reader = InputReader(source, storage_options, config, block_bytes)
     blocks = PeekableBlocks(input_reader)
     # There is a first block: InputReader raises for a source without records.
@@ -177,6 +187,21 @@ def open_records(
         kind=kind,
         first_record=first_record,
     )
+
+
+def _require_repeatable(source: Any) -> None:
+    """Raise ConfigError if records can be read only once."""
+    is_stream = hasattr(source, "readinto") or hasattr(source, "read_next_batch")
+    if isinstance(source, Iterator) or is_stream:
+        raise ConfigError(
+            sentence(
+                where="setting token_values",
+                rule="it must be used with files, a list or a table, as records are "
+                "read twice",
+                found=type(source).__name__,
+                remedy="Store the records in a file, or give a list",
+            )
+        )
 
 
 class PeekableBlocks:
@@ -419,8 +444,8 @@ class RecordExampleReader:
         first = self._first_record
         if first is None:
             return
-        ignore = self._config.ignore
-        lines = describe(first.read, first.value, self.kind, self._adapter, ignore)
+        config = self._config
+        lines = describe(first.read, first.value, self.kind, self._adapter, config)
         log.info("%s", "\n".join(lines), extra={"lines": lines})
 
     @property
@@ -511,6 +536,28 @@ class RecordExampleReader:
     def can_run_in_tasks(self) -> bool:
         """False if other processes cannot import the adapter that reads the records."""
         return self._adapter is None or self._adapter.is_importable
+
+    def read_again(self, sources: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+        """Yield all blocks of the input once more.
+
+        Args:
+            sources: path, bytes, sha256 and records of each input when it was packed.
+
+        Raises:
+            InputError: the input has changed since then.
+        """
+        input_reader = copy.copy(self._input_reader)
+        yield from input_reader
+        for before, now in zip(sources, input_reader.sources, strict=True):
+            if before["sha256"] != now["sha256"]:
+                raise InputError(
+                    sentence(
+                        where=now["path"],
+                        rule="must stay as it is while it is packed",
+                        found="that it changed",
+                        remedy="Run it again",
+                    )
+                )
 
     def read_through(self) -> None:
         """Read the rest of the input, to hash it; nothing is tokenized."""

@@ -34,7 +34,7 @@ from packstore.format.arrays import (
 from packstore.tokenizer.control import TEMPLATE_PATTERNS
 from packstore.tokenizer.dialogue.template import limited, restart_clock
 from packstore.tokenizer.encode import assemble
-from packstore.tokenizer.records.adapters import Adapter
+from packstore.tokenizer.records.adapters import AdaptedRecord, Adapter
 from packstore.tokenizer.records.carry import TYPES, check_carried, parse_carry
 from packstore.tokenizer.records.overlong import fit
 from packstore.tokenizer.records.parsed import (
@@ -57,6 +57,7 @@ from packstore.tokenizer.records.sequences import (
     Tokens,
     id_sequences,
 )
+from packstore.tokenizer.records.token_values import check_numbers, find_value
 from packstore.tokenizer.records.unread import UnreadRules, count_unread
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.render import is_rendered_prompt, render_record
@@ -76,6 +77,7 @@ class Record:
     read: ReadRecord = field(init=False)
     parsed: Parsed = field(init=False)
     sequences: Sequence[Draft | Tokens] = ()  # text before it is encoded, or ids
+    token_values: dict[str, Any] = field(default_factory=dict)  # by field
     events: list[str] = field(default_factory=list)
     refusal: Refused | None = None
 
@@ -181,7 +183,9 @@ class RecordTokenizer:
         values: list[object] = []
         for value in rows.values:
             if isinstance(value, dict):
+                token_values = self._token_values(value)
                 value = self._adapter.apply(self._reader.without_ignored(value))
+                value.token_values = token_values
             values.append(value)
         return replace(rows, values=values)
 
@@ -189,7 +193,9 @@ class RecordTokenizer:
 
     def _read(self, record: Record) -> None:
         """Set the reading of a record and its text, messages or ids."""
-        value = self._reader.without_ignored(require_object(record.value))
+        full_record = require_object(record.value)
+        record.token_values = self._token_values(full_record)
+        value = self._reader.without_ignored(full_record)
         record.value = value
         if self.carry:
             check_carried(value, self.carry)
@@ -205,6 +211,13 @@ class RecordTokenizer:
         if record.has_unread_columns:
             self._rules.check(value, record.read, parsed)
         record.parsed = check_responses(parsed, self.config)
+
+    def _token_values(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of the fields that the setting `token_values` names."""
+        if isinstance(record, AdaptedRecord):
+            return record.token_values
+        fields = self.config.token_values.values()
+        return {name: find_value(record, name) for name in fields}
 
     def _renders_text(self, read: ReadRecord) -> bool:
         """Return True if the texts of a record are to become turns."""
@@ -330,6 +343,8 @@ class RecordTokenizer:
             _refuse_identical_sides(records, sequences, first_rows)
         for row, events in sorted(sequences.events.items()):
             owners[row][0].events.extend(events)
+        if self.config.token_values:
+            _check_token_values(records, sequences, first_rows)
         return sequences
 
     def _truncate(
@@ -439,7 +454,8 @@ class RecordTokenizer:
             for record in examples
         )
         for names, num_records in column_sets.items():
-            tally.used.update(dict.fromkeys((*names, *self.carry), num_records))
+            fields = (*names, *self.carry, *self.config.token_values.values())
+            tally.used.update(dict.fromkeys(fields, num_records))
         if not any(record.has_unread_columns for record in examples):
             return
         read_columns = Counter[str]()
@@ -538,11 +554,29 @@ def _refuse(record: Record, refusal: Refused) -> None:
         record.refusal = refusal
 
 
+def _count_supervised(sequences: Sequences) -> Int64:
+    """Return the number of supervised tokens of each sequence, int64 `[S]`."""
+    running_count = np.append(0, np.cumsum(sequences.supervised))
+    return np.diff(running_count[sequences.offsets])
+
+
 def _unsupervised_rows(sequences: Sequences) -> list[int]:
     """Return the indices of sequences without a supervised token."""
-    running_count = np.append(0, np.cumsum(sequences.supervised))
-    counts = np.diff(running_count[sequences.offsets])
+    counts = _count_supervised(sequences)
     return [int(row) for row in np.flatnonzero(counts == 0)]
+
+
+def _check_token_values(
+    records: list[Record], sequences: Sequences, first_rows: Int64
+) -> None:
+    """Refuse records without a number for each supervised token."""
+    counts = np.split(_count_supervised(sequences), first_rows[1:-1])
+    for record, counts_of_responses in zip(records, counts, strict=True):
+        for name, value in record.token_values.items():
+            try:
+                check_numbers(value, name, counts_of_responses)
+            except Refused as refusal:
+                _refuse(record, refusal.with_traceback(None))
 
 
 def _refuse_identical_sides(

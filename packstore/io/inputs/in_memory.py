@@ -65,7 +65,7 @@ def open_in_memory(source: Any) -> MemorySource:
     if _is_table(source):
         return MemorySource(
             path="<table>",
-            records=_table_records(source),
+            records=_TableRecords(source),
             num_records=num_records,
             is_finite=True,
         )
@@ -201,6 +201,16 @@ def _is_table(source: object) -> bool:
 
 def _is_lazy_frame(source: object) -> bool:
     return hasattr(source, "sink_ipc")
+
+
+class _TableRecords:
+    """The rows of a table as records; iterated again, it is read again."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __iter__(self) -> Iterator[object]:
+        return _table_records(self._table)
 
 
 def _table_records(table: Any) -> Iterator[object]:

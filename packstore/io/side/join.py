@@ -29,7 +29,8 @@ from packstore.io.manifest.side_manifest import (
     spans_of_lineages,
     token_type,
 )
-from packstore.io.side.side import Side, open_side
+from packstore.io.side.parts import open_sides
+from packstore.io.side.side import Side
 from packstore.io.side.table import SideTable
 
 
@@ -89,9 +90,7 @@ class SideColumns:
         self, dataset: Dataset, sides: Sequence[Side | str | PathLike[str]]
     ) -> None:
         manifest = dataset.manifest
-        self._sides = [
-            side if isinstance(side, Side) else open_side(str(side)) for side in sides
-        ]
+        self._sides = open_sides(sides, manifest, dataset.location.storage_options)
         lineages = {side.manifest.lineage for side in self._sides}
         runs = spans_of_lineages(lineages, manifest)
         spans_of_sides = [

@@ -76,10 +76,13 @@ class AdaptedRecord(dict[str, Any]):
         result: of the function; None if it raised an error.
         columns: names of the columns that the function looked at.
         error: the text of the function's error, or empty.
+        token_values: the fields that the setting `token_values` names, which the
+            function did not see.
     """
 
     def __init__(self, record: Mapping[str, Any]) -> None:
         super().__init__(record)
+        self.token_values: dict[str, Any] = {}
         self.result: Any = None
         self.columns: set[str] = set()
         self.error = ""

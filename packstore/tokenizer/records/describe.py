@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -22,7 +22,7 @@ def describe(
     record: dict[str, Any],
     kind: str,
     adapter: Adapter | None,
-    ignored: Sequence[str] = (),
+    config: TokenizeConfig,
 ) -> list[str]:
     """Return lines on how the first record is read, and on columns that are not read.
 
@@ -31,8 +31,10 @@ def describe(
         record: its columns; the values of those that nothing reads are shown, cut at
             200 characters.
         kind: of the dataset.
-        ignored: names and paths that count as absent.
+        config: `ignore` has names and paths that count as absent, and `token_values`
+            fields that are read apart.
     """
+    values = config.token_values
     if adapter is not None:
         title = f"by the adapter {adapter.name} ({kind}): {adapter.summary}"
         fields = sorted(read.further_columns) or ["none"]
@@ -51,10 +53,12 @@ def describe(
         lines.append(
             f"  {score} judges each answer; to learn all answers instead: {ignores}"
         )
-    remaining = without_columns(record, ignored)
+    for column, name in values.items():
+        lines.append(f"  values of tokens: {column} <- {name}")
+    remaining = without_columns(record, (*config.ignore, *values.values()))
     for name, text in first_values(remaining, unread_columns(read, remaining)).items():
         lines.append(f"  not read: {name} = {text}")
-    for name in ignored:
+    for name in config.ignore:
         line = f"  ignored: {name}"
         is_absent = without_columns(record, [name]) == record
         if is_absent:

@@ -140,7 +140,7 @@ class RecordReader:
         self._kind = kind
         self._first_place = first_place
         self._adapter = adapter
-        self._ignored = frozenset(config.ignore)
+        self._ignored = frozenset((*config.ignore, *config.token_values.values()))
         self._names = OwnNames(config.fields, prefers_ids)
         self._own = OwnReader(self._names, kind, config.verdicts)
         self._forms: Sequence[Form] | None = None
@@ -153,8 +153,8 @@ class RecordReader:
         self._requires_form = config.form not in (None, OWN)
 
     def without_ignored(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record without the columns and paths to ignore; whole names go
-        before paths.
+        """Return a record without the columns and paths to ignore, and without the
+        values of tokens; whole names go before paths.
         """
         if not self._ignored or isinstance(record, AdaptedRecord):
             return record

@@ -206,7 +206,8 @@ class UnreadRules:
         has_adapter: bool,
     ) -> None:
         self._fields = config.fields
-        self._absent = frozenset((*config.ignore, *carried))
+        values = config.token_values.values()
+        self._absent = frozenset((*config.ignore, *values, *carried))
         self._door = current_door()
         self._are_single = kind == "sft" and not has_adapter
         self._siblings = None if has_adapter else mapped_siblings(config.fields)

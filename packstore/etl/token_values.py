@@ -1,0 +1,211 @@
+"""Writes numbers of single tokens, which records hold, as side data of their dataset.
+
+The packs are written first. Then the records are read again for the fields that the
+setting `token_values` names, and the numbers of the examples in the packs become a side
+dataset, ``VALUES/<lineage of the dataset>``. It is committed before the dataset: a job
+that is killed in between leaves values without a dataset, and its rerun takes them
+over. The lineage covers the bytes of the input and the names of the fields, so that
+equal lineages have equal values.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from packstore.config import PackConfig
+from packstore.errors import DatasetNotFoundError
+from packstore.etl.engines import engine_with, local
+from packstore.etl.sources import RecordExampleReader
+from packstore.format.arrays import Bool, Float32, Int64, example_id
+from packstore.format.schema import as_numpy
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.inputs.files import Block
+from packstore.io.side.side import Side, SideWriter, open_side
+from packstore.io.store.location import Location
+from packstore.tokenizer.records.token_values import find_value, flat_numbers
+
+TYPE = "token<float32>"
+"""Type of the columns."""
+
+
+def values_location(
+    dataset: Location, config: PackConfig, split: str | None
+) -> Location:
+    """Return the folder of the values of a dataset, and of all that is appended to it.
+
+    Args:
+        dataset: place of the dataset.
+        config: `values_out` is the folder; None: a folder beside the dataset.
+        split: name of the dataset, if the job makes several.
+    """
+    if config.values_out is not None:
+        folder = Location(config.values_out, dataset.storage_options)
+        return folder if split is None else folder.join(split)
+    url, mark, query = dataset.url.partition("?")
+    if "://" not in dataset.url:
+        url, mark, query = os.path.abspath(dataset.url), "", ""
+    beside = f"{url.rstrip('/')}-values{mark}{query}"
+    return Location(beside, dataset.storage_options)
+
+
+def put_token_values(
+    dataset: Dataset, values: Location, reader: RecordExampleReader, config: PackConfig
+) -> None:
+    """Commit the numbers of a dataset's tokens, unless they are there already.
+
+    Args:
+        dataset: the packs, whose manifest is not committed yet.
+        values: see :func:`values_location`.
+        reader: the records of the packs.
+        config: settings.
+
+    Raises:
+        InputError: the input has changed since it was packed.
+        StorageError: the store refuses.
+    """
+    manifest = dataset.manifest
+    folder = values.join(manifest.lineage)
+    stored = _find_side(folder)
+    packed_ids = _packed_ids(dataset)
+    stored_ids, stored_counts = _stored_counts(stored)
+    new_ids = np.setdiff1d(packed_ids, stored_ids, assume_unique=True)
+    if stored is not None and not len(new_ids):
+        return
+
+    # Another choice of the same records, as by another pack_size, may be stored: its
+    # examples stay, as they are those of an earlier version.
+    is_of_others = ~np.isin(stored_ids, packed_ids)
+    totals = replace(
+        manifest.totals,
+        examples=len(packed_ids) + int(is_of_others.sum()),
+        supervised_tokens=manifest.totals.supervised_tokens
+        + int(stored_counts[is_of_others].sum()),
+    )
+    with SideWriter(
+        folder.url,
+        replace(manifest, totals=totals),
+        dict.fromkeys(config.token_values, TYPE),
+        provenance=_provenance(config),
+        overwrite=stored is not None,
+        storage_options=folder.storage_options,
+    ) as writer:
+        if stored is not None:
+            for batch in stored.iter_batches():
+                _write_batch(writer, batch)
+        sources = manifest.provenance["sources"]
+        blocks = reader.read_again(sources)
+        for ids, counts, columns in _read_values(blocks, config, new_ids):
+            _write(writer, ids, counts, columns)
+
+
+def _find_side(folder: Location) -> Side | None:
+    try:
+        return open_side(folder.url, folder.storage_options)
+    except DatasetNotFoundError:
+        return None
+
+
+def _packed_ids(dataset: Dataset) -> Int64:
+    """Return the ids of all examples of a dataset, sorted, int64 `[E]`."""
+    ids = [np.empty(0, np.int64)]
+    for group in range(len(dataset.row_groups)):
+        batch, _, base = dataset.read_columns(group, ["example_ids"])
+        ids.append(as_numpy(batch.column("example_ids").flatten()) + base)
+    return np.sort(np.concatenate(ids))
+
+
+def _stored_counts(side: Side | None) -> tuple[Int64, Int64]:
+    """Return ids and supervised tokens of all examples of a side dataset, int64 `[E]`
+    each.
+    """
+    ids = [np.empty(0, np.int64)]
+    counts = [np.empty(0, np.int64)]
+    if side is not None:
+        for batch in side.iter_batches():
+            ids.append(as_numpy(batch.column("example_ids")))
+            counts.append(as_numpy(batch.column(1).value_lengths()))
+    return np.concatenate(ids), np.concatenate(counts)
+
+
+def _provenance(config: PackConfig) -> dict[str, str]:
+    """Return the field of each column."""
+    return {f"{column}_field": field for column, field in config.token_values.items()}
+
+
+def _write_batch(writer: SideWriter, batch: pa.RecordBatch) -> None:
+    """Write rows of a side dataset as they are."""
+    names = batch.schema.names[1:]
+    counts = as_numpy(batch.column(names[0]).value_lengths())
+    columns = {name: as_numpy(batch.column(name).flatten()) for name in names}
+    _write(writer, as_numpy(batch.column("example_ids")), counts, columns)
+
+
+def _write(
+    writer: SideWriter, ids: Int64, counts: Any, columns: Mapping[str, Float32]
+) -> None:
+    # Kind scored asks for the number of responses, which no column of tokens has.
+    num_responses = np.ones(len(ids), np.int64)
+    writer.write(ids, columns, num_responses=num_responses, num_targets=counts)
+
+
+# Reading
+
+
+BlockValues = tuple[Int64, Int64, dict[str, Float32]]
+"""Of the examples of a block: ids int64 `[E]`, supervised tokens int64 `[E]`, and the
+numbers of each column, float32 `[n]`.
+"""
+
+
+def _read_values(
+    blocks: Iterable[Block], config: PackConfig, example_ids: Int64
+) -> Iterator[BlockValues]:
+    """Yield the numbers of examples, by block.
+
+    Args:
+        blocks: all records.
+        config: settings.
+        example_ids: int64 `[E]`, ids of the examples, sorted.
+    """
+    run = engine_with(config.engine, config.num_workers)
+    yield from run(_BlockReader(config.token_values, example_ids), blocks)
+
+
+class _BlockReader:
+    """Reads the numbers of a block's examples. Picklable.
+
+    Args:
+        fields: column -> field of the records.
+        example_ids: int64 `[E]`, ids of the examples to read, sorted.
+    """
+
+    seconds_alone = local.SECONDS_ALONE_IF_QUICK
+
+    def __init__(self, fields: Mapping[str, str], example_ids: Int64) -> None:
+        self._fields = dict(fields)
+        self._example_ids = example_ids
+
+    def __call__(self, block: Block) -> BlockValues:
+        rows = block.parse()
+        ids = example_id(rows.source, 0) + np.array(rows.ordinals, np.int64)
+        indices = np.flatnonzero(self._is_chosen(ids))
+        records: list[Any] = [rows.values[i] for i in indices.tolist()]
+
+        columns: dict[str, Float32] = {}
+        counts = np.zeros(len(indices), np.int64)
+        for column, field in self._fields.items():
+            numbers = [flat_numbers(find_value(record, field)) for record in records]
+            counts = np.array([len(x) for x in numbers], np.int64)
+            columns[column] = np.concatenate([np.empty(0, np.float32), *numbers])
+        return ids[indices], counts, columns
+
+    def _is_chosen(self, ids: Int64) -> Bool:
+        places = np.searchsorted(self._example_ids, ids)
+        places = np.minimum(places, len(self._example_ids) - 1)
+        return np.asarray(self._example_ids[places] == ids)

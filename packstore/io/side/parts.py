@@ -1,0 +1,106 @@
+"""Opens folders with a side dataset for each part of a dataset.
+
+``packstore pack`` and ``append`` write the values of a part's tokens before they commit
+the part, as a side dataset in a subfolder named by the part's lineage.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from os import PathLike
+from typing import Any
+
+from packstore.errors import CompatibilityError, sentence
+from packstore.io.manifest.commit import list_versions
+from packstore.io.manifest.manifest import Manifest
+from packstore.io.manifest.merge import parts_of
+from packstore.io.manifest.side_manifest import SIDE, spans_of_lineages
+from packstore.io.side.side import Side, open_side
+from packstore.io.store.location import Location
+
+LINEAGE = re.compile("[0-9a-f]{64}")
+"""Name of the subfolder of a part."""
+
+OPEN_AT_ONCE = 16
+"""Side datasets opened concurrently."""
+
+
+def open_sides(
+    sources: Iterable[Side | str | PathLike[str]],
+    manifest: Manifest,
+    storage_options: Mapping[str, Any] | None = None,
+) -> list[Side]:
+    """Open side datasets of a dataset.
+
+    Args:
+        sources: side datasets; their folders or URLs; or folders with a side dataset
+            for each part of a dataset.
+        manifest: manifest of the dataset.
+        storage_options: options of the fsspec filesystems.
+
+    Raises:
+        DatasetNotFoundError: a folder has no side dataset.
+        CompatibilityError: a folder has side datasets of other datasets only.
+        FormatError: a manifest is not valid.
+        StorageError: the store refuses.
+    """
+    sides: list[Side] = []
+    for source in sources:
+        if isinstance(source, Side):
+            sides.append(source)
+            continue
+        location = Location(os.fspath(source), storage_options or {})
+        lineages = _list_lineages(location)
+        if lineages and not list_versions(location, SIDE):
+            sides += _open_parts(location, lineages, manifest)
+        else:
+            sides.append(open_side(location.url, storage_options))
+    return sides
+
+
+def _list_lineages(location: Location) -> set[str]:
+    """Return the lineages of the parts that have a subfolder."""
+    names = {entry.name for entry in location.entries() if entry.is_folder}
+    return {name for name in names if LINEAGE.fullmatch(name)}
+
+
+def _open_parts(
+    location: Location, lineages: Set[str], manifest: Manifest
+) -> list[Side]:
+    """Open the side datasets of a dataset, or of its parts.
+
+    Args:
+        location: the folder.
+        lineages: names of its subfolders.
+        manifest: manifest of the dataset.
+    """
+    wanted = _lineages_to_open(lineages, manifest)
+    if not wanted:
+        raise CompatibilityError(
+            sentence(
+                where=location.display,
+                rule="it must have side data of the dataset, or of its parts",
+                found=f"side data of {len(lineages)} others",
+                remedy="Name the folder of this dataset's values",
+            )
+        )
+    urls = [location.join(lineage).url for lineage in wanted]
+    open_part = partial(open_side, storage_options=location.storage_options)
+    with ThreadPoolExecutor(OPEN_AT_ONCE, "packstore-side") as pool:
+        return list(pool.map(open_part, urls))
+
+
+def _lineages_to_open(lineages: Set[str], manifest: Manifest) -> list[str]:
+    """Return the lineages of the dataset or of its parts, in their order."""
+    if manifest.lineage in lineages:
+        return [manifest.lineage]
+    of_parts = list(dict.fromkeys(part.lineage for part in parts_of(manifest)))
+    if lineages >= set(of_parts):
+        return of_parts
+    # A subfolder may be of several parts that were combined before. To look for these
+    # takes time quadratic in the number of parts.
+    return list(spans_of_lineages(lineages, manifest))

@@ -1,0 +1,200 @@
+"""Numbers of single tokens in records: stored as side data, and refused if they do not
+fit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_jobs import write_jsonl
+
+import packstore
+from packstore.errors import CompatibilityError, ConfigError, RecordError
+from packstore.torch import PackedDataset
+
+SETTINGS: dict[str, Any] = {"pack_size": 64, "token_values": {"old": "logprobs"}}
+KINDS = ("sft", "scored", "preference")
+
+
+def rollouts(count: int, seed: int, kind: str = "sft") -> list[dict[str, Any]]:
+    """Records of ids, with a number for each id of the responses."""
+    random = np.random.default_rng(seed)
+
+    def ids() -> list[int]:
+        length = random.integers(1, 9)
+        return [int(x) for x in random.integers(5, 90, length)]
+
+    records = []
+    for _ in range(count):
+        num_responses = {"sft": 1, "preference": 2}.get(kind, random.integers(1, 4))
+        responses = [ids() for _ in range(num_responses)]
+        numbers = [[float(-random.random()) for _ in x] for x in responses]
+        record: dict[str, Any] = {"prompt_ids": ids(), "logprobs": numbers}
+        if kind == "sft":
+            record |= {"response_ids": responses[0], "logprobs": numbers[0]}
+        elif kind == "preference":
+            record |= {"chosen_ids": responses[0], "rejected_ids": responses[1]}
+        else:
+            rewards = [float(x) for x in random.integers(0, 3, num_responses)]
+            record |= {"responses": responses, "scores": rewards}
+        records.append(record)
+    return records
+
+
+def flat(numbers: Sequence[Any]) -> list[float]:
+    lists = numbers if isinstance(numbers[0], list) else [numbers]
+    return [float(np.float32(x)) for values in lists for x in values]
+
+
+def joined(dataset: Any, side: Any, column: str = "old") -> dict[int, list[float]]:
+    """Example id -> its numbers, as a batch has them."""
+    values = {}
+    stream = PackedDataset(dataset, side=side, shuffle=False).stream
+    for packs in stream.read([np.arange(len(stream))]):
+        for pack in packs:
+            ends = np.cumsum(pack.num_targets)[:-1]
+            parts = np.split(pack.token_columns[column], ends)
+            for number, part in zip(pack.example_ids.tolist(), parts, strict=True):
+                values[number] = part.tolist()
+    return values
+
+
+def expected(*parts: Sequence[Mapping[str, Any]]) -> dict[int, list[float]]:
+    return {
+        (source << 40) + ordinal: flat(record["logprobs"])
+        for source, records in enumerate(parts)
+        for ordinal, record in enumerate(records)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+def test_pack_append_and_repack(kind: str, layout: str, tmp_path: Path) -> None:
+    first, second = rollouts(40, 1, kind), rollouts(30, 2, kind)
+    out, values = str(tmp_path / "ds"), str(tmp_path / "ds-values")
+    packstore.pack(first, out, layout=layout, **SETTINGS)
+    extended = packstore.append(out, write_jsonl(tmp_path / "b.jsonl", second))
+    assert joined(out, values) == expected(first, second)
+    assert joined(packstore.open(out, version=1), values) == expected(first)
+    assert extended.manifest.records.fields_used["logprobs"] == 70
+
+    # Ids stay when a dataset is packed anew, or is a part of another one.
+    packstore.pack(out, tmp_path / "again", pack_size=100)
+    assert joined(tmp_path / "again", values) == expected(first, second)
+    third = rollouts(10, 3, kind)
+    packstore.pack(third, tmp_path / "third", layout=layout, **SETTINGS)
+    packstore.concat([out, str(tmp_path / "third")], str(tmp_path / "all"))
+    both = [values, tmp_path / "third-values"]
+    assert joined(tmp_path / "all", both) == expected(first, second, third)
+    with pytest.raises(CompatibilityError, match="third-values"):
+        joined(out, both[1])
+
+
+@pytest.mark.parametrize("container", ["parquet", "table", "datasets", "csv"])
+def test_containers(container: str, tmp_path: Path) -> None:
+    records = rollouts(20, 4)
+    source: Any = pa.Table.from_pylist(records)
+    if container == "parquet":
+        pq.write_table(source, tmp_path / "a.parquet")
+        source = tmp_path / "a.parquet"
+    elif container == "datasets":
+        source = pytest.importorskip("datasets").Dataset.from_list(records)
+    elif container == "csv":
+        lines = ["input_ids,mask,logprobs"]
+        for record in records:
+            prompt, response = record["prompt_ids"], record["response_ids"]
+            mask = [0] * len(prompt) + [1] * len(response)
+            cells = [prompt + response, mask, record["logprobs"]]
+            lines.append(",".join(f'"{json.dumps(cell)}"' for cell in cells))
+        source = tmp_path / "a.csv"
+        source.write_text("\n".join(lines), encoding="utf-8")
+    packstore.pack(source, tmp_path / "ds", **SETTINGS)
+    assert joined(tmp_path / "ds", tmp_path / "ds-values") == expected(records)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "found"),
+    [
+        ([-1.0], "1 for 2"),
+        ([-1.0] * 3, "3 for 2.*EOS"),
+        ([[-1.0], [-1.0]], "2 of 1 responses"),
+        ([-1.0, float("nan")], "nan for token 2"),
+        ([-1.0, 1e39], "1e\\+39 for token 2"),
+        ([-1.0, "x"], "'x' for token 2"),
+        ([-1.0, True], "True for token 2"),
+        ([-1.0, None], "None for token 2"),
+        ("high", "'high'"),
+        (None, "none"),
+    ],
+)
+def test_numbers_that_do_not_fit(numbers: Any, found: str, tmp_path: Path) -> None:
+    record = {"prompt_ids": [5], "response_ids": [6, 7], "logprobs": [-1.0, -2.0]}
+    source = write_jsonl(
+        tmp_path / "a.jsonl", [record, {**record, "logprobs": numbers}]
+    )
+    with pytest.raises(RecordError, match=f"a.jsonl, line 2: .*'logprobs'.*{found}"):
+        packstore.pack(source, tmp_path / "ds", **SETTINGS)
+    assert not (tmp_path / "ds-values").exists()
+
+
+def test_one_response_of_several(tmp_path: Path) -> None:
+    record = rollouts(1, 1, "preference")[0]
+    record["logprobs"][1].append(0.0)
+    count = len(record["rejected_ids"])
+    with pytest.raises(RecordError, match=f"response 2 has {count + 1} for {count}"):
+        packstore.pack([record], tmp_path / "ds", **SETTINGS)
+
+
+def test_settings_that_are_refused(tmp_path: Path) -> None:
+    records = rollouts(3, 1)
+    for values, found in (
+        ({"input_ids": "logprobs"}, "input_ids"),
+        ({"a b": "logprobs"}, "a b"),
+    ):
+        with pytest.raises(ConfigError, match=found):
+            packstore.pack(records, tmp_path / "ds", token_values=values)
+    with pytest.raises(ConfigError, match="list_iterator"):
+        packstore.pack(iter(records), tmp_path / "ds", **SETTINGS)
+
+
+def test_the_field_is_not_read(tmp_path: Path) -> None:
+    """Neither as an answer nor as a score, whatever its name is."""
+    records = rollouts(5, 1)
+    for record in records:
+        record["score"] = record.pop("logprobs")
+    dataset = packstore.pack(
+        records, tmp_path / "ds", kind="sft", token_values={"old": "score"}
+    )
+    assert dataset.manifest.kind == "sft"
+    named = [{**record, "logprobs": record["score"]} for record in records]
+    assert joined(dataset, tmp_path / "ds-values") == expected(named)
+
+
+def test_other_choices_of_the_same_records(tmp_path: Path) -> None:
+    """Equal lineages share a side dataset, also with drops, splits and overwrites."""
+    records = rollouts(60, 5)
+    records += records[:20]
+    out, values = tmp_path / "ds", tmp_path / "values"
+    settings = {**SETTINGS, "values_out": str(values), "on": {"overlong": "drop"}}
+    every = expected(records)
+
+    def check(folder: Path, side: Path, version: int | None = None) -> None:
+        found = joined(packstore.open(folder, version=version), side)
+        assert found == {number: every[number] for number in found}
+
+    for version, more in enumerate(({"max_length": 11}, {"dedup": "pair"}, {}), 1):
+        packstore.pack(
+            records, out, overwrite=True, max_drop_rate=1, **settings, **more
+        )
+        for earlier in range(1, version + 1):
+            check(out, values, earlier)
+    packstore.pack(records, tmp_path / "split", validation_fraction=0.3, **settings)
+    for part in ("train", "validation"):
+        check(tmp_path / "split" / part, values / part)
