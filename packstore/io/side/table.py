@@ -161,7 +161,7 @@ class SideTable:
             first = wrong_rows[0]
             example_id = self._ids[self._rows == rows[first]][0]
             is_per_sequence = self._types[name] == PER_SEQUENCE
-            unit = "sequences" if is_per_sequence else "supervised tokens"
+            unit = "sequences" if is_per_sequence else "supervised tokens [token-count]"
             text = sentence(
                 where=f"{self.url}, example {example_id}",
                 rule=f"it must have {name} of {counts[first]} {unit}",

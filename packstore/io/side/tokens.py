@@ -20,8 +20,27 @@ from packstore.io.shards.parquet import MAX_VALUES
 MAX_LOGP = 1e-3
 """Largest log-prob that a writer takes for 0: log-softmax may round above it."""
 
+TOKEN_RULES = {
+    "token-count": (
+        "a row must have a number, or K ids and K log-probs, for each supervised token"
+    ),
+    "token-finite": "numbers and log-probs must be finite",
+    "top-ids": "token ids must be at least 0",
+    "top-distinct": "the ids of a token must be distinct",
+    "top-sign": "log-probs must be at most 0",
+    "top-order": "log-probs of a token must go from the highest to the lowest",
+    "top-scale": "a scale must be finite and above 0",
+}
+"""Rule of values of tokens -> its text, as in ``schemas/annex-e-side-data.md``."""
+
+_FINITE_SEQUENCES = "values of sequences must be finite"
 _PROBABILITIES_REMEDY = "Pass log-probs, not probabilities"
 _MAX_ID = np.iinfo(np.int32).max
+
+
+def rule_text(name: str) -> str:
+    """Return the text of a rule of :data:`TOKEN_RULES` with its name, for errors."""
+    return f"{TOKEN_RULES[name]} [{name}]"
 
 
 class ColumnRows(NamedTuple):
@@ -87,7 +106,8 @@ def sequence_lists(values: npt.NDArray[Any], rows: ColumnRows) -> pa.Array:
         ConfigError: the values have another shape.
         FormatError: a value is not finite.
     """
-    return _number_lists(values, TokenType("float32", None), rows)
+    type_ = TokenType("float32", None)
+    return _number_lists(values, type_, rows, _FINITE_SEQUENCES)
 
 
 def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
@@ -105,7 +125,8 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
     if type_.k is None:
         if isinstance(values, TopK):
             raise ConfigError(f"{rows.column} must be an array; found a TopK.")
-        return _number_lists(np.asarray(values), type_, rows)
+        numbers = np.asarray(values)
+        return _number_lists(numbers, type_, rows, rule_text("token-finite"))
 
     if not isinstance(values, TopK):
         raise ConfigError(
@@ -133,10 +154,10 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
 
 
 def _number_lists(
-    values: npt.NDArray[Any], type_: TokenType, rows: ColumnRows
+    values: npt.NDArray[Any], type_: TokenType, rows: ColumnRows, rule: str
 ) -> pa.Array:
     _require_shape(rows.column, values, (int(rows.counts.sum()),))
-    _require_finite(values, rows)
+    rows.require(np.isfinite(values), rule, values)
     stored = _rounded(values, type_, rows)
     return _lists(to_offsets(rows.counts), stored, type_.arrow)
 
@@ -146,8 +167,8 @@ def _checked_ids(ids: npt.NDArray[Any], rows: ColumnRows) -> npt.NDArray[np.int3
         raise ConfigError(
             f"ids of {rows.column} must be integers; found {ids.dtype.name}."
         )
-    rule = f"token ids must be at least 0 and at most {_MAX_ID}"
-    rows.require((ids >= 0) & (ids <= _MAX_ID), rule, ids)
+    rows.require(ids >= 0, rule_text("top-ids"), ids)
+    rows.require(ids <= _MAX_ID, f"token ids must be at most {_MAX_ID}", ids)
     check_distinct(ids, rows)
     return ids.astype(np.int32)
 
@@ -158,7 +179,7 @@ def _checked_logps(logps: npt.NDArray[Any], rows: ColumnRows) -> npt.NDArray[Any
             f"log-probs of {rows.column} must be floats; found {logps.dtype.name}."
         )
     _require_finite(logps, rows)
-    rule = "log-probs must be at most 0"
+    rule = rule_text("top-sign")
     rows.require(logps <= MAX_LOGP, rule, logps, _PROBABILITIES_REMEDY)
     _require_falling(logps, rows)
     not_positive: npt.NDArray[Any] = np.minimum(logps, 0)
@@ -169,17 +190,17 @@ def check_distinct(ids: npt.NDArray[np.integer], rows: ColumnRows) -> None:
     """Raise if a token has an id twice. `ids`: `[n, k]`."""
     sorted_ids = np.sort(ids, axis=1)
     is_new = sorted_ids[:, 1:] != sorted_ids[:, :-1]
-    rows.require(is_new, "the ids of a token must be distinct", sorted_ids[:, 1:])
+    rows.require(is_new, rule_text("top-distinct"), sorted_ids[:, 1:])
 
 
 def _require_finite(values: npt.NDArray[Any], rows: ColumnRows) -> None:
-    rows.require(np.isfinite(values), "its values must be finite", values)
+    rows.require(np.isfinite(values), rule_text("token-finite"), values)
 
 
 def _require_falling(logps: npt.NDArray[Any], rows: ColumnRows) -> None:
     rows.require(
         logps[:, 1:] <= logps[:, :-1],
-        "log-probs of a token must go from the highest to the lowest",
+        rule_text("top-order"),
         logps[:, 1:],
         "Sort each token's ids and log-probs by log-prob, as torch.topk does",
     )
@@ -279,7 +300,10 @@ def check_stored_lists(
         file=file,
         error=IntegrityError,
     )
-    if type_ is None or k is None:
+    if type_ is None:
+        values = as_numpy(array.flatten())
+        rows.require(np.isfinite(values), _FINITE_SEQUENCES, values)
+    elif k is None:
         _require_finite(as_numpy(array.flatten()), rows)
     else:
         _check_top_k(array, type_, k, rows, distinct)
@@ -293,11 +317,12 @@ def _check_top_k(
     if len(wrong_rows):
         row = int(wrong_rows[0])
         rule = f"it must have {k} ids, and as many log-probs, for each token"
+        rule += " [token-count]"
         found = f"{num_ids[row]} ids and {num_logps[row]} log-probs"
         raise rows.error_at(row, rule, found)
 
     ids, logps = top_k_of(array, k)
-    rows.require(ids >= 0, "token ids must be at least 0", ids)
+    rows.require(ids >= 0, rule_text("top-ids"), ids)
     if distinct:
         check_distinct(ids, rows)
     if type_.dtype == "uint8":
@@ -305,9 +330,9 @@ def _check_top_k(
         scales = as_numpy(array.field("scale"))
         is_scale = np.isfinite(scales) & (scales > 0)
         rows_of_scales = rows._replace(counts=np.ones(len(scales), np.int64))
-        rows_of_scales.require(is_scale, "a scale must be finite and above 0", scales)
+        rows_of_scales.require(is_scale, rule_text("top-scale"), scales)
         return
     logps = logps.astype(np.float32)  # numpy compares halves slowly
     _require_finite(logps, rows)
-    rows.require(logps <= 0, "log-probs must be at most 0", logps)
+    rows.require(logps <= 0, rule_text("top-sign"), logps)
     _require_falling(logps, rows)

@@ -241,9 +241,9 @@ def test_verify(dataset: Dataset, tmp_path: Path) -> None:
     forge(url, lambda row: row["values"].update(ids=[1, 2, 3, 3]))
     read(url, dataset)  # readers do not look for this
     (problem,) = open_side(url).verify(dataset).problems
-    assert "distinct; found 3" in problem
+    assert "distinct [top-distinct]; found 3" in problem
 
     moved = write(str(tmp_path / "moved"), dataset, HALVES, TopK(IDS, LOGPS), [2, 3, 4])
     assert open_side(moved).verify().ok
     (problem,) = open_side(moved).verify(dataset).problems
-    assert "example 1: it must have values of 2 supervised tokens; found 3" in problem
+    assert "values of 2 supervised tokens [token-count]; found 3" in problem
