@@ -13,9 +13,11 @@ import { parquetMetadata, parquetReadObjects } from "hyparquet";
 import { compressors } from "hyparquet-compressors";
 
 const KINDS = { preference: 2, sft: 1, scored: null };
-const I32 = "INT32", I64 = "INT64", F32 = "FLOAT", TEXT = "BYTE_ARRAY";
+const I32 = "INT32", I64 = "INT64", F32 = "FLOAT", F16 = "FLOAT16", U8 = "UINT_8", TEXT = "BYTE_ARRAY";
 const SCALARS = { string: TEXT, int64: I64, float64: "DOUBLE", bool: "BOOLEAN" };
-const SIDE = { ...SCALARS, float32: F32, "list<float32>": [F32] };
+const NUMBERS = { "list<float32>": [F32], "token<float32>": [F32], "token<float16>": [F16] };
+const SIDE = { ...SCALARS, float32: F32, ...NUMBERS };
+const TOP = { float16: { ids: [I32], logps: [F16] }, uint8: { ids: [I32], logps: [U8], scale: F32 } };
 const COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"];
 const TOKENIZER_TEXTS = ["name", "path", "sha256", "vocab_sha256", "probe_sha256", "chat_template",
   "chat_template_sha256", "tool_use_template", "tool_use_template_sha256"];
@@ -242,13 +244,13 @@ function stored(folder, file, name = "bytes") {
   return data;
 }
 
-/** The columns that are not to be skipped, name to type. */
-function known(columns, types) {
-  const names = Object.keys(columns).filter((n) => columns[n] in types && !n.startsWith("_"));
+/** The columns that are not to be skipped, name to type; `form` gives the types that are known. */
+function known(columns, form) {
+  const names = Object.keys(columns).filter((n) => form(columns[n]) && !n.startsWith("_"));
   return Object.fromEntries(names.map((n) => [n, columns[n]]));
 }
 
-/** Compares columns of a Parquet file with types: a scalar, a list `[type]`, or null for any. */
+/** Compares columns of a Parquet file with types: a scalar, a list, a struct, or null for any. */
 function checkSchema(metadata, types, texts, name) {
   const found = metadata.key_value_metadata ?? [];
   const pairs = found.filter((pair) => pair.key !== "ARROW:schema");
@@ -260,26 +262,39 @@ function checkSchema(metadata, types, texts, name) {
     for (let left = elements[at++].num_children ?? 0; left > 0; left--) skip();
   };
   const leaf = (element, type) => {
-    const text = element.converted_type === "UTF8" || element.logical_type?.type === "STRING";
-    const logical = element.logical_type ?? element.converted_type;
-    const plain = !logical || ["INT_32", "INT_64"].includes(element.converted_type);
-    need(element.type === type && element.repetition_type === "REQUIRED", name);
-    need(type === TEXT ? text : plain, name);
+    need(element.repetition_type === "REQUIRED" && scalarOf(element) === type, name);
   };
-  need(elements[0].num_children === Object.keys(types).length, name);
-  for (const [column, type] of Object.entries(types)) {
-    need(elements[at].name === column, name);
-    if (type === null) skip();
-    else if (Array.isArray(type)) {
-      const [outer, list, element] = elements.slice(at, at + 3);
-      const isList = outer.converted_type === "LIST" || outer.logical_type?.type === "LIST";
-      need(isList && outer.repetition_type === "REQUIRED", name);
-      need(list?.name === "list" && list.repetition_type === "REPEATED", name);
-      need(list.num_children === 1 && element?.name === "element", name);
-      leaf(element, type[0]);
-      at += 3;
-    } else leaf(elements[at++], type);
-  }
+  const list = (type) => {
+    const [outer, repeated, element] = elements.slice(at, at + 3);
+    const isList = outer.converted_type === "LIST" || outer.logical_type?.type === "LIST";
+    need(isList && outer.repetition_type === "REQUIRED", name);
+    need(repeated?.name === "list" && repeated.repetition_type === "REPEATED", name);
+    need(repeated.num_children === 1 && element?.name === "element", name);
+    leaf(element, type);
+    at += 3;
+  };
+  const members = (parent, types) => {
+    need(parent.num_children === Object.keys(types).length, name);
+    for (const [member, type] of Object.entries(types)) {
+      need(elements[at].name === member, name);
+      if (type === null) skip();
+      else if (Array.isArray(type)) list(type[0]);
+      else if (isObject(type)) {
+        need(elements[at].repetition_type === "REQUIRED", name);
+        members(elements[at++], type);
+      } else leaf(elements[at++], type);
+    }
+  };
+  members(elements[0], types);
+}
+
+/** The type of a leaf of a Parquet file; undefined for one that no column has. */
+function scalarOf({ type, type_length: width, converted_type: converted, logical_type: logical }) {
+  if (type === TEXT) return converted === "UTF8" || logical?.type === "STRING" ? TEXT : undefined;
+  if (converted === U8) return type === I32 ? U8 : undefined;
+  if (logical?.type === F16) return width === 2 ? F16 : undefined;
+  const plain = !(logical ?? converted) || ["INT_32", "INT_64"].includes(converted);
+  return plain ? type : undefined;
 }
 
 const start = (chunk) => Number(chunk.meta_data.data_page_offset);
@@ -336,7 +351,7 @@ async function readShard(folder, shard, m) {
   if (m.layout === "shared_prefix") types.parent_distances = [I32];
   types.example_ids = [I64];
   if (KINDS[m.kind] === null) types.num_responses = [I32];
-  const carry = known(m.carry, SCALARS);
+  const carry = known(m.carry, (type) => SCALARS[type]);
   for (const n of Object.keys(m.carry)) types[n] = n in carry ? [SCALARS[carry[n]]] : null;
   const texts = { format_version: "1", kind: m.kind, layout: m.layout, features: "" };
   const keys = Object.keys(texts).map((n) => [`packstore.${n}`, texts[n]]);
@@ -528,33 +543,80 @@ function checkCounts(m, shards) {
 
 // ------------------------------------------------------------------ side datasets (annex E)
 
-/** The ids that a side dataset covers: first, and end (exclusive). */
-function spansOf(side, m) {
-  const parts = m.provenance.combined_from ?? [], spans = [];
+/** The lineage of a dataset: its fingerprint if the manifest tells none. */
+function lineageOf(m) {
   const texts = [1, m.kind, m.layout, m.pack_size, m.file_format, ...m.features];
   texts.push(...m.shards.map((s) => `${s.sha256}+${s.example_id_base}`));
-  if (side.lineage === (m.provenance.lineage ?? sha256(texts.join("\n")))) return [[0n, 2n ** 63n]];
-  const at = (n) => BigInt(sum(parts.slice(0, n).map((p) => p.sources))) << 40n;
-  for (let first = 0, done = 0; first < parts.length; first++)
+  return m.provenance.lineage ?? sha256(texts.join("\n"));
+}
+
+/** The runs of parts: first, end (exclusive) and lineage; one part has two. */
+function runsOf(parts) {
+  const runs = [];
+  for (let first = 0; first < parts.length; first++)
     for (let end = first + 1; end <= parts.length; end++) {
       const run = parts.slice(first, end).map((p) => [p.lineage, p.sources]);
-      const own = run.length === 1 && side.lineage === run[0][0];
-      if (!own && side.lineage !== sha256(JSON.stringify({ parts: run }))) continue;
-      if (first < done) continue;
-      spans.push([at(first), at(end)]);
-      done = end;
+      if (run.length === 1) runs.push([first, end, run[0][0]]);
+      runs.push([first, end, sha256(JSON.stringify({ parts: run }))]);
     }
+  return runs;
+}
+
+/** The ids that a side dataset covers: first, and end (exclusive). */
+function spansOf(side, m) {
+  if (side.lineage === lineageOf(m)) return [[0n, 2n ** 63n]];
+  const parts = m.provenance.combined_from ?? [], spans = [];
+  const at = (n) => BigInt(sum(parts.slice(0, n).map((p) => p.sources))) << 40n;
+  let done = 0;
+  for (const [first, end, lineage] of runsOf(parts)) {
+    if (lineage !== side.lineage || first < done) continue;
+    spans.push([at(first), at(end)]);
+    done = end;
+  }
   return spans;
+}
+
+/** K of a type of the top k; 0 for any other type. */
+function kOf(type) {
+  const k = Number(/^token<top([1-9]\d{0,3}),(float16|uint8)>$/.exec(type)?.[1] ?? 0);
+  return k <= 1024 ? k : 0;
+}
+
+/** The form of a column of side data in Parquet; undefined if this reader does not know it. */
+function sideForm(type) {
+  return kOf(type) ? TOP[type.endsWith(",uint8>") ? "uint8" : "float16"] : SIDE[type];
+}
+
+/** A value of a row, checked; log-probabilities of 8 bits become numbers. */
+function sideValue(value, type) {
+  const k = kOf(type), rule = type.startsWith("token<") ? "token-finite" : "side";
+  if (type in NUMBERS) need(value.every(Number.isFinite), rule);
+  if (!k) return value;
+  const { ids, scale } = value;
+  let { logps } = value;
+  if (scale !== undefined) {
+    need(scale > 0 && Number.isFinite(scale), "top-scale");
+    logps = logps.map((x) => Math.fround(-scale * x));
+  }
+  need(logps.every(Number.isFinite), "token-finite");
+  need(ids.length === logps.length && ids.length % k === 0, "token-count");
+  need(ids.every((i) => i >= 0), "top-ids");
+  need(logps.every((x) => x <= 0), "top-sign");
+  for (let first = 0; first < ids.length; first += k) {
+    need(new Set(ids.slice(first, first + k)).size === k, "top-distinct");
+    need(steps(logps.slice(first, first + k)).every((step) => step <= 0), "top-order");
+  }
+  return { ids, logps };
 }
 
 /** The known columns of a side dataset, its rows by id, and the ids that it covers. */
 async function readSide(folder, m) {
   const side = checked(folder, "side", checkSide), rows = new Map();
-  const columns = known(side.columns, SIDE), covered = spansOf(side, m);
+  const columns = known(side.columns, sideForm), covered = spansOf(side, m);
   need((side.columns.ref_logps ?? "list<float32>") === "list<float32>", "side");
   need(side.kind === m.kind && covered.length > 0, "side");
   const types = { example_ids: I64 };
-  for (const n of Object.keys(side.columns)) types[n] = n in columns ? SIDE[columns[n]] : null;
+  for (const n of Object.keys(side.columns)) types[n] = n in columns ? sideForm(columns[n]) : null;
   for (const shard of side.shards) {
     const data = stored(folder, shard, "side"), metadata = footer(data, "side");
     const names = ["example_ids", ...Object.keys(columns)];
@@ -564,32 +626,73 @@ async function readSide(folder, m) {
     for (const g of metadata.row_groups.keys())
       for (const row of await readRows(data, metadata, g, names, "side")) {
         need(!rows.has(row.example_ids), "side");
-        for (const n of Object.keys(columns))
-          need(!Array.isArray(row[n]) || row[n].every(Number.isFinite), "side");
+        for (const n of Object.keys(columns)) row[n] = sideValue(row[n], columns[n]);
         rows.set(row.example_ids, row);
       }
   }
   return { columns, rows, covered };
 }
 
+/** The side dataset in a folder, or the values of parts there. */
+async function readSides(folder, m) {
+  if (existsSync(join(folder, "_packstore"))) return [await readSide(folder, m)];
+  const isThere = (lineage) => existsSync(join(folder, lineage));
+  let lineages = [lineageOf(m)];
+  if (!isThere(lineages[0])) {
+    const parts = m.provenance.combined_from ?? [];
+    lineages = parts.map((part) => part.lineage);
+    if (!lineages.every(isThere)) lineages = runsOf(parts).map(([, , lineage]) => lineage);
+  }
+  const names = [...new Set(lineages)].filter(isThere), sides = [];
+  need(names.length > 0, "side");
+  for (const name of names) sides.push(await readSide(join(folder, name), m));
+  return sides;
+}
+
+/** The sequences and the supervised tokens of each example of a pack. */
+function countsOf(pack, kind) {
+  const { seq_boundaries: b, labels } = pack;
+  let sequence = 0;
+  return responses(pack, kind).map((sequences) => {
+    const own = labels.slice(b[sequence], b[(sequence += sequences)]);
+    return { sequences, targets: own.filter((x) => x !== -100).length };
+  });
+}
+
+/** Lists of an example have a value for each sequence, or for each supervised token. */
+function checkCount(value, type, { sequences, targets }) {
+  if (type === "list<float32>") need(value.length === sequences, "side");
+  else if (type in NUMBERS) need(value.length === targets, "token-count");
+  else if (kOf(type)) need(value.ids.length === kOf(type) * targets, "token-count");
+}
+
+/** The values of the examples of a pack; lists are joined. */
+function endToEnd(values, type) {
+  const all = (name) => values.flatMap((value) => value[name]);
+  if (kOf(type)) return { ids: all("ids"), logps: all("logps") };
+  return type in NUMBERS ? values.flat() : values;
+}
+
 /** Puts the columns of side datasets into packs, under `side`. */
 function joinSides(packs, sides, kind) {
-  for (const name of new Set(sides.flatMap((side) => Object.keys(side.columns))))
+  for (const name of new Set(sides.flatMap((side) => Object.keys(side.columns)))) {
+    const owners = sides.filter((side) => name in side.columns), type = owners[0].columns[name];
+    need(owners.every((side) => side.columns[name] === type), "side");
     for (const pack of packs) {
-      const counts = responses(pack, kind), values = ((pack.side ??= {})[name] = []);
+      const counts = countsOf(pack, kind), values = [];
       for (const [e, id] of pack.example_ids.entries()) {
-        const found = sides
-          .filter((side) => name in side.columns)
-          .flatMap(({ rows, covered }) =>
-            covered
-              .filter(([first, end]) => first <= id && id < end)
-              .map(([first]) => rows.get(id - first)?.[name]),
-          );
+        const found = owners.flatMap(({ rows, covered }) =>
+          covered
+            .filter(([first, end]) => first <= id && id < end)
+            .map(([first]) => rows.get(id - first)?.[name]),
+        );
         need(found.length === 1 && found[0] !== undefined, "side");
-        need(!Array.isArray(found[0]) || found[0].length === counts[e], "side");
-        values.push(...[found[0]].flat());
+        checkCount(found[0], type, counts[e]);
+        values.push(found[0]);
       }
+      (pack.side ??= {})[name] = endToEnd(values, type);
     }
+  }
 }
 
 /** All of a dataset, checked: packs with derived values and the columns of side datasets. */
@@ -603,7 +706,7 @@ async function read(folder, folders) {
   checkCounts(m, shards);
   if (m.pack_index) await checkIndex(folder, m, shards);
   const sides = [];
-  for (const path of folders) sides.push(await readSide(path, m));
+  for (const path of folders) sides.push(...(await readSides(path, m)));
   joinSides(packs, sides, m.kind);
   return { packs: packs.map((pack) => ({ ...pack, ...derive(pack) })) };
 }

@@ -16,7 +16,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,18 @@ COLUMNS = (
     "num_responses"
 )
 SCALARS = {"string": "string", "int64": "int64", "float64": "double", "bool": "bool"}
-SIDE = {**SCALARS, "float32": "float", "list<float32>": "list<element: float not null>"}
+LIST = "list<element: {} not null>"
+NUMBERS = {
+    "list<float32>": "float",
+    "token<float32>": "float",
+    "token<float16>": "halffloat",
+}
+SIDE = {**SCALARS, "float32": "float"} | {n: LIST.format(t) for n, t in NUMBERS.items()}
+TOP = f"struct<ids: {LIST.format('int32')} not null, logps: {LIST} not null"
+TOP_TYPES = {
+    "float16": TOP.format("halffloat") + ">",
+    "uint8": TOP.format("uint8") + ", scale: float not null>",
+}
 COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
 CODECS, ENCODINGS = (
     {"ZSTD", "LZ4", "UNCOMPRESSED"},
@@ -309,9 +320,10 @@ def stored(folder: Path, file: Json, name: str = "bytes") -> bytes:
     return data
 
 
-def known(columns: Json, types: Json) -> Json:
+def known(columns: Json, arrow_type: Callable[[str], str | None]) -> Json:
     """The columns that are not to be skipped, name to type."""
-    return {n: t for n, t in columns.items() if t in types and not n.startswith("_")}
+    names = [name for name in columns if not name.startswith("_")]
+    return {name: columns[name] for name in names if arrow_type(columns[name])}
 
 
 def check_schema(
@@ -356,10 +368,8 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
     magic = 6 if m["file_format"] == "arrow" else 4  # ARROW1 or PAR1
     length = int.from_bytes(footer[-magic - 4 : -magic], "little")
     need(len(footer) == length + 4 + magic, "bytes")
-    carry = known(m["carry"], SCALARS)
-    i32, f32, i64 = (
-        f"list<element: {t} not null>" for t in ("int32", "float", "int64")
-    )
+    carry = known(m["carry"], SCALARS.get)
+    i32, f32, i64 = (LIST.format(t) for t in ("int32", "float", "int64"))
     types: Json = {
         "input_ids": i32,
         "labels": i32,
@@ -370,9 +380,7 @@ def row_groups(data: bytes, shard: Json, m: Json) -> Iterator[pa.RecordBatch]:
     types |= {"example_ids": i64}
     types |= {"num_responses": i32} if KINDS[m["kind"]] is None else {}
     for name in m["carry"]:
-        types[name] = (
-            f"list<element: {SCALARS[carry[name]]} not null>" if name in carry else None
-        )
+        types[name] = LIST.format(SCALARS[carry[name]]) if name in carry else None
     metadata = {"format_version": "1", "kind": m["kind"], "layout": m["layout"]}
     metadata["features"] = ""
     metadata = {f"packstore.{name}": text for name, text in metadata.items()}
@@ -665,36 +673,91 @@ def fingerprint(m: Json) -> str:
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
 
+def lineage_of(m: Json) -> str:
+    """The lineage of a dataset."""
+    lineage: str = m["provenance"].get("lineage", fingerprint(m))
+    return lineage
+
+
 def spans_of(side: Json, m: Json) -> list[tuple[int, int]]:
     """The ids that a side dataset covers: first, and end (exclusive)."""
-    about = m["provenance"]
-    if side["lineage"] == about.get("lineage", fingerprint(m)):
+    if side["lineage"] == lineage_of(m):
         return [(0, 2**63)]
-    parts, spans, done = about.get("combined_from", []), [], 0
-    for first in range(len(parts)):
-        for end in range(first + 1, len(parts) + 1):
-            run = [[p["lineage"], p["sources"]] for p in parts[first:end]]
-            text = json.dumps({"parts": run}, separators=(",", ":"))
-            names = {hashlib.sha256(text.encode()).hexdigest()}
-            names |= {run[0][0]} if len(run) == 1 else set()
-            if side["lineage"] in names and first >= done:
-                at = [sum(p["sources"] for p in parts[:n]) << 40 for n in (first, end)]
-                spans.append((at[0], at[1]))
-                done = end
+    parts = m["provenance"].get("combined_from", [])
+    spans, done = [], 0
+    for first, end, lineage in runs_of(parts):
+        if side["lineage"] == lineage and first >= done:
+            at = [sum(p["sources"] for p in parts[:n]) << 40 for n in (first, end)]
+            spans.append((at[0], at[1]))
+            done = end
     return spans
 
 
-def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]:
+def runs_of(parts: list[Json]) -> Iterator[tuple[int, int, str]]:
+    """The runs of parts: first, end (exclusive) and lineage; one part has two."""
+    for first in range(len(parts)):
+        for end in range(first + 1, len(parts) + 1):
+            run = [[p["lineage"], p["sources"]] for p in parts[first:end]]
+            if len(run) == 1:
+                yield first, end, run[0][0]
+            text = json.dumps({"parts": run}, separators=(",", ":"))
+            yield first, end, hashlib.sha256(text.encode()).hexdigest()
+
+
+def k_of(type_: str) -> int:
+    """K of a type of the top k; 0 for any other type."""
+    match = re.fullmatch(r"token<top([1-9][0-9]{0,3}),(float16|uint8)>", type_)
+    return int(match[1]) if match and int(match[1]) <= 1024 else 0
+
+
+def side_type(type_: str) -> str | None:
+    """The Arrow type of a column of side data; None if this reader does not know it."""
+    if k_of(type_):
+        return TOP_TYPES[type_.removesuffix(">").partition(",")[2]]
+    return SIDE.get(type_)
+
+
+def check_top(value: Json, k: int) -> None:
+    """The rules of a row of the top k, whose log-probabilities are numbers by now."""
+    ids, logps = value["ids"], value["logps"]
+    need(all(i >= 0 for i in ids), "top-ids")
+    need(all(x <= 0 for x in logps), "top-sign")
+    for start in range(0, len(ids), k):
+        need(len(set(ids[start : start + k])) == k, "top-distinct")
+        falls = all(a >= b for a, b in pairwise(logps[start : start + k]))
+        need(falls, "top-order")
+
+
+def side_value(value: Any, type_: str) -> Any:
+    """A value of a row, checked; log-probabilities of 8 bits become numbers."""
+    k = k_of(type_)
+    if not k:
+        rule = "token-finite" if type_.startswith("token<") else "side"
+        need(type_ not in NUMBERS or all(map(math.isfinite, value)), rule)
+        return value
+
+    if "scale" in value:
+        scale = value["scale"]
+        need(scale > 0 and math.isfinite(scale), "top-scale")
+        value["logps"] = [-scale * x for x in value["logps"]]
+    need(all(map(math.isfinite, value["logps"])), "token-finite")
+    same_length = len(value["ids"]) == len(value["logps"])
+    need(same_length and len(value["ids"]) % k == 0, "token-count")
+    check_top(value, k)
+    return {"ids": value["ids"], "logps": value["logps"]}
+
+
+def read_side(folder: Path, m: Json) -> Json:
     """The known columns of a side dataset, its rows by id, and the ids that it
     covers.
     """
     side = checked(folder, "side", check_side)
-    columns, rows = known(side["columns"], SIDE), {}
+    columns, rows = known(side["columns"], side_type), {}
     covered = spans_of(side, m)
     need(side["kind"] == m["kind"] and covered, "side")
     types = {
         "example_ids": "int64",
-        **{n: SIDE[t] if n in columns else None for n, t in side["columns"].items()},
+        **{n: side_type(columns.get(n, "")) for n in side["columns"]},
     }
     names = ["example_ids", *columns]
     try:
@@ -709,36 +772,77 @@ def read_side(folder: Path, m: Json) -> tuple[Json, Json, list[tuple[int, int]]]
             need(file.metadata.num_rows == shard["rows"], "side")
             for row in file.read(names, use_threads=False).to_pylist():
                 example_id = row.pop("example_ids")
-                lists = [v for n, v in row.items() if columns[n] == "list<float32>"]
                 need(example_id not in rows, "side")
-                need(all(math.isfinite(x) for v in lists for x in v), "side")
-                rows[example_id] = row
+                rows[example_id] = {
+                    n: side_value(v, columns[n]) for n, v in row.items()
+                }
     except (pa.ArrowException, OSError) as error:
         raise Refused("side") from error
-    return columns, rows, covered
+    return {"columns": columns, "rows": rows, "covered": covered}
+
+
+def side_datasets(folder: Path, m: Json) -> list[Json]:
+    """The side dataset in a folder, or the values of parts there."""
+    if (folder / "_packstore").is_dir():
+        return [read_side(folder, m)]
+    lineages = [lineage_of(m)]
+    if not (folder / lineages[0]).is_dir():
+        parts = m["provenance"].get("combined_from", [])
+        lineages = [part["lineage"] for part in parts]
+        if not all((folder / lineage).is_dir() for lineage in lineages):
+            lineages = [lineage for _, _, lineage in runs_of(parts)]
+    names = [name for name in dict.fromkeys(lineages) if (folder / name).is_dir()]
+    need(names, "side")
+    return [read_side(folder / name, m) for name in names]
+
+
+def counts_of(pack: Json, kind: str) -> list[tuple[int, int]]:
+    """The sequences and the supervised tokens of each example of a pack."""
+    segments = [pack["labels"][a:z] for a, z in pairwise(pack["seq_boundaries"])]
+    targets = [sum(label != -100 for label in labels) for labels in segments]
+    counts = pack.get("num_responses", [KINDS[kind]] * len(pack["example_ids"]))
+    edges = pairwise(accumulate(counts, initial=0))
+    return [(end - start, sum(targets[start:end])) for start, end in edges]
+
+
+def check_count(value: Any, type_: str, sequences: int, targets: int) -> None:
+    """Lists of an example have a value for each sequence, or for each token."""
+    if type_ == "list<float32>":
+        need(len(value) == sequences, "side")
+    elif type_ in NUMBERS:
+        need(len(value) == targets, "token-count")
+    elif k_of(type_):
+        need(len(value["ids"]) == k_of(type_) * targets, "token-count")
+
+
+def end_to_end(values: list[Any], type_: str) -> Any:
+    """The values of the examples of a pack; lists are joined."""
+    if k_of(type_):
+        return {n: [x for v in values for x in v[n]] for n in ("ids", "logps")}
+    return [x for v in values for x in v] if type_ in NUMBERS else values
 
 
 def join(packs: list[Json], folders: Sequence[Path], m: Json) -> None:
     """Puts the columns of side datasets into packs, under ``side``."""
-    sides = [read_side(folder, m) for folder in folders]
-    for name in {n: None for columns, _, _ in sides for n in columns}:
+    sides = [side for folder in folders for side in side_datasets(folder, m)]
+    for name in {n: None for side in sides for n in side["columns"]}:
+        types = {side["columns"][name] for side in sides if name in side["columns"]}
+        need(len(types) == 1, "side")
+        (type_,) = types
         for pack in packs:
-            values = pack.setdefault("side", {}).setdefault(name, [])
-            counts = pack.get(
-                "num_responses", [KINDS[m["kind"]]] * len(pack["example_ids"])
-            )
-            for example_id, k in zip(pack["example_ids"], counts, strict=True):
-                found = [
-                    (columns[name], rows.get(example_id - (a if z < 2**63 else 0)))
-                    for columns, rows, covered in sides
-                    for a, z in covered
-                    if name in columns and a <= example_id < z
+            values = []
+            counts = counts_of(pack, m["kind"])
+            for example_id, count in zip(pack["example_ids"], counts, strict=True):
+                rows = [
+                    side["rows"].get(example_id - (a if z < 2**63 else 0))
+                    for side in sides
+                    for a, z in side["covered"]
+                    if name in side["columns"] and a <= example_id < z
                 ]
-                need(len(found) == 1 and found[0][1] is not None, "side")
-                ((type_, row),) = found
-                per_sequence = type_ == "list<float32>"
-                need(not per_sequence or len(row[name]) == k, "side")
-                values += row[name] if per_sequence else [row[name]]
+                need(len(rows) == 1 and rows[0] is not None, "side")
+                check_count(rows[0][name], type_, *count)
+                values.append(rows[0][name])
+            pack.setdefault("side", {})[name] = end_to_end(values, type_)
 
 
 def read(folder: Path, sides: Sequence[Path] = ()) -> Json:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import golden
+import token_values
 from accepted import accepted
 from case import Case, Files, Row
 from compare import digest
@@ -104,6 +105,7 @@ def entry(root: Path, case: Case) -> Row:
 def make(root: Path) -> None:
     """Writes the kit into the folder `root`, which must not hold one."""
     cases = [*goldens(root), *accepted(), *refused_files(), *refused_values()]
+    cases += [*token_values.accepted(), *token_values.refused()]
     assert len({case.name for case in cases}) == len(cases)
     lines = ",\n".join(f"  {json.dumps(entry(root, case))}" for case in cases)
     (root / "kit.json").write_text(

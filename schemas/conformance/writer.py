@@ -34,7 +34,21 @@ def lists(value: pa.DataType, name: str = "element") -> pa.DataType:
     return pa.list_(pa.field(name, value, nullable=False))
 
 
-SIDE_TYPES["list<float32>"] = lists(pa.float32())
+def top(logp: pa.DataType, *more: pa.Field) -> pa.DataType:
+    """Returns the type of a column of the top k."""
+    ids = pa.field("ids", lists(pa.int32()), nullable=False)
+    return pa.struct([ids, pa.field("logps", lists(logp), nullable=False), *more])
+
+
+SCALE = pa.field("scale", pa.float32(), nullable=False)
+SIDE_TYPES |= {
+    "list<float32>": lists(pa.float32()),
+    "token<float32>": lists(pa.float32()),
+    "token<float16>": lists(pa.float16()),
+    "token<top1,float16>": top(pa.float16()),
+    "token<top2,float16>": top(pa.float16()),
+    "token<top3,uint8>": top(pa.uint8(), SCALE),
+}
 
 
 def schema_of(kind: str, layout: str, carry: Mapping[str, Any]) -> pa.Schema:

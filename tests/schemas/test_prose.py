@@ -5,6 +5,7 @@ of packstore/format, and the limits of packstore/io, do.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -38,8 +39,11 @@ from packstore.io.manifest import (
     Manifest,
     manifest_path,
 )
+from packstore.io.manifest.side_manifest import MAX_TOP, SideManifest, side_type
 from packstore.io.shards.parquet import MAX_GROUP_BYTES, MAX_VALUES
-from packstore.io.side import SHARD_ROWS
+from packstore.io.side import SHARD_ROWS, TOKEN_RULES
+from packstore.io.side.side import GROUP_BYTES, SHARD_BYTES
+from packstore.io.side.tokens import check_stored_lists, list_counts
 
 Load = Callable[[str], Any]
 Annex = Callable[[str], str]
@@ -259,14 +263,79 @@ def test_side_datasets(annex: Annex, load: Load) -> None:
     document = load("side.schema.json")
     assert [code(row[0]) for row in fields] == list(document["properties"])
     assert document["required"] == [n for n in document["properties"] if n != "sha256"]
-    real = {name: str(type_) for name, type_ in SIDE_TYPES.items()}
-    assert {name: code(type_) for name, type_ in written(types).items()} == real
     columns = document["properties"]["columns"]
+    for table in (written(types), columns["additionalProperties"]["x-arrow-types"]):
+        assert list(table)[: len(SIDE_TYPES)] == list(SIDE_TYPES)
+        real = {name: str(side_type(name.replace("K", "16"))) for name in table}
+        assert {name: code(type_) for name, type_ in table.items()} == real
+    assert list(written(types)) == list(
+        columns["additionalProperties"]["x-arrow-types"]
+    )
     assert columns["propertyNames"]["not"]["enum"] == list(schema.COLUMNS)
     assert document["properties"]["side_version"]["const"] == SIDE_VERSION
     assert f"`packstore.side_version` with the\ntext `{SIDE_VERSION}`" in prose
     assert f"{SHARD_ROWS:,} rows" in prose
+    assert f"{SHARD_BYTES >> 20} MiB of values" in prose
+    assert f"row groups of about {GROUP_BYTES >> 20} MiB" in prose
     assert f"{manifest_path(1, SIDE)}".rpartition("/")[2] in prose
+
+
+def test_types_of_tokens(annex: Annex) -> None:
+    """The names in the table are all; K has no zeros in front, and a limit."""
+    prose = annex("e-side-data")
+    _, types = tables(section(prose, "Side datasets"))
+    templates = [name for name in written(types) if name.startswith("token<")]
+    for k in ("0", "1", "02", str(MAX_TOP), str(MAX_TOP + 1)):
+        is_number = 1 <= int(k) <= MAX_TOP and not k.startswith("0")
+        for dtype in ("float16", "float32", "uint8"):
+            is_listed = f"token<topK,{dtype}>" in templates
+            is_known = side_type(f"token<top{k},{dtype}>") is not None
+            assert is_known == (is_listed and is_number)
+    for dtype in ("float16", "float32", "float64", "uint8", "int32"):
+        is_known = side_type(f"token<{dtype}>") is not None
+        assert is_known == (f"token<{dtype}>" in templates)
+    assert f"from 1 to {MAX_TOP}" in prose
+
+
+def test_rules_of_values_of_tokens(annex: Annex) -> None:
+    (table,) = tables(section(annex("e-side-data"), "Values of tokens"))
+    assert written(table) == TOKEN_RULES
+
+
+def test_example_of_values_of_tokens(prose: str, annex: Annex, tmp_path: Path) -> None:
+    """The row passes the rules beside the pair of the format, and means the table."""
+    pair, packs, _ = example_of(prose, "Example: a pair", "preference")
+    text = section(annex("e-side-data"), "Example: values of tokens")
+    (block,) = re.findall(r"```json\n(.+?)```", text, re.S)
+    row = json.loads(block)
+    (table,) = tables(text)
+    head = re.findall(r"^\| label .*", text, re.M)[0]
+    columns = dict(re.findall(r"`(\w+)`: `(token<.+?>)`", head))
+    assert list(row) == ["example_ids", *columns]
+    assert [row["example_ids"]] == pair["example_ids"]
+
+    fields = {"kind": "preference", "lineage": "a" * 64, "fingerprint": "b" * 64}
+    manifest = SideManifest(
+        **fields, columns=columns, provenance={}, package_version="", shards=()
+    )
+    batch = pa.RecordBatch.from_pylist([row], manifest.schema)
+    for name, type_name in columns.items():
+        check_stored_lists(batch, name, type_name, "", distinct=True)
+    assert list_counts(batch.column("old_logps")).tolist() == packs.num_targets.tolist()
+
+    labels = [label for label in pair["labels"] if label != IGNORE_INDEX]
+    assert [int(cells[0].strip("| ")) for cells in table] == labels
+    assert [float(cells[2]) for cells in table] == row["old_logps"]
+    for column, cell in (("teacher", 3), ("coarse", 4)):
+        ids, logps = [], []
+        for cells in table:
+            for entry in cells[cell].strip("| ").split(", "):
+                token_id, log_prob = entry.split(": ")
+                ids.append(int(token_id))
+                logps.append(math.prod(map(float, log_prob.split(" * "))))
+        assert ids == row[column]["ids"]
+        scale = row[column].get("scale", -1)
+        assert logps == [-scale * value for value in row[column]["logps"]]
 
 
 def test_what_made_reference_log_probs(annex: Annex) -> None:

@@ -25,6 +25,7 @@ from packstore.errors import (
     StorageError,
     UnsupportedFormatError,
 )
+from packstore.io.side import TOKEN_RULES
 from packstore.pack.fill import unpack
 
 NAMES = {
@@ -45,6 +46,12 @@ def named(problem: str) -> str:
     return next((name or m[1] for m, name in found if m), problem)
 
 
+def rule_of_values(problem: str) -> str:
+    """The rule of values of tokens that a problem names."""
+    name = re.search(r"\[([a-z-]+)\]", problem)
+    return name[1] if name and name[1] in TOKEN_RULES else "side"
+
+
 def answer(dataset: str, *sides: str) -> dict[str, Any]:
     """What the kit asks for."""
     try:
@@ -56,6 +63,9 @@ def answer(dataset: str, *sides: str) -> dict[str, Any]:
     if problems := data.verify().problems:
         return {"refused": named(problems[0])}
     try:
+        for side in sides:
+            if problems := pt.open_side(side).verify(data).problems:
+                return {"refused": rule_of_values(problems[0])}
         packs = pt.PackedDataset(data, shuffle=False, rank=0, world_size=1, side=sides)
         return {"packs": [plain(p, data.manifest) for p in packs] if len(data) else []}
     except UnsupportedFormatError:
@@ -94,6 +104,8 @@ def plain(packs: Any, manifest: Any) -> dict[str, Any]:
     joined = dict(batch.sequence_columns)
     joined |= {} if batch.ref_logps is None else {"ref_logps": batch.ref_logps}
     side = {name: values.tolist() for name, values in joined.items()}
+    for name, values in batch.token_columns.items():
+        side[name] = lists_of_tokens(values)
     side |= {
         name: out.pop(name)
         for name in list(batch.columns)
@@ -101,6 +113,16 @@ def plain(packs: Any, manifest: Any) -> dict[str, Any]:
     }
     out |= {"side": side} if side else {}
     return {name: text(value) for name, value in out.items()}
+
+
+def lists_of_tokens(values: Any) -> Any:
+    """Values of tokens: a list, or two of the top k, whose tokens are end to end."""
+    if not isinstance(values, pt.TopK):
+        return values.tolist()
+    return {
+        "ids": values.ids.reshape(-1).tolist(),
+        "logps": values.logps.reshape(-1).tolist(),
+    }
 
 
 def text(value: Any) -> Any:
