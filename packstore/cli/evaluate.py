@@ -105,7 +105,16 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
         help="side dataset of `packstore ref-logps` (repeatable)",
     )
     parser.add_argument(
-        "--loss", metavar="NAME", help="loss (default: dpo, or sft for kind sft)"
+        "--loss",
+        metavar="NAME",
+        help="a loss of docs/losses.md (default: dpo; kind sft: sft)",
+    )
+    parser.add_argument(
+        "--side",
+        metavar="SIDE",
+        action="append",
+        default=[],
+        help="further side dataset, as of a teacher (repeatable)",
     )
     parser.add_argument(
         "--examples", metavar="FILE", help="also write Parquet, a row for each example"
@@ -122,10 +131,10 @@ def _run_evaluate(args: argparse.Namespace) -> int:
     loss_name = args.loss or default_loss
 
     with process_group(args) as device:
-        from packstore.torch.losses.loss import PreferenceLoss
+        from packstore.torch.losses.named import make_loss
         from packstore.torch.training.evaluate import evaluate, warn_about_unused
 
-        loss = PreferenceLoss(loss_name, **getattr(args, "loss_parameters", {}))
+        loss: Any = make_loss(loss_name, getattr(args, "loss_parameters", {}))
         loss.check_data(dataset)
         if loss.reference and not (args.reference_model or args.ref_logps):
             raise ConfigError(
@@ -143,7 +152,7 @@ def _run_evaluate(args: argparse.Namespace) -> int:
                 dataset,
                 loss=loss,
                 reference=reference,
-                side=args.ref_logps,
+                side=[*args.ref_logps, *args.side],
                 rows=bool(args.examples),
                 progress=progress,
                 **inference_settings(args),
@@ -175,6 +184,7 @@ EVALUATE = Command(
     "  packstore evaluate held-out-8k --model run --ref-logps ref --examples "
     "rows.parquet\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
+    "  packstore evaluate held-out-8k --model student --loss distill --side teacher\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run "
     "--ref-logps ref\n",
 )

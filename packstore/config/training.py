@@ -36,7 +36,7 @@ class TrainModelConfig(Settings):
     )
     # A name, or a mix: name -> weight, or name -> weight and parameters.
     loss: str | Mapping[str, float | Mapping[str, float]] = setting(
-        "dpo", "dpo, sft, …; an unknown name lists all"
+        "dpo", "dpo, sft, distill, …: docs/losses.md"
     )
     loss_parameters: Mapping[str, Any] = setting(
         dict,
@@ -57,6 +57,18 @@ class TrainModelConfig(Settings):
         place=True,
     )
     eval_ref_logps: tuple[str, ...] = setting(
+        (),
+        "the same for the evaluation set (repeatable)",
+        metavar="SIDE",
+        place=True,
+    )
+    side: tuple[str, ...] = setting(
+        (),
+        "further side dataset, as of a teacher (repeatable)",
+        metavar="SIDE",
+        place=True,
+    )
+    eval_side: tuple[str, ...] = setting(
         (),
         "the same for the evaluation set (repeatable)",
         metavar="SIDE",
@@ -146,7 +158,7 @@ class TrainConfig(TrainModelConfig):
         for name in self.names():
             if getattr(self, name) in ("", ("",)):  # a text, or the only one of a list
                 raise ConfigError(f"setting {name} must not be empty; leave it out.")
-        for name in ("eval_steps", "eval_ref_logps"):
+        for name in ("eval_steps", "eval_ref_logps", "eval_side"):
             if getattr(self, name) and self.eval_dataset is None:
                 raise ConfigError(
                     sentence(

@@ -22,6 +22,7 @@ from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import CpuCopy, tensor_to_device
+from packstore.torch.losses.distill import DistillLoss
 from packstore.torch.losses.loss import PreferenceLoss
 from packstore.torch.losses.step_loss import UNDIVIDED
 from packstore.torch.metrics import (
@@ -32,6 +33,9 @@ from packstore.torch.metrics import (
 )
 
 T = TypeVar("T")
+
+EvaluatedLoss = PreferenceLoss | DistillLoss
+"""Losses that have metrics of a dataset: others need more than a batch."""
 
 FILE = "file"
 """Value of `by` that groups examples by their input file, unless a column has this
@@ -62,13 +66,13 @@ class GroupedMetrics:
     """Sums of metrics over batches, for all examples and for each group.
 
     Args:
-        loss_fn: any loss, also ``sft`` or that of a reward model.
+        loss_fn: a PreferenceLoss or DistillLoss.
         dataset: the dataset, for names of input files.
         by: column that groups examples, or :data:`FILE`; None: no groups.
     """
 
     def __init__(
-        self, loss_fn: PreferenceLoss, dataset: Dataset | None, by: str | None
+        self, loss_fn: EvaluatedLoss, dataset: Dataset | None, by: str | None
     ) -> None:
         self.loss_fn = loss_fn
         self.by = by
@@ -160,9 +164,7 @@ class GroupedMetrics:
             sft_term = self.loss_fn.sft_weight * metrics["sft_loss"]
             metrics["loss"] = metrics["preference_loss"] + sft_term
 
-        # Only the loss ``sft`` compares no responses, so that none need be judged.
-        is_sft_loss = not self.loss_fn.rows.needs_judged_responses
-        if is_sft_loss and self.loss_fn.sft_average == "token":
+        if self.loss_fn.has_perplexity:
             metrics["perplexity"] = math.exp(min(metrics["loss"], LARGEST_EXPONENT))
 
     def _groups(self, batch: PackedBatch, by: str) -> list[str]:
@@ -195,12 +197,13 @@ class ExampleRows:
 
     - `example_id`, and the carried columns named by `carry`;
     - `logps` and, with a reference, `ref_logps`: lists, for its responses in their
-      order, in nats; for a reward model `scores` in their place;
+      order, in nats; for a reward model `scores` in their place; none for a
+      DistillLoss;
     - `loss` and, except for the loss ``sft``, `rewards/chosen`, `rewards/rejected`,
       `rewards/margins`: see :meth:`PreferenceLoss.per_example`.
     """
 
-    def __init__(self, loss_fn: PreferenceLoss, carry: Iterable[str]) -> None:
+    def __init__(self, loss_fn: EvaluatedLoss, carry: Iterable[str]) -> None:
         self._loss_fn = loss_fn
         self._carried_columns = tuple(carry)
         self._batches: list[tuple[dict[str, CpuCopy], PackedBatch]] = []
@@ -214,8 +217,11 @@ class ExampleRows:
     ) -> None:
         """Add a batch of this rank; arguments as of :meth:`GroupedMetrics.add`."""
         loss, rewards = self._loss_fn.per_example(logps, batch, ref_logps)
-        output_name = "scores" if self._loss_fn.scores else "logps"
-        values = {output_name: logps, "loss": loss}
+        values = {"loss": loss}
+        if self._loss_fn.scores:
+            values["scores"] = logps
+        elif isinstance(self._loss_fn, PreferenceLoss):
+            values["logps"] = logps
         if ref_logps is None:
             ref_logps = batch.ref_logps
         if self._loss_fn.reference and ref_logps is not None:

@@ -9,14 +9,15 @@ supervised token of a batch, in the order of ``batch.target_index``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from packstore.errors import ConfigError, quote, sentence
+from packstore.errors import ConfigError, display, quote, sentence
 from packstore.format.arrays import TopK
-from packstore.io.manifest.side_manifest import REF_TOP_K
+from packstore.io.manifest.side_manifest import REF_TOP_K, token_type
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.formulas import log1mexp
@@ -83,10 +84,19 @@ class DistillLoss(TokenLoss):
         """See :attr:`StepLoss.head_settings`."""
         return {"ids_of": self.column}
 
+    def check_side(self, types: Mapping[str, str], url: str) -> None:
+        """See :meth:`StepLoss.check_side`."""
+        type_of_tokens = token_type(types.get(self.column, ""))
+        if type_of_tokens is not None and type_of_tokens.k is not None:
+            return
+        columns = [f"{name}: {type_name}" for name, type_name in types.items()]
+        raise self._column_error(f"{', '.join(columns) or 'none'} for {display(url)}")
+
     def __call__(
         self,
         logps: Tensor,
         batch: PackedBatch,
+        ref_logps: Tensor | None = None,
         *,
         divisor: StepDivisor | Tensor | float | None = None,
     ) -> LossOutput:
@@ -96,6 +106,7 @@ class DistillLoss(TokenLoss):
             logps: `[n, k]`, log-probs of the student in nats, of the teacher's ids:
                 from ``packed_logps(model, batch, ids_of=column)``.
             batch: the batch, with the column of the teacher.
+            ref_logps: ignored; callers of any loss may pass it.
             divisor: as of :class:`~packstore.torch.PreferenceLoss`.
 
         Raises:
@@ -112,13 +123,16 @@ class DistillLoss(TokenLoss):
             }
         return self._output(logps, batch, losses=losses, values=values, divisor=divisor)
 
-    def per_example(self, logps: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the mean divergence over the tokens of each example, `[E]`.
+    def per_example(
+        self, logps: Tensor, batch: PackedBatch, ref_logps: Tensor | None = None
+    ) -> tuple[Tensor, None]:
+        """Return the mean divergence over the tokens of each example, `[E]`, and None
+        for its rewards.
 
         Arguments and errors are those of a call; weights do not count.
         """
         teacher = self._teacher_logps(batch, logps)
-        return example_means(self._divergence(teacher, logps), batch)
+        return example_means(self._divergence(teacher, logps), batch), None
 
     def _teacher_logps(self, batch: PackedBatch, logps: Tensor) -> Tensor:
         """Return the teacher's log-probs, `[n, k]`, like those of the student."""

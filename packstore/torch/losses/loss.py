@@ -183,6 +183,13 @@ class PreferenceLoss(StepLoss):
             )
         )
 
+    @property
+    def has_perplexity(self) -> bool:
+        """See :attr:`StepLoss.has_perplexity`: only of the loss ``sft``."""
+        # Only that loss compares no responses, so that none need be judged.
+        is_sft_loss = not self.rows.needs_judged_responses
+        return is_sft_loss and self.sft_average == "token"
+
     def __repr__(self) -> str:
         terms = " + ".join(str(term) for term in self.terms)
         return f"PreferenceLoss({terms})"

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
+from packstore.io.dataset.dataset import Dataset
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch, StepInfo
 from packstore.torch.frameworks import check_steps
@@ -164,6 +165,24 @@ class StepLoss(ABC):
         loss takes.
         """
         return {}
+
+    @property
+    def has_perplexity(self) -> bool:
+        """True if the exponential of the mean loss is a perplexity."""
+        return False
+
+    def check_data(self, dataset: Dataset) -> None:  # noqa: B027  (most take any)
+        """Raise :class:`CompatibilityError` if the loss has no use for a dataset."""
+
+    def check_side(  # noqa: B027  (most need none)
+        self, types: Mapping[str, str], url: str
+    ) -> None:
+        """Raise ConfigError if the loss needs a column that no side dataset has.
+
+        Args:
+            types: joined column -> its type, such as ``token<top16,float16>``.
+            url: the dataset, for messages.
+        """
 
     @abstractmethod
     def units(self, batch: PackedBatch) -> tuple[str, str | None]:

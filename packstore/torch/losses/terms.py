@@ -61,6 +61,7 @@ LOSS_ALIASES: dict[str, str] = {
     "alpha_divergence": "'fdpo_alpha'",
     "mpo": "a mix: {'dpo': 0.8, 'bco_pair': 0.2} with sft_weight=1",
     "nll": "'sft', or sft_weight beside another loss",
+    "distill": "DistillLoss, which is no member of a mix",
 }
 """Other libraries' names of losses -> names here, for error messages."""
 

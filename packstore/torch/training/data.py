@@ -20,13 +20,14 @@ from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
-from packstore.io.side.side import open_side
+from packstore.io.side.join import SideColumns
+from packstore.io.side.side import Side, open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.data.position import Position
 from packstore.torch.data.steps import plan_steps
-from packstore.torch.data.stream import StoredPacks
+from packstore.torch.data.stream import PackStream, StoredPacks
 from packstore.torch.training.checkpoint_files import read_position, read_step
 
 
@@ -135,6 +136,13 @@ def is_packed(data: Any) -> bool:
     return isinstance(data, PackedDataset | Dataset)
 
 
+def side_types(stream: PackStream) -> Mapping[str, str] | None:
+    """Return joined column -> its type; None for a mix or a stream of another class."""
+    if not isinstance(stream, StoredPacks):
+        return None
+    return {} if stream.side is None else stream.side.types
+
+
 def has_ref_logps(data: Any) -> bool:
     """Return True for a PackedDataset with joined log-probs of a reference."""
     stream = getattr(data, "stream", None)
@@ -150,8 +158,10 @@ class DataMixin(Trainer):  # type: ignore[misc]
     packs_per_batch: int | None = None
     steps: Steps | None = None
 
-    # URLs of side datasets with log-probs of a reference, and options of fsspec.
+    # URLs of side datasets: with log-probs of a reference, and with any columns.
     _side_urls: Mapping[str, tuple[str, ...]] = {"train": (), "eval": ()}
+    _joined_urls: Mapping[str, tuple[str, ...]] = {"train": (), "eval": ()}
+    # Options of fsspec.
     _storage_options: dict[str, Any] | None = None
     _checkpoint: Path | None = None
 
@@ -223,12 +233,10 @@ class DataMixin(Trainer):  # type: ignore[misc]
         """Return the packs of this rank, in the order of the run."""
         args = self.args
         if not isinstance(data, PackedDataset):
-            needs_reference = self.loss_fn.reference
-            urls = self._side_urls[part] if needs_reference else ()
             return PackedDataset(
                 data,
                 seed=args.seed if args.data_seed is None else args.data_seed,
-                side=[open_side(url, self._storage_options) for url in urls],
+                side=self._sides_of(part),
                 shuffle=part == "train",
             )
         if data.world_size != args.world_size:
@@ -243,6 +251,35 @@ class DataMixin(Trainer):  # type: ignore[misc]
             )
         # Its user may have moved it, and may go on to use it.
         return data.copy_at_start()
+
+    def _sides_of(self, part: str) -> list[Side]:
+        """Open the side datasets to join to the dataset of ``train`` or ``eval``."""
+        urls = self._joined_urls[part]
+        if self.loss_fn.reference:
+            urls += self._side_urls[part]
+        return [open_side(url, self._storage_options) for url in urls]
+
+    def _check_side_columns(self, data: Any, part: str) -> None:
+        """Raise if the columns that the loss needs are not joined, before a model is
+        loaded.
+
+        Args:
+            data: a stored packed dataset, a PackedDataset, a mapping of them, or None.
+            part: ``train`` or ``eval``.
+        """
+        if isinstance(data, Mapping):
+            for dataset in data.values():
+                self._check_side_columns(dataset, part)
+        elif isinstance(data, PackedDataset):
+            types = side_types(data.stream)
+            if types is not None:
+                self.loss_fn.check_side(types, data.stream.datasets[0].url)
+        elif isinstance(data, Dataset):
+            sides = self._sides_of(part)
+            types = SideColumns(data, sides).types if sides else {}
+            self.loss_fn.check_side(types, data.url)
+            if self.loss_fn.reference and not self._side_urls[part]:
+                _check_no_reference(types)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of examples, over all ranks if they are packed."""
@@ -309,6 +346,21 @@ class DataMixin(Trainer):  # type: ignore[misc]
         if self.steps is None:
             return start
         return self.steps.loader.epoch, 0
+
+
+def _check_no_reference(types: Mapping[str, str]) -> None:
+    """Raise for log-probs of a reference that nobody compared with this run's."""
+    if REF_LOGPS in types:
+        raise ConfigError(
+            sentence(
+                where="setting side",
+                rule="it must have no log-probs of a reference for a loss that takes "
+                "them",
+                found=f"a column {REF_LOGPS}",
+                remedy="Give it as ref_logps, which checks that they are of the "
+                "reference of this run",
+            )
+        )
 
 
 def _load_position(loader: PackedDataLoader, checkpoint: Path) -> None:

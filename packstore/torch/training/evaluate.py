@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from packstore.config.settings import check_class
-from packstore.errors import CompatibilityError, display, sentence
+from packstore.errors import CompatibilityError, ConfigError, display, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.side import Side, open_side
@@ -32,8 +31,13 @@ from packstore.torch.batch.transfer import inference_batching, to_device
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.losses.dataset_metrics import ExampleRows, Figures, GroupedMetrics
-from packstore.torch.losses.loss import PreferenceLoss
+from packstore.torch.losses.dataset_metrics import (
+    EvaluatedLoss,
+    ExampleRows,
+    Figures,
+    GroupedMetrics,
+)
+from packstore.torch.losses.named import make_loss
 from packstore.torch.losses.step_loss import StepLoss
 from packstore.torch.models.compatibility import check_ids, check_model
 from packstore.torch.models.unwrap import evaluating, is_reward_model
@@ -42,6 +46,7 @@ from packstore.torch.reference.provenance import (
     check_arithmetic,
     choose_autocast,
 )
+from packstore.torch.training.data import side_types
 
 logger = logging.getLogger("packstore")
 
@@ -51,7 +56,7 @@ def evaluate(
     model: nn.Module,
     dataset: Dataset,
     *,
-    loss: PreferenceLoss | str = "dpo",
+    loss: EvaluatedLoss | str = "dpo",
     reference: nn.Module | None = None,
     side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]] = (),
     by: str | None = None,
@@ -73,7 +78,8 @@ def evaluate(
             fillers.
         loss: the loss, or its name.
         reference: the reference model, on the device of `model`.
-        side: side datasets to join, such as precomputed ``ref_logps``.
+        side: side datasets to join, such as precomputed ``ref_logps``, or the top k of
+            a teacher.
         by: a carried or joined column of texts, integers or booleans; or ``file``, the
             input file of each example.
         rows: also return a pyarrow table with a row for each example: log-probs, loss,
@@ -96,8 +102,8 @@ def evaluate(
         UnknownNameError: `loss` is unknown.
         UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
-    loss_fn: Any = loss if isinstance(loss, StepLoss) else PreferenceLoss(loss)
-    check_class("argument loss", loss_fn, PreferenceLoss)
+    loss_fn: Any = make_loss(loss, {})
+    check_evaluated("argument loss", loss_fn)
     check_kind(loss_fn, model)
     warn_about_unused(loss_fn, None if reference is None else "reference")
     models = [model]
@@ -109,6 +115,7 @@ def evaluate(
 
     sides = _open_sides(side)
     data = PackedDataset(dataset, shuffle=False, side=sides, max_keys=max_keys)
+    loss_fn.check_side(side_types(data.stream) or {}, dataset.url)
     device = next(model.parameters()).device
     pack_size = dataset.manifest.pack_size
     batch_settings: Any = inference_batching(batching, device, pack_size)
@@ -116,12 +123,13 @@ def evaluate(
     loader = PackedDataLoader(data, pin_memory=pin_memory, **batch_settings)
     batches = loader if progress is None else _report_batches(loader, progress)
 
-    policies = [PackedPolicy(prepared, backend=head) for prepared in models]
+    settings = {"backend": head, **loss_fn.head_settings}
+    policies = [PackedPolicy(prepared, **settings) for prepared in models]
     reference_policy = policies[1] if len(policies) > 1 else None
     with choose_autocast(mixed_precision, model)(), evaluating(*models):
         for side_data in sides:
-            columns = side_data.manifest.columns
-            if REF_LOGPS in columns and reference_policy is None:
+            has_reference = REF_LOGPS in side_data.manifest.columns
+            if loss_fn.reference and has_reference and reference_policy is None:
                 check_arithmetic(side_data, model)
         return evaluate_batches(
             policy=policies[0],
@@ -153,6 +161,19 @@ def warn_about_unused(loss_fn: StepLoss, *references: str | None) -> None:
         logger.warning("the loss has no reference; not used: %s", ", ".join(names))
 
 
+def check_evaluated(where: str, loss_fn: StepLoss) -> None:
+    """Raise for a loss without metrics of an evaluation, such as a PolicyLoss."""
+    if not isinstance(loss_fn, EvaluatedLoss):
+        raise ConfigError(
+            sentence(
+                where=where,
+                rule="the loss must be a PreferenceLoss or DistillLoss",
+                found=repr(loss_fn),
+                remedy="Leave it out",
+            )
+        )
+
+
 def _report_batches(
     loader: PackedDataLoader, progress: Progress
 ) -> Iterator[PackedBatch]:
@@ -162,7 +183,7 @@ def _report_batches(
         progress("evaluate", number, num_batches, "batches")
 
 
-def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
+def check_kind(loss_fn: StepLoss, model: Any) -> None:
     """Raise if the loss compares scores and the model is no reward model, or the
     reverse.
     """
@@ -185,7 +206,7 @@ def check_kind(loss_fn: PreferenceLoss, model: Any) -> None:
 def evaluate_batches(
     policy: nn.Module,
     batches: Iterable[PackedBatch],
-    loss_fn: PreferenceLoss,
+    loss_fn: EvaluatedLoss,
     reference: Callable[[PackedBatch], Tensor | None] | None,
     device: torch.device,
     dataset: Dataset | None = None,
@@ -196,7 +217,7 @@ def evaluate_batches(
     """Compute metrics of batches, at least one on each rank; a collective call.
 
     Args:
-        policy: returns log-probs `[S]` of a batch, in nats.
+        policy: returns the log-probs of a batch that the loss takes, in nats.
         batches: the batches of this rank.
         loss_fn: the loss.
         reference: returns the reference's log-probs `[S]`; None: batches have them, or

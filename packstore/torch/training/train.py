@@ -42,6 +42,7 @@ LOGGED_METRICS: dict[str, tuple[str, str]] = {
     "loss": ("loss", ".4f"),
     "rewards/accuracies": ("accuracy", ".1%"),
     "rewards/margins": ("margin", ".3f"),
+    "agreement": ("agreement", ".1%"),
     "examples_per_second": ("examples/s", ",.1f"),
     "tokens_per_second": ("tokens/s", ",.0f"),
     "fill": ("fill", ".1%"),

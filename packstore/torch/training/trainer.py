@@ -42,8 +42,7 @@ from packstore.errors import (
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
-from packstore.torch.losses.loss import PreferenceLoss
-from packstore.torch.losses.step_loss import StepLoss
+from packstore.torch.losses.named import make_loss
 from packstore.torch.models.compiled import compile_if_requested, compile_layers
 from packstore.torch.models.load import is_adapter, load_model
 from packstore.torch.models.model import use_packed_attention
@@ -61,10 +60,9 @@ from packstore.torch.training.arguments import (
 )
 from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
-from packstore.torch.training.evaluate import warn_about_unused
+from packstore.torch.training.evaluate import check_evaluated, warn_about_unused
 from packstore.torch.training.trainer_steps import (
     PackedSteps,
-    check_evaluated,
     release_copy,
     take_batches,
 )
@@ -94,13 +92,18 @@ class PackedTrainer(PackedSteps):
             of them.
         eval_dataset: the same, or several by name. Each example counts once, over all
             ranks.
-        loss: a name or mix as for :class:`~packstore.torch.PreferenceLoss`; or an
-            instance of it, or of :class:`~packstore.torch.PolicyLoss`.
-        loss_parameters: keywords of PreferenceLoss.
+        loss: ``distill``; a name or mix as for
+            :class:`~packstore.torch.PreferenceLoss`; or an instance of it, of
+            :class:`~packstore.torch.PolicyLoss` or
+            :class:`~packstore.torch.DistillLoss`.
+        loss_parameters: keywords of PreferenceLoss, or of DistillLoss.
         reference: a model, or the folder or hub name of one; default: the policy
             without its adapter, else a frozen copy of it.
         ref_logps: side datasets with the reference's log-probs for `train_dataset`.
         eval_ref_logps: side datasets with the reference's log-probs for `eval_dataset`.
+        side: further side datasets to join to `train_dataset`, such as the top k of a
+            teacher.
+        eval_side: the same for `eval_dataset`.
         examples_per_step: mean examples of an optimizer step, over all ranks; default:
             as unpacked, ``per_device_train_batch_size * gradient_accumulation_steps *
             ranks``.
@@ -133,6 +136,8 @@ class PackedTrainer(PackedSteps):
         reference: Any = None,
         ref_logps: str | Sequence[str] | None = (),
         eval_ref_logps: str | Sequence[str] | None = (),
+        side: str | Sequence[str] | None = (),
+        eval_side: str | Sequence[str] | None = (),
         examples_per_step: int | None = None,
         packs_per_batch: int | None = None,
         peft_config: Any = None,
@@ -156,22 +161,27 @@ class PackedTrainer(PackedSteps):
             loss_parameters=loss_parameters or {},
             ref_logps=ref_logps or (),
             eval_ref_logps=eval_ref_logps or (),
+            side=side or (),
+            eval_side=eval_side or (),
             storage_options=storage_options or {},
         )
 
         # The data and its loss.
         self.examples_per_step = set_step_size(args, examples_per_step)
         self.packs_per_batch = packs_per_batch
-        self.loss_fn: Any = _make_loss(loss, settings["loss_parameters"])
+        self.loss_fn: Any = make_loss(loss, settings["loss_parameters"])
         self._storage_options = dict(settings["storage_options"]) or None
         self._side_urls = {
             "train": settings["ref_logps"],
             "eval": settings["eval_ref_logps"],
         }
+        self._joined_urls = {"train": settings["side"], "eval": settings["eval_side"]}
         train_data = self._open(train_dataset)
         eval_data = self._open_all(eval_dataset)
         if eval_data is not None:
             check_evaluated("argument eval_dataset", self.loss_fn)
+        self._check_side_columns(train_data, "train")
+        self._check_side_columns(eval_data, "eval")
         warn_about_unused(
             self.loss_fn,
             _name_of(reference),
@@ -435,22 +445,6 @@ class PackedTrainer(PackedSteps):
         if self.is_world_process_zero():
             text = model_card(self, **fields)
             Path(self.args.output_dir, "README.md").write_text(text, encoding="utf-8")
-
-
-def _make_loss(loss: Any, parameters: Mapping[str, Any]) -> StepLoss:
-    """Return a loss object as it is, or make one from a name, a mix or a function."""
-    if not isinstance(loss, StepLoss):
-        return PreferenceLoss(loss, **parameters)
-    if parameters:
-        raise ConfigError(
-            sentence(
-                where="argument loss_parameters",
-                rule="it must be left out with a loss object",
-                found=repr(loss),
-                remedy="Pass them to the loss",
-            )
-        )
-    return loss
 
 
 def _dtype_of(model: Any, dtype: Any) -> Any:

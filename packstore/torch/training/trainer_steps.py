@@ -41,7 +41,6 @@ from packstore.torch.losses.loss import (
 )
 from packstore.torch.losses.step_loss import (
     StepDivisor,
-    StepLoss,
     count_step,
     sequence_weights,
 )
@@ -74,7 +73,11 @@ from packstore.torch.training.checkpoint_files import (
 )
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
 from packstore.torch.training.data import DataMixin, Steps, is_packed
-from packstore.torch.training.evaluate import check_kind, evaluate_batches
+from packstore.torch.training.evaluate import (
+    check_evaluated,
+    check_kind,
+    evaluate_batches,
+)
 
 logger = logging.getLogger("packstore")
 
@@ -412,10 +415,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     def _check_model(self, model: Any, datasets: Sequence[Dataset]) -> None:
         """Raise if model, datasets and loss do not belong together."""
-        if isinstance(self.loss_fn, PreferenceLoss):
-            check_kind(self.loss_fn, model)
-            for dataset in datasets:
-                self.loss_fn.check_data(dataset)
+        check_kind(self.loss_fn, model)
+        for dataset in datasets:
+            self.loss_fn.check_data(dataset)
         check_same_tokenizer([dataset.manifest for dataset in datasets])
         for dataset in datasets:
             check_model(dataset, model)
@@ -920,19 +922,6 @@ class PackedSteps(DataMixin, CheckpointMixin):
         if self.steps is None or self.steps.num_yielded != self.state.global_step:
             return None
         return self._step_metrics.open_record()
-
-
-def check_evaluated(where: str, loss_fn: StepLoss) -> None:
-    """Raise for a loss without metrics of an evaluation, such as a PolicyLoss."""
-    if not isinstance(loss_fn, PreferenceLoss):
-        raise ConfigError(
-            sentence(
-                where=where,
-                rule="the loss must be a PreferenceLoss",
-                found=repr(loss_fn),
-                remedy="Leave it out",
-            )
-        )
 
 
 def _as_list(inputs: Any) -> list[PackedBatch]:

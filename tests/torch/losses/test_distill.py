@@ -25,6 +25,8 @@ from packstore.torch import (
     TopK,
     count_step,
     pack_in_memory,
+    packed_logps,
+    packed_top_k,
     pad_batch,
     pad_segments,
     use_packed_attention,
@@ -96,15 +98,13 @@ def with_teacher(batch: PackedBatch, kind: str, tops: list[Any]) -> PackedBatch:
     return batch.replace(token_columns={"ref_top_k": TopK(ids.int(), logps)})
 
 
-def student_logps(model: Any, batch: PackedBatch) -> Tensor:
-    logits = model(**batch.model_inputs()).logits[0, batch.targets.rows]
-    ids = batch.token_columns["ref_top_k"].ids.long()
-    return logits.log_softmax(-1).gather(1, ids)
-
-
 @pytest.mark.parametrize(
     ("kind", "average"),
-    [("scored", "group"), ("preference", "sequence"), ("sft", "token")],
+    [
+        ("scored", "group"),
+        pytest.param("preference", "sequence", marks=pytest.mark.slow),
+        pytest.param("sft", "token", marks=pytest.mark.slow),
+    ],
 )
 def test_loss_and_gradients_are_those_of_all_logits(
     kit: SimpleNamespace, kind: str, average: Any
@@ -140,7 +140,8 @@ def test_loss_and_gradients_are_those_of_all_logits(
             loss_fn = DistillLoss(**settings, average=average, gradients="sum")
             total = torch.zeros((), dtype=torch.float64)
             for batch in batches:
-                output = loss_fn(student_logps(student, batch), batch)
+                logps = packed_logps(student, batch, ids_of="ref_top_k")
+                output = loss_fn(logps, batch)
                 output.loss.backward()
                 total += output.loss.detach()
             assert abs(total - loss) < 1e-12
@@ -148,6 +149,28 @@ def test_loss_and_gradients_are_those_of_all_logits(
             for name, gradient in gradients.items():
                 assert (actual[name] - gradient).abs().max() < 1e-12, name
             assert max(g.abs().max() for g in gradients.values()) > 1e-3
+
+
+def test_bfloat16_loses_what_the_model_loses(kit: SimpleNamespace) -> None:
+    """The loss and its gradients by the head's log-probs of a model in bfloat16."""
+    with torch.no_grad():
+        teacher = logps_alone(kit.tiny_model("qwen3", **BIG), "sft")
+    tops = [logps.topk(K) for logps in teacher]
+    (batch,) = pack_in_memory(EXAMPLES["sft"], 10_000, kind="sft")
+    batch = with_teacher(batch, "sft", tops)
+    for settings in SETTINGS:
+        results = []
+        for dtype in (torch.float64, torch.bfloat16):
+            student = use_packed_attention(kit.tiny_model("llama", dtype))
+            logps = packed_logps(student, batch, ids_of="ref_top_k")
+            loss = DistillLoss(**settings)(logps, batch).loss
+            loss.backward()
+            assert logps.dtype == torch.promote_types(dtype, torch.float32)
+            gradients = take_gradients(student)
+            results.append((loss.detach(), gradients["lm_head.weight"].double()))
+        (exact, exact_gradient), (loss, gradient) = results
+        assert abs(loss - exact) < 0.02 * exact
+        assert (gradient - exact_gradient).norm() < 0.05 * exact_gradient.norm()
 
 
 def one_batch(log_p: Tensor, ids: Tensor) -> PackedBatch:
@@ -262,7 +285,7 @@ def test_counting_agrees_with_the_plan_and_padding_changes_nothing() -> None:
         for name, (total, count) in expected.metrics.items():
             assert abs(output.metrics[name][0] - total) < 1e-10, name
             assert output.metrics[name][1] == count, name
-        means = loss_fn.per_example(student[:n], batch)
+        means, _ = loss_fn.per_example(student[:n], batch)
         assert len(means) == batch.num_examples
         if average == "group":
             assert abs(means.mean() - expected.loss) < 1e-12
@@ -293,16 +316,11 @@ def test_stored_values_are_those_computed_up_to_rounding(
     teacher = use_packed_attention(kit.tiny_model("qwen3", torch.float32, **BIG))
     student = use_packed_attention(kit.tiny_model("llama", torch.float32))
 
-    def compute_top(batch: PackedBatch) -> TopK:
-        logits = teacher(**batch.model_inputs()).logits[0, batch.targets.rows]
-        top = logits.log_softmax(-1).topk(k)
-        return TopK(top.indices.int(), top.values)
-
     columns = {"teacher": f"token<top{k},{dtype}>"}
     online = []
     with torch.no_grad(), SideWriter(str(tmp_path / "side"), dataset, columns) as side:
         for batch in PackedDataLoader(PackedDataset(dataset, shuffle=False)):
-            top = compute_top(batch)
+            top = packed_top_k(teacher, batch, k)
             values = {"teacher": TopK(*(x.numpy() for x in top))}
             ids = batch.example_ids.numpy()
             side.write(ids, values, num_targets=batch.num_targets.numpy())
@@ -314,7 +332,7 @@ def test_stored_values_are_those_computed_up_to_rounding(
     stored = PackedDataset(dataset, shuffle=False, side=str(tmp_path / "side"))
     for settings in SETTINGS:
         for computed, batch in zip(online, PackedDataLoader(stored), strict=True):
-            logps = student_logps(student, computed).detach()
+            logps = packed_logps(student, computed, ids_of="ref_top_k").detach()
             expected = DistillLoss(**settings)(logps, computed).loss
             loss = DistillLoss("teacher", **settings)(logps, batch).loss
             assert abs(loss - expected) < 4 * error

@@ -435,7 +435,8 @@ def test_what_would_train_nothing_or_something_else(
         run(settings(stored, tmp_path), resume=3)
     data = packstore.open(stored.data)
     with pytest.raises(
-        ConfigError, match="loss: it must be PreferenceLoss; found PolicyLoss"
+        ConfigError,
+        match="loss must be a PreferenceLoss or DistillLoss; found PolicyLoss",
     ):
         evaluate(model(), data, loss=PolicyLoss())
 
