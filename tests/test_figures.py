@@ -285,3 +285,19 @@ def test_the_pages_give_what_prefix_trees_save() -> None:
     assert f"and {millions[1]:.2f} million in batches" in loaders
     times = [planning[f"answers, {form}"]["median_ms"] for form in ("arrays", "lists")]
     assert f"take {times[0]:.0f} to {times[1]:.0f} ms of a core" in loaders
+
+
+def test_the_page_of_reference_log_probs_rounds_the_time_of_values_of_tokens() -> None:
+    page = rows("docs/ref-logps.md")
+    names = {
+        "`ref_token_logps`": "and of each token",
+        "`ref_top_k`, 16 ids, float16": "and top 16, float16",
+        "`ref_top_k`, 16 ids, uint8": "and top 16, uint8",
+        "`ref_top_k`, 64 ids, float16": "and top 64, float16",
+    }
+    measured = {
+        row["columns"]: row["seconds_of_plain"]
+        for row in result("ref_logps")["columns"]
+    }
+    for name, columns in names.items():
+        assert page[name] == [f"{measured[columns]:.2f}"]
