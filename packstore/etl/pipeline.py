@@ -20,7 +20,6 @@ With `validation_fraction` a job makes two datasets, the *splits* ``train`` and
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import os
 from collections.abc import (
@@ -549,10 +548,9 @@ def _commit(
         provenance=provenance,
     )
 
-    # The pack index has the sizes of all packs, after the packs that it appends to.
     new_sizes = (shard.sizes for shard in shards)
-    pack_sizes = itertools.chain(job.base_sizes(), new_sizes)
-    pack_index = put_index(job.location, pack_sizes, job.version)
+    extended = None if job.extends is None else job.extends.manifest
+    pack_index = put_index(job.location, new_sizes, job.version, extended)
     if isinstance(reader, RecordExampleReader) and config.token_values:
         dataset = Dataset(job.location, manifest, job.version)
         values = values_location(job.location, config, split)

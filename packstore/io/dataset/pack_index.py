@@ -15,10 +15,12 @@ pack.
 from __future__ import annotations
 
 import functools
+import io
 import itertools
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +34,10 @@ from packstore.io.manifest.commit import FOLDER
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import StoredFile, decoding, read_stored
 from packstore.io.shards.parquet import OPTIONS, check_group, open_parquet, read_group
-from packstore.io.shards.shard import ShardInfo, sizes_of
+from packstore.io.shards.shard import (
+    ShardInfo,
+    sizes_of,
+)
 from packstore.io.store.location import Location
 from packstore.io.store.staging import Staging
 
@@ -59,7 +64,10 @@ _REMEDY = "The index or the shard was replaced: run `packstore verify`"
 
 
 def put_index(
-    location: Location, sizes: Iterable[PackSizes], version: int
+    location: Location,
+    sizes: Iterable[PackSizes],
+    version: int,
+    extends: Manifest | None = None,
 ) -> StoredFile | None:
     """Store the index of a version.
 
@@ -68,26 +76,92 @@ def put_index(
         sizes: sizes of the packs of each shard.
         version: number of the version. It is part of the name: packs of equal sizes
             have equal indexes, and `clean` may be removing one of an old version.
+        extends: an older version, whose shards come before these.
 
     Returns:
         The manifest's entry; None without shards.
     """
+    row_groups = b""
+    metadata = None
+    if extends is not None and extends.pack_index is not None:
+        row_groups, metadata = _stored_row_groups(location, extends)
+    if extends is not None and metadata is None:
+        # Without an index of all columns, sizes are counted anew.
+        table = SizeTable(location, extends)
+        old_sizes = (table.shard(number) for number in range(len(extends.shards)))
+        sizes = itertools.chain(old_sizes, sizes)
+
     shards = iter(sizes)
     first_shard = next(shards, None)
-    if first_shard is None:
+    if first_shard is not None:
+        shards = itertools.chain([first_shard], shards)
+    elif metadata is None:
         return None
 
-    encodings = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED")
-    options = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
     with Staging(location, (FOLDER,)) as staging:
-        with staging.file() as file, pq.ParquetWriter(file, SCHEMA, **options) as index:
-            for shard in itertools.chain([first_shard], shards):
-                # A shard of other writers may have no packs: an empty row group.
-                rows = max(len(shard), 1)
-                index.write_table(_to_table(shard), row_group_size=rows)
+        with staging.file() as file:
+            _write_index(file, shards, row_groups, metadata)
         info = StoredFile.of(file.name, f"{FOLDER}/packs-{version:06d}", ".index")
         staging.store(file.name, info.path)
         return info
+
+
+def _stored_row_groups(
+    location: Location, manifest: Manifest
+) -> tuple[bytes, pq.FileMetaData | None]:
+    """Return the bytes of a stored index before its footer, and its metadata.
+
+    The metadata are None if the index has other columns than those that are written.
+    """
+    assert manifest.pack_index is not None
+    index = PackIndex(location, manifest, manifest.pack_index)
+    if index.metadata.schema.to_arrow_schema() != SCHEMA:
+        return b"", None
+    return index.data[: -_footer_bytes(index.metadata)], index.metadata
+
+
+def _write_index(
+    file: IO[bytes],
+    shards: Iterable[PackSizes],
+    row_groups: bytes,
+    metadata: pq.FileMetaData | None,
+) -> None:
+    """Write an index, which may begin with the row groups of another one.
+
+    These are copied: to decode and encode them again would take most of the time of a
+    small append. The file is the same as one that is written at once.
+
+    Args:
+        file: an empty file.
+        shards: sizes of the packs of each shard.
+        row_groups: bytes of another index before its footer.
+        metadata: its footer.
+    """
+    encodings = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED")
+    options = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
+    sink = pa.OSFile(file.name, "wb")
+    with sink, pq.ParquetWriter(sink, SCHEMA, **options) as writer:
+        # The writer has written the first word, and asks the sink for its position.
+        sink.write(memoryview(row_groups)[len(b"PAR1") :])
+        for shard in shards:
+            # A shard of other writers may have no packs: an empty row group.
+            rows = max(len(shard), 1)
+            writer.write_table(_to_table(shard), row_group_size=rows)
+    if metadata is None:
+        return
+
+    added_metadata = pq.read_metadata(file.name)
+    metadata.append_row_groups(added_metadata)
+    footer = io.BytesIO()
+    metadata.write_metadata_file(footer)
+    file.seek(-_footer_bytes(added_metadata), os.SEEK_END)
+    file.write(footer.getvalue()[len(b"PAR1") :])
+    file.truncate()
+
+
+def _footer_bytes(metadata: pq.FileMetaData) -> int:
+    """Return the size of a footer, with its length and the last word of the file."""
+    return int(metadata.serialized_size) + 4 + len(b"PAR1")
 
 
 def _to_table(sizes: PackSizes) -> pa.Table:
@@ -112,6 +186,10 @@ class PackIndex:
         info: the index's entry in it.
         first_shard: above 0 for a view, whose manifest lacks the shards before it.
 
+    Attributes:
+        data: the bytes of the file.
+        metadata: its footer.
+
     Raises:
         StorageError: the store refuses.
         IntegrityError: the file is damaged, or has other columns or row groups.
@@ -127,12 +205,12 @@ class PackIndex:
         self.where = location.join(info.path).display
         self._manifest = manifest
         self._first_group = first_shard
-        self._data = read_stored(location, info)
+        self.data = read_stored(location, info)
         with decoding(self.where):
-            self._metadata = pq.read_metadata(pa.BufferReader(self._data))
-            schema = self._metadata.schema.to_arrow_schema()
-            groups = range(first_shard, self._metadata.num_row_groups)
-            rows = [self._metadata.row_group(group).num_rows for group in groups]
+            self.metadata = pq.read_metadata(pa.BufferReader(self.data))
+            schema = self.metadata.schema.to_arrow_schema()
+            groups = range(first_shard, self.metadata.num_row_groups)
+            rows = [self.metadata.row_group(group).num_rows for group in groups]
 
         self._columns = _columns_to_read(schema)
         expected_rows = [shard.rows for shard in manifest.shards]
@@ -164,10 +242,10 @@ class PackIndex:
         return sizes
 
     def _decode(self, number: int, rows: int) -> PackSizes:
-        group = self._metadata.row_group(number)
+        group = self.metadata.row_group(number)
         check_group(group, rows, max_values=rows, names=self._columns)
-        source = pa.BufferReader(self._data)
-        file = open_parquet(source, self._metadata, page_checksums=True)
+        source = pa.BufferReader(self.data)
+        file = open_parquet(source, self.metadata, page_checksums=True)
         batch = read_group(file, number, self._columns)
 
         count_columns = batch.columns[len(_SIZE_FIELDS) :]

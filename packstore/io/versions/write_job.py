@@ -32,7 +32,6 @@ from packstore.errors import (
     quote,
     sentence,
 )
-from packstore.format.arrays import PackSizes
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.commit import (
     DATA,
@@ -141,13 +140,6 @@ class WriteJob:
         require_mergeable(
             Member(self.extends.url, manifest), Member("what is appended", added)
         )
-
-    def base_sizes(self) -> Iterator[PackSizes]:
-        """Yield the sizes of the packs of each shard of the extended dataset."""
-        if self.extends is None:
-            return
-        for number in range(len(self.extends.manifest.shards)):
-            yield self.extends.shard_sizes(number)
 
     def extended_manifest(self, manifest: Manifest) -> Manifest:
         """Return the manifest to commit: the extended dataset, then this job's shards.
