@@ -14,10 +14,10 @@ from typing import Any
 
 import fsspec
 import pytest
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from packstore.io.store import Location
+from packstore.io.store.local import LinkFollowingFileSystem
 
 
 class Files:
@@ -91,7 +91,7 @@ def hook_listings(
     before: Callable[[str], object] = nothing,
     change: Callable[[dict[str, Any]], object] = nothing,
 ) -> None:
-    """Calls `before` with each folder that fsspec lists, locally or in memory, and
+    """Calls `before` with each folder that is listed, locally or in memory, and
     `change` with each entry.
     """
 
@@ -106,7 +106,7 @@ def hook_listings(
 
         return hooked_ls
 
-    for kind in (LocalFileSystem, MemoryFileSystem):
+    for kind in (LinkFollowingFileSystem, MemoryFileSystem):
         monkeypatch.setattr(kind, "ls", hooked(kind.ls))
 
 

@@ -35,13 +35,15 @@ class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec 
 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
         """List a folder; a link has the type of its target, "other" without one."""
-        entries: list[Any] = super().ls(path, detail=detail, **kwargs)
-        if not detail:
-            return entries
-        for entry in entries:
-            if entry["islink"]:
-                with contextlib.suppress(OSError):  # dangling
-                    entry["type"] = self.info(entry["name"])["type"]
+        path = self._strip_protocol(path)
+        if not detail or not os.path.isdir(path):
+            return list(super().ls(path, detail=detail, **kwargs))
+        entries = []
+        with os.scandir(path) as folder:
+            for entry in folder:
+                # A file may be removed meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    entries.append(_entry_info(f"{path}/{entry.name}", entry))
         return entries
 
     def walk(
@@ -64,6 +66,38 @@ class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec 
             raise OSError(errno.ELOOP, f"a link to a folder that it lies in, {path}")
         kwargs["ancestors"] = (*ancestors, real_path)
         yield from super().walk(path, maxdepth, topdown, "raise", **kwargs)
+
+
+def _entry_info(path: str, entry: os.DirEntry[str]) -> dict[str, Any]:
+    """Return the details of an entry that packstore reads.
+
+    fsspec looks up all details, which takes several times as long, and makes a writer
+    wait in a folder of many versions.
+    """
+    status = entry.stat(follow_symlinks=False)
+    mode = status.st_mode
+    size = status.st_size
+    if entry.is_symlink():
+        size = 0
+        with contextlib.suppress(OSError):  # dangling, or a link to itself
+            target = entry.stat()
+            mode = target.st_mode
+            size = target.st_size
+    if stat.S_ISDIR(mode):
+        kind = "directory"
+    elif stat.S_ISREG(mode):
+        kind = "file"
+    else:
+        kind = "other"
+    return {
+        "name": path,
+        "type": kind,
+        "size": size,
+        "mtime": status.st_mtime,
+        "created": status.st_ctime,
+        "ino": status.st_ino,
+        "islink": entry.is_symlink(),
+    }
 
 
 # Reading

@@ -203,9 +203,11 @@ class Location:
             is_plain = info["type"] in ("file", "directory")
             if not is_plain and name.startswith("."):
                 continue
-            relative_path = f"{path}/{name}".lstrip("/")
-            entry_path = f"{full_path.rstrip('/')}/{name}"
-            is_file = self._is_file(fs, entry_path, info, relative_path)
+            is_file = info["type"] == "file"
+            if not is_plain:
+                relative_path = f"{path}/{name}".lstrip("/")
+                entry_path = f"{full_path.rstrip('/')}/{name}"
+                is_file = self._is_file(fs, entry_path, info, relative_path)
             entry = Entry(name, size=int(info["size"] or 0), is_folder=not is_file)
             entries.append(entry)
         return sorted(entries)
