@@ -10,6 +10,7 @@ read. Side datasets use the same scheme with the name ``side``
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 
@@ -57,6 +58,9 @@ FREE_COST = 64 << 20
 # and takes at most 40 bytes; a text comes with two quotes and takes at most 32 bytes
 # besides its characters.
 _COST_OF_CHARACTER = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
+
+FEW_FILES = 4
+"""Files that are looked up one by one: their folder may have many others."""
 
 _HASH_FIELD = "sha256"
 _END = b"\n}\n"
@@ -211,48 +215,27 @@ def _check_json(data: bytes, where: str, remedy: str) -> None:
         raise IntegrityError(text) from error
 
 
-_ESCAPED = re.compile(rb"[\0\1\\]")
-_ALL_BUT_BRACES = bytes(set(range(256)) - set(b"{}"))
-
-
 def _check_names(data: bytes, where: str) -> None:
     """Refuse valid JSON with an object that has two members of one name.
 
     JSON leaves open which of the two counts, so that readers would differ.
     """
-    # Valid JSON never holds the bytes 0 and 1, so they can stand for escaped
-    # backslashes and quotes. The remaining quotes begin and end texts: the pieces
-    # between them are punctuation and texts in turn.
-    pieces = data.replace(rb"\\", b"\0").replace(rb"\"", b"\1").split(b'"')
-    punctuation = pieces[::2]
-    texts = pieces[1::2]
 
-    open_objects: list[set[bytes]] = []  # names of the members so far
-    for before, text, after in zip(punctuation, texts, punctuation[1:], strict=False):
-        for brace in before.translate(None, _ALL_BUT_BRACES):
-            if brace == ord("{"):
-                open_objects.append(set())
-            else:
-                open_objects.pop()
+    def check_object(members: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in members]
+        if len(set(names)) == len(names):
+            return
+        repeated_name = next(name for name in names if names.count(name) > 1)
+        rule = "an object must not have two members of one name"
+        raise FormatError(sentence(where, rule, found=quote(repeated_name)))
 
-        is_name = after.lstrip()[:1] == b":"
-        if not is_name:
-            continue
-        name = _unescape(text)
-        if name in open_objects[-1]:
-            rule = "an object must not have two members of one name"
-            raise FormatError(sentence(where, rule, found=quote(name.decode())))
-        open_objects[-1].add(name)
-
-
-def _unescape(text: bytes) -> bytes:
-    """Return the characters (UTF-8) of a JSON text in which :func:`_check_names` has
-    replaced escapes by the bytes 0 and 1.
-    """
-    if not _ESCAPED.search(text):
-        return text
-    literal = text.replace(b"\0", rb"\\").replace(b"\1", rb"\"")
-    return msgspec.json.decode(b'"%s"' % literal, type=str).encode()
+    json.loads(
+        # UTF-8 is checked later; different bytes must give different names.
+        data.decode(errors="surrogateescape"),
+        object_pairs_hook=check_object,
+        parse_int=float,  # int refuses numbers of thousands of digits
+        strict=False,
+    )
 
 
 # Writing
@@ -381,15 +364,16 @@ def require_files(
         remedy: for the message.
     """
     stored_sizes = {}
-    for folder in {path.rpartition("/")[0] for path in files}:
-        for entry in location.files(folder):
-            stored_sizes[f"{folder}/{entry.name}"] = entry.size
+    if len(files) > FEW_FILES:
+        for folder in {path.rpartition("/")[0] for path in files}:
+            for entry in location.files(folder):
+                stored_sizes[f"{folder}/{entry.name}"] = entry.size
 
     absent = []
     for path, size in files.items():
         if stored_sizes.get(path) == size:
             continue
-        # A listing may be older than the file.
+        # Not listed: the listing may be older than the file, or there was none.
         if _size_if_present(location, path) != size:
             absent.append(path)
 

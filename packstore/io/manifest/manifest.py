@@ -26,6 +26,7 @@ import pyarrow as pa
 
 from packstore.config import PackConfig
 from packstore.errors import FormatError, UnsupportedFormatError, quote, sentence
+from packstore.format.arrays import Int64
 from packstore.format.html import card
 from packstore.format.schema import (
     CARRY_TYPES,
@@ -55,7 +56,6 @@ from packstore.io.manifest.stored_file import StoredFile
 from packstore.io.shards.shard import (
     PackCounter,
     PackShape,
-    RowGroups,
     ShardInfo,
     Statistics,
     Totals,
@@ -67,6 +67,9 @@ MAX_FOOTER_BYTES = 1 << 24
 
 GROUP_FOOTER_BYTES = 1 << 16
 """Maximum bytes of a footer for each row group."""
+
+CHECKED_AT_ONCE = 8
+"""Shards whose row groups are checked at once, in little memory."""
 
 FILE_FORMATS = ("parquet", "arrow")
 
@@ -545,7 +548,10 @@ def check_manifest(manifest: Manifest, where: str) -> None:
     for file in manifest.further_files:
         _check_further_file(file, where)
     for shard in manifest.shards:
-        _check_shard(shard, manifest, f"{where}, shard {shard.path}")
+        _check_shard(shard, manifest.num_responses, f"{where}, shard {shard.path}")
+    for first in range(0, len(manifest.shards), CHECKED_AT_ONCE):
+        shards = manifest.shards[first : first + CHECKED_AT_ONCE]
+        _check_row_groups(shards, manifest.pack_size, where)
     if manifest.pack_index is not None:
         _check_pack_index(manifest.pack_index, manifest, f"{where}, pack_index")
     convert({"provenance": manifest.provenance}, _ProvenanceField, where)
@@ -607,25 +613,14 @@ def _check_pack_index(index: StoredFile, manifest: Manifest, where: str) -> None
     require(not is_table, where, rule, {"path": index.path})
 
 
-def _check_shard(shard: ShardInfo, manifest: Manifest, where: str) -> None:
-    groups = shard.row_groups
-    lengths = {name: len(column) for name, column in vars(groups).items()}
+def _check_shard(shard: ShardInfo, responses: int | None, where: str) -> None:
+    lengths = {name: len(column) for name, column in vars(shard.row_groups).items()}
     require_equal(where, "row_groups must have columns of one length", **lengths)
-    for name in ("rows", "examples", "tokens"):
-        require_equal(
-            where,
-            f"its {name} must be the sum over row groups",
-            shard=getattr(shard, name),
-            sum=int(getattr(groups, name).sum()),
-        )
     _check_footer(shard, where)
-
-    responses = manifest.num_responses
     if responses is not None:
         counts = {"sequences": shard.sequences, "examples": shard.examples}
         rule = f"sequences must be {responses} times the examples"
         require(shard.sequences == responses * shard.examples, where, rule, counts)
-    _check_row_groups(groups, manifest.pack_size, where)
 
 
 def _check_footer(shard: ShardInfo, where: str) -> None:
@@ -638,24 +633,46 @@ def _check_footer(shard: ShardInfo, where: str) -> None:
     require(shard.footer_bytes <= limit, where, rule, sizes)
 
 
-def _check_row_groups(groups: RowGroups, pack_size: int, where: str) -> None:
-    has_rows = groups.rows > 0
-    has_examples = groups.examples >= groups.rows
-    has_length = (groups.longest > 0) & (groups.longest <= groups.tokens)
-    fits = groups.tokens <= groups.rows * pack_size
+def _check_row_groups(shards: Sequence[ShardInfo], pack_size: int, where: str) -> None:
+    """Check the row groups of several shards at once: there may be many small ones."""
+    counts = np.array([len(shard.row_groups) for shard in shards], np.int64)
+    ends = np.cumsum(counts)
+    columns = {
+        name: _join([getattr(shard.row_groups, name) for shard in shards])
+        for name in ("rows", "examples", "tokens", "longest")
+    }
+    for name in ("rows", "examples", "tokens"):
+        sums_before = np.concatenate([[0], np.cumsum(columns[name])])
+        sums = sums_before[ends] - sums_before[ends - counts]
+        for shard, actual_sum in zip(shards, sums.tolist(), strict=True):
+            if getattr(shard, name) != actual_sum:
+                require_equal(
+                    f"{where}, shard {shard.path}",
+                    f"its {name} must be the sum over row groups",
+                    shard=getattr(shard, name),
+                    sum=actual_sum,
+                )
+
+    rows, examples, tokens, longest = columns.values()
+    has_rows = rows > 0
+    has_examples = examples >= rows
+    has_length = (longest > 0) & (longest <= tokens)
+    fits = tokens <= rows * pack_size
     is_valid = has_rows & has_examples & has_length & fits
     if is_valid.all():
         return
 
     number = int(np.argmin(is_valid))
-    figures = {
-        "rows": int(groups.rows[number]),
-        "examples": int(groups.examples[number]),
-        "tokens": int(groups.tokens[number]),
-        "longest": int(groups.longest[number]),
-    }
+    shard_number = int(np.searchsorted(ends, number, side="right"))
+    number_in_shard = number - int(ends[shard_number] - counts[shard_number])
+    figures = {name: int(column[number]) for name, column in columns.items()}
     rule = "every pack must hold an example and at most pack_size tokens"
-    require(False, f"{where}, row group {number}", rule, figures)
+    place = f"{where}, shard {shards[shard_number].path}, row group {number_in_shard}"
+    require(False, place, rule, figures)
+
+
+def _join(columns: Sequence[Int64]) -> Int64:
+    return np.concatenate([np.empty(0, np.int64), *columns])
 
 
 # Rules that manifests of side datasets share

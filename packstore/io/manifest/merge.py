@@ -69,10 +69,7 @@ def merge(members: Sequence[Member]) -> Manifest:
     sources: list[Any] = []
     further_files: dict[StoredFile, None] = {}  # a set that keeps the order
     for manifest in manifests:
-        id_shift = len(sources) << SOURCE_SHIFT
-        for shard in manifest.shards:
-            base = shard.example_id_base + id_shift
-            shards.append(replace(shard, example_id_base=base))
+        shards += _with_shifted_ids(manifest.shards, len(sources) << SOURCE_SHIFT)
         sources += manifest.provenance["sources"]
         further_files.update(dict.fromkeys(manifest.further_files))
 
@@ -87,6 +84,18 @@ def merge(members: Sequence[Member]) -> Manifest:
         pack_index=None,
         further_files=tuple(further_files),
     )
+
+
+def _with_shifted_ids(
+    shards: Sequence[ShardInfo], id_shift: int
+) -> Sequence[ShardInfo]:
+    """Return shards whose example ids are higher by `id_shift`."""
+    if id_shift == 0:  # the dataset that is extended, which may have many
+        return shards
+    return [
+        replace(shard, example_id_base=shard.example_id_base + id_shift)
+        for shard in shards
+    ]
 
 
 def _planning_parts(manifest: Manifest) -> list[Any]:
