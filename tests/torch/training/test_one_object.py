@@ -208,7 +208,7 @@ def on_fresh_object(users: Users, name: str) -> Any:
     return ALONE[name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_except(NAMES, *NAMES[2:]))
 def test_nobody_moves_the_object_or_is_moved_by_others(users: Users, name: str) -> None:
     """Whoever used it before; and twice."""
     use: Callable[[Any], Any] = getattr(users, name)
@@ -230,6 +230,7 @@ def test_every_pair_on_one_object(users: Users, first: str, second: str) -> None
     assert (getattr(users, first)(data), getattr(users, second)(data)) == expected
 
 
+@pytest.mark.slow
 def test_more_and_more_epochs(users: Users) -> None:
     """Runs of 3, 2, 1 and 3 epochs train as many steps as on fresh objects."""
     data = users.fresh()

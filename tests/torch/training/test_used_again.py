@@ -226,6 +226,7 @@ def test_a_second_use_in_each_family(
     assert_like_fresh(used, made(), generate, data)
 
 
+@pytest.mark.slow
 def test_a_second_use_with_adapters(data: SimpleNamespace) -> None:
     """Of the adapted model, of its copies, and of the base with a new adapter."""
     lora = {"r": 2, "init_lora_weights": True}
