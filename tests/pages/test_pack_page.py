@@ -23,6 +23,8 @@ from tokenizers import Tokenizer, decoders, models
 import packstore
 from packstore import Dataset
 from packstore.cli import main
+from packstore.format.arrays import TopK
+from packstore.io.side import SideWriter
 from packstore.pages.charts import histogram
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -302,3 +304,30 @@ def test_a_browser_makes_no_element_of_a_record(
     supervised = "".join(unescape(part) for role, part in spans if role == "chosen on")
     assert supervised.replace("↵\n", "\n") == text
     assert {role for role, _ in spans} == {"prompt shared", "chosen on"}
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium: apt-get install chromium")
+def test_a_browser_colours_tokens_by_their_values(
+    harmless: Dataset, tmp_path: Path
+) -> None:
+    side = tmp_path / "side"
+    with SideWriter(str(side), harmless, {"teacher": "token<top1,float16>"}) as writer:
+        for packs in harmless.iter_packs():
+            ids = packs.signed_ids[packs.supervised][:, None]
+            ids[1::2] += 1  # every second token is not the teacher's first
+            logps = np.linspace(-8, 0, len(ids))[:, None]
+            values = {"teacher": TopK(ids, logps)}
+            writer.write(packs.example_ids, values, num_targets=packs.num_targets)
+
+    written(harmless, tmp_path, "--ids", "--count", "1", "--side", str(side))
+    page = drawn_by_a_browser(tmp_path)
+    tokens = "".join(re.findall(r'<div class="tokens".*?</div>', page, re.DOTALL))
+    levels = re.findall(
+        r'class="\w+ on valued" data-t="\d+" style="--v: (.*?);', tokens
+    )
+    num_targets = int(harmless.read_packs(0).row(0).num_targets.sum())
+    assert len(levels) == (num_targets + 1) // 2
+    assert tokens.count(" on absent") == num_targets // 2
+    assert levels == sorted(levels)
+    assert (float(levels[0]), float(levels[-1])) == (0, 1)
+    assert "not among the top 1" in page
