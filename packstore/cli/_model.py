@@ -43,7 +43,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--max-keys",
         type=int,
         metavar="N",
-        help="maximum keys of a pack (default: 16 times the pack size)",
+        help="maximum keys per pack (default: 16 per token)",
     )
     setting_names = ("dtype", "attention", "head", "compile")
     add_settings(parser, "precision", TrainModelConfig, setting_names)

@@ -34,13 +34,13 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
     tokens.add_argument(
         "--per-token",
         action="store_true",
-        help="also write the log-prob of each supervised token",
+        help="also write log-probs of supervised tokens",
     )
     tokens.add_argument(
         "--top-k",
         type=int,
         metavar="K",
-        help="also write the K most probable ids in place of each, for distillation",
+        help="also write the K most probable ids for each of these",
     )
     tokens.add_argument(
         "--top-k-dtype",
