@@ -148,14 +148,15 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_verify(args: argparse.Namespace) -> int:
-    from packstore.io.side import open_side
+    from packstore.io.side.parts import open_sides
     from packstore.io.side.side import Side
 
     source = open_dataset_or_side(args)
     if isinstance(source, Side):
         return _verify_side(args, source)
 
-    sides = [open_side(url, source.location.storage_options) for url in args.side]
+    options = source.location.storage_options
+    sides = open_sides(args.side, source.manifest, options)
     with show_progress("verify", args) as progress:
         report = source.verify(progress, jobs=args.jobs)
     side_problems, side_reports = _check_sides(source, sides)

@@ -5,7 +5,9 @@ fit.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import shutil
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError, RecordError
+from packstore.io.store.location import Location
 from packstore.torch import PackedDataset
 
 SETTINGS: dict[str, Any] = {"pack_size": 64, "token_values": {"old": "logprobs"}}
@@ -198,3 +201,69 @@ def test_other_choices_of_the_same_records(tmp_path: Path) -> None:
     packstore.pack(records, tmp_path / "split", validation_fraction=0.3, **settings)
     for part in ("train", "validation"):
         check(tmp_path / "split" / part, values / part)
+
+
+class Killed(BaseException):
+    """The end of a process, as far as it shows in a store."""
+
+
+def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Lets no write reach the stores from the moment-th on; returns their number."""
+    writes = 0
+    counting = threading.Lock()
+
+    def killing(write: Callable[..., Any]) -> Callable[..., Any]:
+        def attempt(*args: Any, **keywords: Any) -> Any:
+            nonlocal writes
+            with counting:
+                writes += 1
+                if writes >= moment:
+                    raise Killed
+            return write(*args, **keywords)
+
+        return attempt
+
+    for name in ("put_file", "create_bytes", "remove"):
+        monkeypatch.setattr(Location, name, killing(getattr(Location, name)))
+    return lambda: writes
+
+
+@pytest.mark.parametrize("partitions", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_killed_at_any_write(
+    partitions: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version is whole or absent, and a whole one has its values."""
+    first, second = rollouts(40, 1), rollouts(30, 2)
+    source = write_jsonl(tmp_path / "b.jsonl", second)
+    settings: dict[str, Any] = {"partitions": partitions, "num_workers": 0}
+    packstore.pack(first, tmp_path / "base" / "ds", **SETTINGS)
+
+    def check(folder: Path, versions: int) -> None:
+        parts = [first, second][:versions]
+        assert joined(folder / "ds", folder / "ds-values") == expected(*parts)
+
+    moment = 0
+    is_killed = True
+    while is_killed:
+        moment += 1
+        folder = tmp_path / str(moment)
+        shutil.copytree(tmp_path / "base", folder)
+        with monkeypatch.context() as patch:
+            kill_at(moment, patch)
+            try:
+                packstore.append(str(folder / "ds"), source, **settings)
+                is_killed = False
+            except Killed:
+                pass
+        for marker in folder.rglob("writers/*.json"):
+            marker.unlink()  # of a process that is gone, it would not count
+        check(folder, packstore.open(folder / "ds").version)
+        packstore.append(str(folder / "ds"), source, **settings)
+        check(folder, 2)
+        assert len(list(folder.glob("ds-values/*/_packstore/side-*.json"))) == 2
+        for name in ("ds", "ds-values"):
+            cleaning: dict[str, Any] = {"older_than": 0, "no_writers": True}
+            packstore.clean(folder / name, delete=True, **cleaning)
+            assert not packstore.clean(folder / name, **cleaning).leftovers
+        check(folder, 2)
+    assert moment > 8

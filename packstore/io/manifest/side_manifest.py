@@ -50,6 +50,7 @@ from packstore.io.manifest.merge import (
     parts_of,
 )
 from packstore.io.manifest.stored_file import StoredFile
+from packstore.io.store.location import Location
 
 SIDE_VERSION = 1
 """Readers refuse a side dataset of a higher version."""
@@ -138,6 +139,18 @@ def side_type(name: str) -> pa.DataType | None:
     """Return the Arrow type of a column's type; None: this release does not know it."""
     of_tokens = token_type(name)
     return SIDE_TYPES.get(name) if of_tokens is None else of_tokens.arrow
+
+
+_LINEAGE = re.compile("[0-9a-f]{64}")
+
+
+def list_part_folders(location: Location) -> set[str]:
+    """Return the subfolders of a place that are named by a lineage.
+
+    Each has the side dataset of a part of a dataset, written with that part.
+    """
+    names = {entry.name for entry in location.entries() if entry.is_folder}
+    return {name for name in names if _LINEAGE.fullmatch(name)}
 
 
 @dataclass(frozen=True, kw_only=True)

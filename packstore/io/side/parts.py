@@ -7,7 +7,6 @@ the part, as a side dataset in a subfolder named by the part's lineage.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,12 +17,13 @@ from packstore.errors import CompatibilityError, sentence
 from packstore.io.manifest.commit import list_versions
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.merge import parts_of
-from packstore.io.manifest.side_manifest import SIDE, spans_of_lineages
+from packstore.io.manifest.side_manifest import (
+    SIDE,
+    list_part_folders,
+    spans_of_lineages,
+)
 from packstore.io.side.side import Side, open_side
 from packstore.io.store.location import Location
-
-LINEAGE = re.compile("[0-9a-f]{64}")
-"""Name of the subfolder of a part."""
 
 OPEN_AT_ONCE = 16
 """Side datasets opened concurrently."""
@@ -54,18 +54,12 @@ def open_sides(
             sides.append(source)
             continue
         location = Location(os.fspath(source), storage_options or {})
-        lineages = _list_lineages(location)
+        lineages = list_part_folders(location)
         if lineages and not list_versions(location, SIDE):
             sides += _open_parts(location, lineages, manifest)
         else:
             sides.append(open_side(location.url, storage_options))
     return sides
-
-
-def _list_lineages(location: Location) -> set[str]:
-    """Return the lineages of the parts that have a subfolder."""
-    names = {entry.name for entry in location.entries() if entry.is_folder}
-    return {name for name in names if LINEAGE.fullmatch(name)}
 
 
 def _open_parts(

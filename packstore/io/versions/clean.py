@@ -42,7 +42,12 @@ from packstore.io.manifest.commit import (
 )
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.partition_notes import PARTITIONS
-from packstore.io.manifest.side_manifest import PART_FOLDER, SIDE, SideManifest
+from packstore.io.manifest.side_manifest import (
+    PART_FOLDER,
+    SIDE,
+    SideManifest,
+    list_part_folders,
+)
 from packstore.io.store.location import Location
 from packstore.io.store.operations import (
     ListedFile,
@@ -153,6 +158,9 @@ def clean(
 ) -> CleanReport:
     """List or remove files that no version of a dataset or side dataset refers to.
 
+    In a folder of the values that jobs wrote with the parts of a dataset, each of their
+    side datasets is cleaned.
+
     May run while jobs write, and several times at once. Reads the versions again right
     before it removes anything.
 
@@ -182,7 +190,34 @@ def clean(
     """
     _check_settings(keep_versions, older_than, no_writers)
     location = Location(url, storage_options or {})
-    _require_packstore_files(location)
+    clean_folder = partial(
+        _clean_folder,
+        delete=delete,
+        keep_versions=keep_versions,
+        older_than=older_than,
+        no_writers=no_writers,
+    )
+    try:
+        _require_packstore_files(location)
+    except DatasetNotFoundError:
+        part_folders = sorted(list_part_folders(location))
+        if not part_folders:
+            raise
+    else:
+        return clean_folder(location)
+    reports = {name: clean_folder(location.join(name)) for name in part_folders}
+    return _joined(reports, location)
+
+
+def _clean_folder(
+    location: Location,
+    *,
+    delete: bool,
+    keep_versions: int | None,
+    older_than: float,
+    no_writers: bool,
+) -> CleanReport:
+    """Clean one place; see :func:`clean`."""
     writers = list_writers(location)
     if delete and no_writers:
         _require_none_running(writers, location.display)
@@ -202,6 +237,23 @@ def clean(
         deleted=delete,
         writer=writers[0].text if writers else None,
         lists_uploads=cleaner.uploads is not None,
+    )
+
+
+def _joined(reports: Mapping[str, CleanReport], location: Location) -> CleanReport:
+    """Return one report of the folders of a place, by their names."""
+    leftovers = [
+        replace(leftover, path=f"{name}/{leftover.path}")
+        for name, report in reports.items()
+        for leftover in report.leftovers
+    ]
+    writers = [report.writer for report in reports.values() if report.writer]
+    return CleanReport(
+        url=location.display,
+        leftovers=leftovers,
+        deleted=any(report.deleted for report in reports.values()),
+        writer=writers[0] if writers else None,
+        lists_uploads=all(report.lists_uploads for report in reports.values()),
     )
 
 

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from os import PathLike
 from typing import Any
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 from packstore.errors import CompatibilityError, ConfigError, display, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
-from packstore.io.side.side import Side, open_side
+from packstore.io.side.parts import open_sides
+from packstore.io.side.side import Side
 from packstore.progress import Progress
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import inference_batching, to_device
@@ -113,7 +113,8 @@ def evaluate(
         check_model(dataset, checked_model)
     loss_fn.check_data(dataset)
 
-    sides = _open_sides(side)
+    sources = [side] if isinstance(side, Side | str | PathLike) else side
+    sides = open_sides(sources, dataset.manifest, dataset.location.storage_options)
     data = PackedDataset(dataset, shuffle=False, side=sides, max_keys=max_keys)
     loss_fn.check_side(side_types(data.stream) or {}, dataset.url)
     device = next(model.parameters()).device
@@ -141,17 +142,6 @@ def evaluate(
             by=by,
             rows=rows,
         )
-
-
-def _open_sides(
-    side: Side | str | PathLike[str] | Sequence[Side | str | PathLike[str]],
-) -> list[Side]:
-    """Return a list of side datasets; open the ones given by folder or URL."""
-    sides = [side] if isinstance(side, Side | str | PathLike) else side
-    return [
-        source if isinstance(source, Side) else open_side(os.fspath(source))
-        for source in sides
-    ]
 
 
 def warn_about_unused(loss_fn: StepLoss, *references: str | None) -> None:
