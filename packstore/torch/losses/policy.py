@@ -111,6 +111,8 @@ class PolicyLoss(TokenLoss):
         ConfigError: a value is out of range, or the function couples sequences.
     """
 
+    ref_column = REF_TOKEN_LOGPS
+
     def __init__(
         self,
         function: Callable[..., Tensor] = clipped,
@@ -155,6 +157,10 @@ class PolicyLoss(TokenLoss):
     def head_settings(self) -> dict[str, Any]:
         """See :attr:`StepLoss.head_settings`."""
         return {"per_token": True}
+
+    def has_reference(self, batch: PackedBatch) -> bool:
+        """See :meth:`StepLoss.has_reference`."""
+        return self.ref_column in batch.token_columns
 
     def __repr__(self) -> str:
         values = "".join(f", {name}={value}" for name, value in self.parameters.items())
@@ -249,11 +255,11 @@ class PolicyLoss(TokenLoss):
             _check_token_shape("ref_logps", ref_logps, batch)
             ref_logps = ref_logps.to(logps).detach()
         elif self.kl_weight:
-            ref_logps = _stored_logps(REF_TOKEN_LOGPS, batch, logps)
+            ref_logps = _stored_logps(self.ref_column, batch, logps)
             if ref_logps is None:
                 raise ConfigError(
                     "kl_weight compares with a reference model: pass ref_logps, [n], "
-                    f"or join a column {REF_TOKEN_LOGPS} of tokens."
+                    f"or join a column {self.ref_column} of tokens."
                 )
         return Tokens(
             logps=logps,

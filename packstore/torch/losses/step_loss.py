@@ -23,6 +23,7 @@ from torch import Tensor
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.schema import KINDS
 from packstore.io.dataset.dataset import Dataset
+from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.registry import choice
 from packstore.torch.batch.batch import PackedBatch, StepInfo
 from packstore.torch.frameworks import check_steps
@@ -137,12 +138,14 @@ class StepLoss(ABC):
 
     Attributes:
         reference: True if the loss compares with a reference model.
+        ref_column: joined column with the reference's log-probs that the loss takes.
         scores: True if the loss takes a reward model's scores in place of log-probs.
         sft_weight: weight of an added SFT term; 0: none.
         weight_field: column that holds the weight of each example, or None.
     """
 
     reference = False
+    ref_column = REF_LOGPS
     scores = False
     sft_weight: float = 0.0
     weight_field: str | None = None
@@ -165,6 +168,12 @@ class StepLoss(ABC):
         loss takes.
         """
         return {}
+
+    def has_reference(self, batch: PackedBatch) -> bool:
+        """Return True if a batch holds the log-probs of a reference that the loss
+        takes, under the name of `ref_column`.
+        """
+        return batch.ref_logps is not None
 
     @property
     def has_perplexity(self) -> bool:

@@ -143,10 +143,10 @@ def side_types(stream: PackStream) -> Mapping[str, str] | None:
     return {} if stream.side is None else stream.side.types
 
 
-def has_ref_logps(data: Any) -> bool:
-    """Return True for a PackedDataset with joined log-probs of a reference."""
+def has_column(data: Any, name: str) -> bool:
+    """Return True for a PackedDataset with a joined or carried column."""
     stream = getattr(data, "stream", None)
-    return isinstance(stream, StoredPacks) and REF_LOGPS in stream.columns
+    return isinstance(stream, StoredPacks) and name in stream.columns
 
 
 class DataMixin(Trainer):  # type: ignore[misc]

@@ -59,7 +59,7 @@ from packstore.torch.training.arguments import (
     set_step_size,
 )
 from packstore.torch.training.checkpoint_files import read_position
-from packstore.torch.training.data import datasets_of, has_ref_logps, is_packed
+from packstore.torch.training.data import datasets_of, has_column, is_packed
 from packstore.torch.training.evaluate import check_evaluated, warn_about_unused
 from packstore.torch.training.trainer_steps import (
     PackedSteps,
@@ -254,8 +254,9 @@ class PackedTrainer(PackedSteps):
 
     def _has_stored_reference(self, train_data: Any, eval_data: Any) -> bool:
         """Return True if log-probs of the reference are stored for all data."""
+        column = self.loss_fn.ref_column
         for part, data in (("train", train_data), ("eval", eval_data)):
-            if data is None or self._side_urls[part] or has_ref_logps(data):
+            if data is None or self._side_urls[part] or has_column(data, column):
                 continue
             return False
         return True

@@ -678,12 +678,13 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     @torch.no_grad()
     def _reference_logps(self, model: Any, batch: PackedBatch) -> Tensor | None:
-        """Return log-probs `[S]` of the reference, in nats.
+        """Return log-probs of the reference, in nats: `[S]`, or `[n]` for a loss of
+        tokens.
 
         None if the loss needs no reference, or if the batch holds its log-probs, from
         side data or from TRL.
         """
-        if not self.loss_fn.reference or batch.ref_logps is not None:
+        if not self.loss_fn.reference or self.loss_fn.has_reference(batch):
             return None
         return self._run_reference(model, batch)
 

@@ -38,6 +38,7 @@ from packstore.torch import (
     PackedTrainer,
     PolicyLoss,
     PreferenceLoss,
+    SideWriter,
     evaluate,
     use_packed_attention,
 )
@@ -617,6 +618,26 @@ def test_a_loss_of_tokens(
     assert np.ptp(history(trainer)) > 1e-4
     with pytest.raises(ConfigError, match=r"evaluation: .*PreferenceLoss"):
         trainer.evaluate(stored.data)
+
+    # Stored log-probs take the place of the reference, and of the policy's own.
+    side = str(tmp_path / "side")
+    columns = dict.fromkeys(("old_logps", "ref_token_logps"), "token<float32>")
+    with SideWriter(side, packstore.open(str(tmp_path / "scored")), columns) as writer:
+        counts = packs.num_targets
+        values = np.full(counts.sum(), -3.0)
+        writer.write(
+            packs.example_ids,
+            dict.fromkeys(columns, values),
+            packs.num_responses,
+            counts,
+        )
+    data = PackedDataset(str(tmp_path / "scored"), side=side)
+    from_stored = run(settings(stored, tmp_path / "b", loss=loss, train_dataset=data))
+    assert from_stored._reference is None
+    records = from_stored.state.log_history
+    ratios = [record["ratio"] for record in records if "ratio" in record]
+    assert abs(ratios[0] - 1) > 0.01
+    assert abs(records[0]["kl"]) > 1e-4
 
 
 @pytest.mark.slow
