@@ -596,7 +596,8 @@ function sideValue(value, type) {
   let { logps } = value;
   if (scale !== undefined) {
     need(scale > 0 && Number.isFinite(scale), "top-scale");
-    logps = logps.map((x) => Math.fround(-scale * x));
+    let sum = 0; // of the gaps of a token up to each
+    logps = logps.map((gap, i) => Math.fround(-scale * (sum = i % k ? sum + gap : gap)));
   }
   need(logps.every(Number.isFinite), "token-finite");
   need(ids.length === logps.length && ids.length % k === 0, "token-count");

@@ -728,6 +728,12 @@ def check_top(value: Json, k: int) -> None:
         need(falls, "top-order")
 
 
+def sums_of_gaps(gaps: list[int], k: int) -> list[int]:
+    """The sum of each token's gaps up to each; a token has k."""
+    tokens = [gaps[start : start + k] for start in range(0, len(gaps), k)]
+    return [x for token in tokens for x in accumulate(token)]
+
+
 def side_value(value: Any, type_: str) -> Any:
     """A value of a row, checked; log-probabilities of 8 bits become numbers."""
     k = k_of(type_)
@@ -739,7 +745,7 @@ def side_value(value: Any, type_: str) -> Any:
     if "scale" in value:
         scale = value["scale"]
         need(scale > 0 and math.isfinite(scale), "top-scale")
-        value["logps"] = [-scale * x for x in value["logps"]]
+        value["logps"] = [-scale * x for x in sums_of_gaps(value["logps"], k)]
     need(all(map(math.isfinite, value["logps"])), "token-finite")
     same_length = len(value["ids"]) == len(value["logps"])
     need(same_length and len(value["ids"]) % k == 0, "token-count")

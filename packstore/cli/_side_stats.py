@@ -131,14 +131,14 @@ def _values_of(array: pa.Array, type_name: str) -> TokenValues | pa.Array:
 
 def _top_k(array: pa.Array, type_: TokenType, k: int) -> TopK:
     from packstore.format.schema import as_numpy
-    from packstore.io.side.tokens import list_counts, top_k_of
+    from packstore.io.side.tokens import from_gaps, list_counts, top_k_of
 
     ids, logps = top_k_of(array, k)
     if type_.dtype != "uint8":
         return TopK(ids, logps.astype(np.float32))
     scales = as_numpy(array.field("scale"))
     scale_of_tokens = np.repeat(scales, list_counts(array, k))
-    return TopK(ids, logps * -scale_of_tokens[:, None])
+    return TopK(ids, from_gaps(logps, scale_of_tokens[:, None]))
 
 
 def _length(values: TokenValues | pa.Array) -> int:

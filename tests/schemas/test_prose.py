@@ -5,13 +5,13 @@ of packstore/format, and the limits of packstore/io, do.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pyarrow as pa
 import pytest
 from forests import places_of
@@ -43,7 +43,12 @@ from packstore.io.manifest.side_manifest import MAX_TOP, SideManifest, side_type
 from packstore.io.shards.parquet import MAX_GROUP_BYTES, MAX_VALUES
 from packstore.io.side import SHARD_ROWS, TOKEN_RULES
 from packstore.io.side.side import GROUP_BYTES, SHARD_BYTES
-from packstore.io.side.tokens import check_stored_lists, list_counts
+from packstore.io.side.tokens import (
+    check_stored_lists,
+    from_gaps,
+    list_counts,
+    top_k_of,
+)
 
 Load = Callable[[str], Any]
 Annex = Callable[[str], str]
@@ -331,11 +336,17 @@ def test_example_of_values_of_tokens(prose: str, annex: Annex, tmp_path: Path) -
         for cells in table:
             for entry in cells[cell].strip("| ").split(", "):
                 token_id, log_prob = entry.split(": ")
+                number, _, gaps = log_prob.partition(" * ")
+                num_scales = sum(map(int, re.findall(r"\d+", gaps))) if gaps else 1
                 ids.append(int(token_id))
-                logps.append(math.prod(map(float, log_prob.split(" * "))))
-        assert ids == row[column]["ids"]
-        scale = row[column].get("scale", -1)
-        assert logps == [-scale * value for value in row[column]["logps"]]
+                logps.append(float(number) * num_scales)
+        stored = top_k_of(batch.column(column), 2)
+        assert ids == stored.ids.ravel().tolist()
+        if "scale" in row[column]:
+            expected = from_gaps(stored.logps, np.float32(row[column]["scale"]))
+        else:
+            expected = stored.logps
+        assert logps == expected.ravel().tolist()
 
 
 def test_what_made_reference_log_probs(annex: Annex) -> None:

@@ -100,7 +100,8 @@ class TokenType(NamedTuple):
     ids ``token<topK,float16>`` and ``token<topK,uint8>``, as ``token<top16,uint8>``.
 
     Attributes:
-        dtype: of the numbers or log-probs. ``uint8``: log-probs are stored as multiples
+        dtype: of the numbers or log-probs. ``uint8``: a log-prob is stored as the gap
+            to the one before it in its token, the first as the gap to 0, in multiples
             of ``-scale``, a number of the example.
         k: number of ids and log-probs for each token; None: one number.
     """

@@ -32,6 +32,9 @@ OPTIONS = {
 }
 """Options of pyarrow for every file that is written."""
 
+SPLIT = "BYTE_STREAM_SPLIT"
+"""Encoding that makes token ids and small numbers compress better."""
+
 _ENCODINGS = {"PLAIN", "RLE", "BIT_PACKED", "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT"}
 """Accepted encodings: for texts, only those that decode to no more memory than the
 stored bytes.

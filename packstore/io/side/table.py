@@ -22,7 +22,7 @@ from packstore.format.arrays import (
 )
 from packstore.format.schema import as_numpy
 from packstore.io.manifest.side_manifest import PER_SEQUENCE, TokenType, token_type
-from packstore.io.side.tokens import list_counts, top_k_of
+from packstore.io.side.tokens import from_gaps, list_counts, top_k_of
 
 MAPPED_BYTES = 64 << 20
 """Bytes above which an array is kept in a mapped temporary file, which can be paged
@@ -303,7 +303,7 @@ class _TopKLists:
             return [TopK(ids[tokens], logps[tokens]) for tokens in slices]
         scales = self._scale_of_rows[rows]
         return [
-            TopK(ids[tokens], logps[tokens] * -scale)
+            TopK(ids[tokens], from_gaps(logps[tokens], scale))
             for tokens, scale in zip(slices, scales, strict=True)
         ]
 

@@ -145,7 +145,8 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
     fields = list(type_.arrow)
     arrays = [_lists(offsets_of_values, ids, fields[0].type)]
     if type_.dtype == "uint8":
-        stored, scales = _to_bytes(logps, offsets)
+        stored, scales = _to_gaps(logps, offsets)
+        _check_scales(stored, scales, rows)
         arrays += [_lists(offsets_of_values, stored, fields[1].type), pa.array(scales)]
     else:
         stored = _rounded(logps, type_, rows)
@@ -218,12 +219,14 @@ def _rounded(
     return stored
 
 
-def _to_bytes(
+def _to_gaps(
     logps: npt.NDArray[Any], offsets: Int64
 ) -> tuple[npt.NDArray[np.uint8], Float32]:
-    """Return log-probs as multiples of ``-scale``, and the scale of each example.
+    """Return log-probs in 8 bits each, and the scale of each example.
 
-    The lowest log-prob of an example is 255 times its scale.
+    A log-prob is stored as the gap to the one before it in its token, the first as the
+    gap to 0, in multiples of ``-scale``. Gaps are small, so they compress to half the
+    bytes of multiples. The lowest log-prob of an example is 255 times its scale.
     """
     magnitudes = -logps.astype(np.float32)
     largest = np.zeros(len(offsets) - 1, np.float32)
@@ -234,8 +237,36 @@ def _to_bytes(
         largest[counts > 0] = np.maximum.reduceat(magnitudes[:, -1], starts)
     # A scale is above 0, also where all log-probs are 0.
     scales = np.maximum(largest / 255, np.finfo(np.float32).tiny)
-    steps = np.rint(magnitudes / np.repeat(scales, counts)[:, None])
-    return steps.clip(0, 255).astype(np.uint8), scales
+    multiples = np.rint(magnitudes / np.repeat(scales, counts)[:, None]).clip(0, 255)
+    return np.diff(multiples, axis=1, prepend=0).astype(np.uint8), scales
+
+
+def from_gaps(gaps: npt.NDArray[np.uint8], scales: np.float32 | Float32) -> Float32:
+    """Return log-probs that are stored in 8 bits, float32 `[n, k]`.
+
+    Args:
+        gaps: `[n, k]`, see :func:`top_k_of`.
+        scales: of one example, or of each token's example, float32 `[n, 1]`.
+    """
+    multiples: Float32 = np.cumsum(gaps, axis=1, dtype=np.float32)
+    multiples *= -scales
+    return multiples
+
+
+def _check_scales(
+    gaps: npt.NDArray[np.uint8], scales: Float32, rows: ColumnRows
+) -> None:
+    """Raise unless scales are finite and above 0, and log-probs finite with them."""
+    is_scale = np.isfinite(scales) & (scales > 0)
+    rows_of_scales = rows._replace(counts=np.ones(len(scales), np.int64))
+    rows_of_scales.require(is_scale, rule_text("top-scale"), scales)
+
+    largest_sum = 255 * gaps.shape[1]
+    if largest_sum * float(scales.max(initial=0)) > float(np.finfo(np.float32).max):
+        scale_of_tokens = np.repeat(scales, rows.counts)
+        with np.errstate(over="ignore"):
+            logps = from_gaps(gaps, scale_of_tokens[:, None])
+        _require_finite(logps, rows)
 
 
 def _lists(offsets: Int64, values: npt.NDArray[Any], type_: pa.DataType) -> pa.Array:
@@ -258,7 +289,9 @@ def _require_shape(name: str, values: npt.NDArray[Any], shape: tuple[int, ...]) 
 
 
 def top_k_of(array: pa.Array, k: int) -> TopK:
-    """Return the stored ids and log-probs of a column, `[n, k]` each, as views."""
+    """Return the stored ids and log-probs of a column, `[n, k]` each, as views;
+    log-probs of 8 bits as gaps, see :func:`from_gaps`.
+    """
     ids = as_numpy(array.field("ids").flatten()).reshape(-1, k)
     logps = as_numpy(array.field("logps").flatten()).reshape(-1, k)
     return TopK(ids, logps)
@@ -326,11 +359,7 @@ def _check_top_k(
     if distinct:
         check_distinct(ids, rows)
     if type_.dtype == "uint8":
-        _require_falling(-logps.astype(np.int16), rows)
-        scales = as_numpy(array.field("scale"))
-        is_scale = np.isfinite(scales) & (scales > 0)
-        rows_of_scales = rows._replace(counts=np.ones(len(scales), np.int64))
-        rows_of_scales.require(is_scale, rule_text("top-scale"), scales)
+        _check_scales(logps, as_numpy(array.field("scale")), rows)
         return
     logps = logps.astype(np.float32)  # numpy compares halves slowly
     _require_finite(logps, rows)

@@ -199,12 +199,12 @@ FORGED: dict[str, tuple[str, str, Any, str]] = {
     "top k: NaN": (HALVES, "logps", [-1, -2, -1, float("nan")], "finite.*nan"),
     "above 0": (HALVES, "logps", [-1, -2, 1, -2], "at most 0.*1.0"),
     "rising": (HALVES, "logps", [-1, -2, -1, -0.5], "highest to the lowest.*-0.5"),
-    "rising, 8 bits": (BYTES, "logps", [1, 2, 3, 2], "highest to the lowest.*-2"),
     "negative id": (HALVES, "ids", [1, 2, -3, 4], "at least 0.*-3"),
     "no multiple of k": (HALVES, "ids", [1, 2, 3], "2 ids.*3 ids and 4 log-probs"),
     "unequal lengths": (BYTES, "logps", [1, 2], "4 ids and 2 log-probs"),
     "scale of 0": (BYTES, "scale", 0.0, "scale.*above 0.*0.0"),
     "scale of infinity": (BYTES, "scale", float("inf"), "scale.*finite.*inf"),
+    "scale that overflows": (BYTES, "scale", 3e38, "finite.*-inf"),
 }
 
 
