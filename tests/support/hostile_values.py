@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 from forged import MANIFEST, checksums, fit, sealed
 
 import packstore
-from packstore.torch import SideWriter
+from packstore.torch import SideWriter, TopK
 
 Files = dict[str, bytes]
 CARRY = ("source:string", "turns:int64", "measure:float64", "checked:bool")
@@ -36,6 +36,9 @@ SIDE = {
     "score": "float64",
     "ref_logps": "list<float32>",
     "good": "bool",
+    "old_logps": "token<float16>",
+    "teacher": "token<top2,float16>",
+    "coarse": "token<top2,uint8>",
 }
 COMBINATIONS = sorted(
     itertools.product(
@@ -126,12 +129,20 @@ def seed(number: int) -> tuple[str, Files]:
                 values: dict[str, Any] = {"score": ids / 3, "good": ids % 2 == 0}
                 values["tag"] = np.array([f"é{i}" for i in ids], object)
                 values["ref_logps"] = np.full(counts.sum(), -1.5, np.float32)
-                side.write(ids, values, counts)
+                values |= values_of_tokens(int(packs.num_targets.sum()))
+                side.write(ids, values, counts, packs.num_targets)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
         files = {
             str(path.relative_to(f"{folder}/ds")): path.read_bytes() for path in paths
         }
     return "-".join([kind, layout, form, "carry" if carried else "plain"]), files
+
+
+def values_of_tokens(n: int) -> dict[str, Any]:
+    """Values of `n` supervised tokens."""
+    ids = np.arange(2 * n, dtype=np.int32).reshape(n, 2)
+    top = TopK(ids, np.linspace(0, -3, 2 * n, dtype=np.float32).reshape(n, 2))
+    return {"old_logps": np.full(n, -0.5), "teacher": top, "coarse": top}
 
 
 def make(number: int, folder: Path) -> str:
@@ -286,6 +297,14 @@ def other_values(rows: list[Any], rng: random.Random) -> str:
     """
     how = rng.choices(("value", "balance", "border", "grow"), (7, 4, 4, 1))[0]
     row = rng.randrange(len(rows))
+    if isinstance(rows[row], dict):
+        member = rng.choice(sorted(rows[row]))
+        values = [value[member] for value in rows]
+        done = other_values(values, rng)
+        rows[:] = [
+            value | {member: new} for value, new in zip(rows, values, strict=True)
+        ]
+        return f"{done} of {member}"
     if not isinstance(rows[row], list):
         rows[row] = other_value(rows[row], rng)
         return f"value {rows[row]!r}"
