@@ -17,6 +17,7 @@ from packstore.config import PackConfig
 from packstore.format.arrays import (
     IGNORE_INDEX,
     Examples,
+    TopK,
     example_id,
     to_offsets,
 )
@@ -36,6 +37,9 @@ Row = dict[str, Any]
 PACK_SIZE, VOCAB_SIZE = 96, 100
 EXAMPLES_PER_PACK = (3, 1, 2, 4, 1, 3)
 SIDES = ("preference-concat", "scored-shared_prefix")
+TOKEN_SIDES = ("sft-concat", "scored-shared_prefix-forest")
+"""Datasets that have values of tokens beside them."""
+
 CARRY = {"source": "string", "turns": "int64", "weight": "float64", "checked": "bool"}
 
 
@@ -317,6 +321,64 @@ def write_side(golden: Golden, where: str, source: Dataset) -> None:
             writer.write(np.array([ident(n) for n in some]), arrays, counts)
 
 
+TOKEN_COLUMNS = {
+    "old_logps": "token<float32>",
+    "half": "token<float16>",
+    "teacher": "token<top4,float16>",
+    "coarse": "token<top2,uint8>",
+}
+
+
+def num_targets(golden: Golden, number: int) -> int:
+    """The supervised tokens of an example."""
+    return sum(sum(s.supervised) for s in example(golden, number))
+
+
+def token_row(golden: Golden, number: int) -> Row:
+    """Returns the values of an example's tokens; those of 8 bits come back as given."""
+    tokens = range(num_targets(golden, number))
+    return {
+        "old_logps": [float(np.float32(-number - t / 10)) for t in tokens],
+        "half": [-number - t / 8 for t in tokens],
+        "teacher": {
+            "ids": [10 * k + t for t in tokens for k in range(4)],
+            "logps": [-t / 8 - k / 4 for t in tokens for k in range(4)],
+        },
+        "coarse": {
+            "ids": [i for t in tokens for i in (99 - t, t)],
+            "logps": [x for _ in tokens for x in (-number / 16, -255 / 16)],
+        },
+    }
+
+
+def token_columns(golden: Golden, numbers: list[int]) -> Row:
+    """Returns the columns of values of tokens, joined to the pack of these examples."""
+    rows = [token_row(golden, number) for number in numbers]
+    columns: Row = {}
+    for name, first in rows[0].items():
+        values = [row[name] for row in rows]
+        if isinstance(first, dict):
+            columns[name] = {m: [x for v in values for x in v[m]] for m in first}
+        else:
+            columns[name] = list(itertools.chain(*values))
+    return columns
+
+
+def write_tokens(golden: Golden, where: str, source: Dataset) -> None:
+    """The values of tokens of a golden dataset."""
+    numbers = list(range(sum(EXAMPLES_PER_PACK)))
+    columns = token_columns(golden, numbers)
+    values: dict[str, Any] = {n: np.array(columns[n]) for n in ("old_logps", "half")}
+    for name, k in (("teacher", 4), ("coarse", 2)):
+        ids, logps = (np.array(columns[name][m]) for m in ("ids", "logps"))
+        values[name] = TopK(ids.reshape(-1, k), logps.reshape(-1, k))
+    with SideWriter(where, source, TOKEN_COLUMNS) as writer:
+        ids = np.array([ident(n) for n in numbers])
+        sequences = [len(example(golden, n)) for n in numbers]
+        targets = [num_targets(golden, n) for n in numbers]
+        writer.write(ids, values, sequences, targets)
+
+
 def packs() -> list[list[int]]:
     """The numbers of the examples of each pack."""
     bounds = list(itertools.accumulate(EXAMPLES_PER_PACK, initial=0))
@@ -333,3 +395,6 @@ def make(root: Path) -> None:
         if golden.name in SIDES:
             source = open_dataset(str(folder))
             write_side(golden, str(root / "sides" / golden.name), source)
+        if golden.name in TOKEN_SIDES:
+            source = open_dataset(str(folder))
+            write_tokens(golden, str(root / "sides" / f"{golden.name}-tokens"), source)

@@ -43,18 +43,26 @@ def goldens(root: Path) -> list[Case]:
         case = Case(
             one.name, "written by packstore", one.kind, one.layout, refuse=refuse
         )
-        cases.append(dataclasses.replace(case, expect=packs))
+        case = dataclasses.replace(case, expect=packs)
+        cases.append(case)
         if one.name in golden.SIDES:
             sides = [golden.side_columns(one, numbers) for numbers in golden.packs()]
-            packs = [
-                {**pack, "side": own} for pack, own in zip(packs, sides, strict=True)
-            ]
             about, name = "with side data, written by packstore", f"{one.name}-side"
-            case = Case(
-                name, about, one.kind, one.layout, expect=packs, dataset=one.name
-            )
-            cases.append(case.beside(one.name))
+            cases.append(with_side(case, name, about, sides).beside(one.name))
+        if one.name in golden.TOKEN_SIDES:
+            sides = [golden.token_columns(one, numbers) for numbers in golden.packs()]
+            about, name = "with values of tokens, by packstore", f"{one.name}-tokens"
+            cases.append(with_side(case, name, about, sides).beside(name))
     return cases
+
+
+def with_side(case: Case, name: str, about: str, sides: list[Row]) -> Case:
+    """Returns another case of a dataset, with joined columns of each pack."""
+    packs = [
+        {**pack, "side": own}
+        for pack, own in zip(case.expect or [], sides, strict=True)
+    ]
+    return Case(name, about, case.kind, case.layout, expect=packs, dataset=case.dataset)
 
 
 def put(files: Files, folder: Path) -> None:

@@ -361,6 +361,9 @@ def wrong_values() -> Iterator[Case]:
     ):
         change = top("coarse", scale=lambda _, scale=scale: scale)
         yield bad(f"scale-{name}", f"a scale that is {scale}", "top-scale", change)
+    about = "a scale with which a log-probability leaves the range of float32"
+    change = top("coarse", logps=first(0, 0, 2), scale=lambda _: 2.0**127)
+    yield bad("scale-large", about, "token-finite", change)
 
 
 def with_type(column: str, type_: pa.DataType) -> Callable[[pa.Table], pa.Table]:

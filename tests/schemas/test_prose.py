@@ -307,6 +307,13 @@ def test_rules_of_values_of_tokens(annex: Annex) -> None:
     assert written(table) == TOKEN_RULES
 
 
+def value_of(text: str) -> float:
+    """Return the value of a number, or of one times a number or a sum in brackets."""
+    number, _, total = text.partition(" * ")
+    terms = re.findall(r"\d+", total) or ["1"]
+    return float(number) * sum(map(int, terms))
+
+
 def test_example_of_values_of_tokens(prose: str, annex: Annex, tmp_path: Path) -> None:
     """The row passes the rules beside the pair of the format, and means the table."""
     pair, packs, _ = example_of(prose, "Example: a pair", "preference")
@@ -332,21 +339,13 @@ def test_example_of_values_of_tokens(prose: str, annex: Annex, tmp_path: Path) -
     assert [int(cells[0].strip("| ")) for cells in table] == labels
     assert [float(cells[2]) for cells in table] == row["old_logps"]
     for column, cell in (("teacher", 3), ("coarse", 4)):
-        ids, logps = [], []
-        for cells in table:
-            for entry in cells[cell].strip("| ").split(", "):
-                token_id, log_prob = entry.split(": ")
-                number, _, gaps = log_prob.partition(" * ")
-                num_scales = sum(map(int, re.findall(r"\d+", gaps))) if gaps else 1
-                ids.append(int(token_id))
-                logps.append(float(number) * num_scales)
-        stored = top_k_of(batch.column(column), 2)
-        assert ids == stored.ids.ravel().tolist()
+        entries = [entry for cells in table for entry in cells[cell].split(", ")]
+        pairs = [entry.strip("| ").split(": ") for entry in entries]
+        assert [int(token_id) for token_id, _ in pairs] == row[column]["ids"]
+        stored = top_k_of(batch.column(column), 2).logps
         if "scale" in row[column]:
-            expected = from_gaps(stored.logps, np.float32(row[column]["scale"]))
-        else:
-            expected = stored.logps
-        assert logps == expected.ravel().tolist()
+            stored = from_gaps(stored, np.float32(row[column]["scale"]))
+        assert [value_of(logp) for _, logp in pairs] == stored.ravel().tolist()
 
 
 def test_what_made_reference_log_probs(annex: Annex) -> None:

@@ -1,4 +1,6 @@
-"""check_packs beside the reader of examples/, on packs that were damaged at random."""
+"""check_packs, and the checks of values of tokens, beside the reader of examples/, on
+packs and rows that were damaged at random.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,8 @@ from plain_reader import READER
 
 from packstore.errors import FormatError
 from packstore.format import check_packs, from_arrow, pack_schema
+from packstore.io.manifest.side_manifest import side_type, token_type
+from packstore.io.side.tokens import check_stored_lists, list_counts
 
 Row = dict[str, Any]
 CASES = json.loads(
@@ -81,3 +86,81 @@ def judge(row: Row, kind: str, layout: str) -> str:
 @given(damaged())
 def test_the_rules_are_those_of_the_prose(made: tuple[Row, str, str]) -> None:
     assert (judge(*made) == "") == is_valid(*made)
+
+
+TARGETS = 3
+"""Supervised tokens of the example whose values are damaged."""
+
+VALUES = {
+    "token<float32>": [0.5, -1.25, -2.0],
+    "token<float16>": [0.5, -1.25, -2.0],
+    "token<top2,float16>": {
+        "ids": [5, 0, 1, 2, 2, 1],
+        "logps": [-0.5, -1.0, -2.0, -2.0, 0.0, -1.5],
+    },
+    "token<top2,uint8>": {
+        "ids": [5, 0, 1, 2, 2, 1],
+        "logps": [4, 255, 0, 0, 7, 1],
+        "scale": 0.5,
+    },
+}
+"""Type -> a valid value."""
+
+CHANGES: dict[str, list[Any]] = {
+    "ids": [-1, 0, 1, 2, 5, 2**31 - 1, -(2**31)],
+    "bytes": [0, 1, 255],
+    "numbers": [0.0, -0.0, 0.5, -1.0, -1.5, -65504.0, math.inf, -math.inf, math.nan],
+    "scale": [0.0, -0.5, 2.0**-149, 2.0**127, math.inf, math.nan],
+}
+"""What takes the place of a value."""
+
+
+@st.composite
+def damaged_value(draw: st.DrawFn) -> tuple[str, Any]:
+    """A type of tokens, and a valid value with up to three changes."""
+    type_name = draw(st.sampled_from(sorted(VALUES)))
+    value = copy.deepcopy(VALUES[type_name])
+    for _ in range(draw(st.integers(0, 3))):
+        member = ""
+        if isinstance(value, dict):
+            member = draw(st.sampled_from(sorted(value)))
+        if member == "scale":
+            value["scale"] = draw(st.sampled_from(CHANGES["scale"]))
+            continue
+        elements = value[member] if isinstance(value, dict) else value
+        kind = "ids" if member == "ids" else "numbers"
+        if member == "logps" and "uint8" in type_name:
+            kind = "bytes"
+        place = draw(st.integers(0, len(elements)))
+        is_replaced = draw(st.booleans())
+        new_elements = draw(st.lists(st.sampled_from(CHANGES[kind]), max_size=2))
+        elements[place : place + is_replaced] = new_elements
+    return type_name, value
+
+
+def reader_accepts(type_name: str, value: Any) -> bool:
+    """What the reader beside the format says."""
+    with contextlib.suppress(READER["Refused"]):
+        checked = READER["side_value"](copy.deepcopy(value), type_name)
+        READER["check_count"](checked, type_name, 1, TARGETS)
+        return True
+    return False
+
+
+def packstore_accepts(type_name: str, value: Any) -> bool:
+    """Return False if packstore refuses a row with this value."""
+    array = pa.array([value], side_type(type_name))
+    batch = pa.record_batch({"example_ids": pa.array([7]), "values": array})
+    with contextlib.suppress(FormatError), np.errstate(over="ignore"):
+        check_stored_lists(batch, "values", type_name, "", distinct=True)
+        k = token_type(type_name).k
+        return bool(list_counts(array, k).tolist() == [TARGETS])
+    return False
+
+
+@settings(max_examples=300, deadline=None)
+@given(damaged_value())
+def test_rules_of_values_of_tokens_are_those_of_the_annex(
+    made: tuple[str, Any],
+) -> None:
+    assert packstore_accepts(*made) == reader_accepts(*made)

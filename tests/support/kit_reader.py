@@ -26,6 +26,7 @@ from packstore.errors import (
     UnsupportedFormatError,
 )
 from packstore.io.side import TOKEN_RULES
+from packstore.io.side.parts import open_sides
 from packstore.pack.fill import unpack
 
 NAMES = {
@@ -63,8 +64,8 @@ def answer(dataset: str, *sides: str) -> dict[str, Any]:
     if problems := data.verify().problems:
         return {"refused": named(problems[0])}
     try:
-        for side in sides:
-            if problems := pt.open_side(side).verify(data).problems:
+        for side in open_sides(sides, data.manifest):
+            if problems := side.verify(data).problems:
                 return {"refused": rule_of_values(problems[0])}
         packs = pt.PackedDataset(data, shuffle=False, rank=0, world_size=1, side=sides)
         return {"packs": [plain(p, data.manifest) for p in packs] if len(data) else []}
