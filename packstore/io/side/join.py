@@ -128,6 +128,11 @@ class SideColumns:
         for packs in batches:
             yield self.join(packs)
 
+    def load(self) -> None:
+        """Read the values of all side datasets, unless they were read before."""
+        if not self._tables:
+            self._tables = [side.load() for side in self._sides]
+
     @property
     def types(self) -> dict[str, str]:
         """Name of each column -> its type, such as ``float32``."""
@@ -148,8 +153,7 @@ class SideColumns:
         Raises:
             CompatibilityError: an example has no values, or another number of them.
         """
-        if not self._tables:
-            self._tables = [side.load() for side in self._sides]
+        self.load()
         if not packs:
             return packs
 

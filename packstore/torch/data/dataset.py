@@ -306,6 +306,15 @@ class PackedDataset(IterableDataset[Packs]):
                 ]
         return names
 
+    def load_side(self) -> None:
+        """Read the joined side data into memory now, not with the first packs.
+
+        Processes that are forked afterwards share it.
+        """
+        for stream in getattr(self.stream, "streams", [self.stream]):
+            if isinstance(stream, StoredPacks) and stream.side is not None:
+                stream.side.load()
+
     def __len__(self) -> int:
         """Packs that the next iteration yields on this rank, over all its workers."""
         start = to_resumable_position(self.stream, self.next_start.peek())

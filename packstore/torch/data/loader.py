@@ -13,6 +13,7 @@ import contextlib
 import copy
 import itertools
 import math
+import multiprocessing
 import tempfile
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -208,6 +209,9 @@ class PackedDataLoader:
     def _start_workers(
         self, batches: _Batches, *, are_persistent: bool
     ) -> DataLoader[Any]:
+        context = self._options["multiprocessing_context"]
+        if (context or multiprocessing.get_start_method()) == "fork":
+            self.data.load_side()  # once: each worker would read its own otherwise
         return DataLoader(
             batches,
             # Else torch's loader would draw from the global generator, and so change

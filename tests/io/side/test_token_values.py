@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,26 @@ def test_shards_and_row_groups_are_small(
             group = metadata.row_group(number)
             assert group.num_rows == 1 or group.total_byte_size < 1000
     assert_joined(dataset, [url], 5)
+
+
+def test_forked_workers_share_what_the_parent_loaded(
+    datasets: dict[str, packstore.Dataset],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = write_random(str(tmp_path / "side"), datasets["first"], 5)
+    log = tmp_path / "loads"
+    load = side_module.Side.load
+
+    def logging_load(side: Any) -> Any:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{os.getpid()}\n")
+        return load(side)
+
+    monkeypatch.setattr(side_module.Side, "load", logging_load)
+    data = pt.PackedDataset(datasets["first"], side=url)
+    how: Any = {"num_workers": 2, "multiprocessing_context": "fork"}
+    batches = list(pt.PackedDataLoader(data, **how))
+    assert len(batches) == 2
+    assert all("top_half" in batch.token_columns for batch in batches)
+    assert log.read_text(encoding="utf-8") == f"{os.getpid()}\n"
