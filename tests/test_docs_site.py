@@ -49,6 +49,9 @@ ELSEWHERE = {
 }
 """Pages whose blocks are fragments, and the tests that run what they show."""
 
+SECTIONS = {"losses.md": "Distillation"}
+"""Page of fragments -> a section of it that runs as other pages do."""
+
 PAGES = sorted(
     p for p in DOCS.glob("*.md") if p.name not in ELSEWHERE and p != QUICKSTART
 )
@@ -94,6 +97,16 @@ def test_code_does_what_the_page_says(
     shutil.copytree(folder, tmp_path / "here")
     with inside(tmp_path / "here"):
         run_page(page, dict(names))
+
+
+@pytest.mark.parametrize("page", SECTIONS)
+def test_code_does_what_the_section_says(
+    page: str, quickstart: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder, names = quickstart
+    shutil.copytree(folder, tmp_path / "here")
+    with inside(tmp_path / "here"):
+        run_page(DOCS / page, dict(names), section=SECTIONS[page])
 
 
 @pytest.mark.slow
@@ -235,11 +248,16 @@ def text_of(folder: Path) -> str:
     return (folder / "index.html").read_text(encoding="utf-8")
 
 
-def run_page(page: Path, names: dict[str, Any]) -> None:
-    """Runs the blocks of a page here, with the variables `names`, and compares what
-    they print.
+def run_page(page: Path, names: dict[str, Any], section: str | None = None) -> None:
+    """Runs the blocks of a page here, or of one section, with the variables `names`,
+    and compares what they print.
     """
-    for block in blocks(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    if section is not None:
+        before, _, after = text.partition(f"\n## {section}\n")
+        lines_before = before.count("\n") + 2
+        text = "\n" * lines_before + after.partition("\n## ")[0]
+    for block in blocks(text):
         where = f"{page.relative_to(ROOT)}, line {block.line}"
         if block.language == "python":
             printed = run_code(block, where, names)
