@@ -21,7 +21,8 @@ from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.join import SideColumns
-from packstore.io.side.side import Side, open_side
+from packstore.io.side.parts import open_sides
+from packstore.io.side.side import Side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.data.dataset import PackedDataset
 from packstore.torch.data.loader import PackedDataLoader
@@ -236,7 +237,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
             return PackedDataset(
                 data,
                 seed=args.seed if args.data_seed is None else args.data_seed,
-                side=self._sides_of(part),
+                side=self._sides_of(data, part),
                 shuffle=part == "train",
             )
         if data.world_size != args.world_size:
@@ -252,12 +253,12 @@ class DataMixin(Trainer):  # type: ignore[misc]
         # Its user may have moved it, and may go on to use it.
         return data.copy_at_start()
 
-    def _sides_of(self, part: str) -> list[Side]:
-        """Open the side datasets to join to the dataset of ``train`` or ``eval``."""
+    def _sides_of(self, data: Dataset, part: str) -> list[Side]:
+        """Open the side datasets to join to a dataset of ``train`` or ``eval``."""
         urls = self._joined_urls[part]
         if self.loss_fn.reference:
             urls += self._side_urls[part]
-        return [open_side(url, self._storage_options) for url in urls]
+        return open_sides(urls, data.manifest, self._storage_options)
 
     def _check_side_columns(self, data: Any, part: str) -> None:
         """Raise if the columns that the loss needs are not joined, before a model is
@@ -271,11 +272,20 @@ class DataMixin(Trainer):  # type: ignore[misc]
             for dataset in data.values():
                 self._check_side_columns(dataset, part)
         elif isinstance(data, PackedDataset):
+            if self._joined_urls[part]:
+                raise ConfigError(
+                    sentence(
+                        where="setting side",
+                        rule="it joins stored datasets, not a PackedDataset",
+                        found=", ".join(self._joined_urls[part]),
+                        remedy="Give it to the dataset: PackedDataset(…, side=[…])",
+                    )
+                )
             types = side_types(data.stream)
             if types is not None:
                 self.loss_fn.check_side(types, data.stream.datasets[0].url)
         elif isinstance(data, Dataset):
-            sides = self._sides_of(part)
+            sides = self._sides_of(data, part)
             types = SideColumns(data, sides).types if sides else {}
             self.loss_fn.check_side(types, data.url)
             if self.loss_fn.reference and not self._side_urls[part]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from train_runs import checkpoints, losses, records
+from train_runs import arguments_of, checkpoints, losses, records
+from transformers import TrainingArguments
 
+import packstore
 from packstore import open as open_dataset
 from packstore.cli import main
 from packstore.errors import CompatibilityError, ConfigError, UnknownNameError
@@ -21,6 +23,8 @@ from packstore.torch import (
     DistillLoss,
     PackedDataLoader,
     PackedDataset,
+    PackedTrainer,
+    PolicyLoss,
     SideWriter,
     TopK,
     evaluate,
@@ -130,6 +134,40 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes_to_the_bit(
     assert len(rows) == 12
     assert set(rows.column_names) == {"example_id", "loss"}
     assert all(loss > 0 for loss in rows["loss"].to_pylist())
+
+
+def test_side_data_may_be_a_folder_of_values(
+    kit: SimpleNamespace, tmp_path: Path
+) -> None:
+    """The log-probs of rollouts that were packed with them: all -1 here."""
+    records_of_rollouts = [
+        {"prompt": [1, 2], "response": [3 + i, 4], "logps": [-1.0, -1.0]}
+        for i in range(8)
+    ]
+    data = str(tmp_path / "data")
+    packstore.pack(
+        records_of_rollouts,
+        data,
+        pack_size=16,
+        token_values={"old_logps": "logps"},
+    )
+    ratios = []
+    for side in ((), f"{data}-values"):
+        args = TrainingArguments(
+            **arguments_of(tmp_path / "run", max_steps=1, save_strategy="no")
+        )
+        model = kit.tiny_model("llama", torch.float32)
+        trainer = PackedTrainer(
+            model, args, data, loss=PolicyLoss(), side=side, examples_per_step=8
+        )
+        trainer.train()
+        ratios.append(trainer.state.log_history[0]["ratio"])
+    assert ratios[0] == 1
+    assert abs(ratios[1] - 1) > 0.1
+    with pytest.raises(ConfigError, match="PackedDataset"):
+        PackedTrainer(
+            model, args, PackedDataset(data), loss=PolicyLoss(), side=f"{data}-values"
+        )
 
 
 @pytest.mark.slow
