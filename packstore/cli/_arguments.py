@@ -76,19 +76,20 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
     )
 
 
-def open_dataset_or_side(args: argparse.Namespace) -> Dataset | Side:
-    """Open the dataset of :func:`add_dataset`, or the side dataset that is there."""
+def open_dataset_or_sides(args: argparse.Namespace) -> Dataset | list[Side]:
+    """Open the dataset of :func:`add_dataset`, or the side datasets that are there."""
     from packstore.io.manifest.commit import list_versions
-    from packstore.io.manifest.side_manifest import SIDE
-    from packstore.io.side import open_side
+    from packstore.io.manifest.side_manifest import SIDE, list_part_folders
+    from packstore.io.side.parts import open_all_sides
     from packstore.io.store.location import Location
 
     try:
         return open_dataset(args)
     except DatasetNotFoundError:
-        if not list_versions(Location(args.dataset, args.storage_option), SIDE):
+        location = Location(args.dataset, args.storage_option)
+        if not list_versions(location, SIDE) and not list_part_folders(location):
             raise
-    return open_side(args.dataset, args.storage_option, args.version)
+    return open_all_sides(args.dataset, args.storage_option, args.version)
 
 
 def add_side(parser: argparse.ArgumentParser, help: str) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from packstore.errors import ConfigError
 from packstore.format.arrays import Packs, TokenValues, TopK
 from packstore.io.manifest.side_manifest import (
     PER_SEQUENCE,
@@ -96,6 +97,23 @@ class SideStatistics:
             )
             for name, type_name in types.items()
         }
+
+
+def require_same_columns(sides: Sequence[Side]) -> None:
+    """Raise ConfigError if side datasets of parts have other columns or types."""
+    expected = sides[0].manifest.known_columns
+    for side in sides:
+        columns = side.manifest.known_columns
+        if columns != expected:
+            raise ConfigError(
+                f"{side.url} must have the columns of {sides[0].url}; found "
+                f"{_describe_columns(columns)} beside {_describe_columns(expected)}. "
+                "Name one of them."
+            )
+
+
+def _describe_columns(columns: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {type_name}" for name, type_name in columns.items())
 
 
 def column_cells(

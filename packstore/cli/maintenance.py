@@ -7,14 +7,14 @@ import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
 from packstore.cli._arguments import (
     add_dataset,
     add_json,
     add_side,
-    open_dataset_or_side,
+    open_dataset_or_sides,
 )
 from packstore.cli._messages import show_progress
 from packstore.cli._output import print_outcome, print_result, stdout_console
@@ -149,66 +149,78 @@ def _configure_verify(parser: argparse.ArgumentParser) -> None:
 
 def _run_verify(args: argparse.Namespace) -> int:
     from packstore.io.side.parts import open_sides
-    from packstore.io.side.side import Side
 
-    source = open_dataset_or_side(args)
-    if isinstance(source, Side):
-        return _verify_side(args, source)
+    source = open_dataset_or_sides(args)
+    if isinstance(source, list):
+        return _verify_sides(args, source)
 
     options = source.location.storage_options
     sides = open_sides(args.side, source.manifest, options)
     with show_progress("verify", args) as progress:
         report = source.verify(progress, jobs=args.jobs)
-    side_problems, side_reports = _check_sides(source, sides)
-    is_ok = report.ok and not side_problems and all(side.ok for side in side_reports)
+    side_reports = [side.verify() for side in sides]
+    side_problems = _problems_of(side_reports)
+    if report.ok and not side_problems:
+        side_problems = _check_join(source, sides)
+    is_ok = report.ok and not side_problems
     if args.json:
         result = dataclasses.asdict(report)
-        if args.side:
-            values = [dataclasses.asdict(side) for side in side_reports]
-            result |= {"side_problems": side_problems, "sides": values}
+        if sides:
+            result["side"] = _sides_as_json(side_problems, side_reports)
         return print_outcome(is_ok, result)
 
     _print_verdict(report.problems, _describe_dataset(report))
-    for problem in side_problems:
-        stdout_console().print(problem, style="red")
-    for side_report in side_reports:
-        _print_verdict(side_report.problems, _describe_side(side_report))
+    if sides:
+        _print_verdict(side_problems, _describe_sides(side_reports))
     return 0 if is_ok else 1
 
 
-def _verify_side(args: argparse.Namespace, side: Side) -> int:
-    """Verify a side dataset alone; return the exit code."""
+def _verify_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
+    """Verify side datasets alone; return the exit code."""
     if args.side:
         raise ConfigError(
-            f"--side needs a packed dataset; found a side dataset, {side.url}. Name "
+            f"--side needs a packed dataset; found side data, {args.dataset}. Name "
             "its dataset first: packstore verify DATASET --side VALUES."
         )
-    report = side.verify()
+    reports = [side.verify() for side in sides]
+    problems = _problems_of(reports)
     if args.json:
-        return print_outcome(report.ok, dataclasses.asdict(report))
-    _print_verdict(report.problems, _describe_side(report))
-    return 0 if report.ok else 1
+        return print_outcome(not problems, _sides_as_json(problems, reports))
+    _print_verdict(problems, _describe_sides(reports))
+    return 1 if problems else 0
 
 
-def _check_sides(
-    dataset: Dataset, sides: Sequence[Side]
-) -> tuple[list[str], list[SideReport]]:
-    """Verify side datasets against their dataset.
+def _problems_of(reports: Sequence[SideReport]) -> list[str]:
+    return [problem for report in reports for problem in report.problems]
 
-    Returns:
-        Problems of all together, such as examples without values; and the report of
-        each.
+
+def _check_join(dataset: Dataset, sides: Sequence[Side]) -> list[str]:
+    """Return the problem of side datasets that do not fit their dataset, if any.
+
+    One pass over the packs joins all side datasets, as there may be one for each part.
     """
     from packstore.io.side.join import SideColumns
 
-    reports = [side.verify(dataset) for side in sides]
-    problems: list[str] = []
-    if sides and all(report.ok for report in reports):
-        try:
-            SideColumns(dataset, sides)
-        except PackstoreError as error:
-            problems.append(str(error))
-    return problems, reports
+    if not sides:
+        return []
+    try:
+        columns = SideColumns(dataset, sides)
+        for packs in dataset.iter_packs():
+            columns.join([packs])
+    except PackstoreError as error:
+        return [str(error)]
+    return []
+
+
+def _sides_as_json(
+    problems: Sequence[str], reports: Sequence[SideReport]
+) -> dict[str, Any]:
+    return {
+        "problems": problems,
+        "examples": sum(report.examples for report in reports),
+        "shards": sum(report.shards for report in reports),
+        "urls": [report.url for report in reports],
+    }
 
 
 def _describe_dataset(report: VerifyReport) -> str:
@@ -219,11 +231,11 @@ def _describe_dataset(report: VerifyReport) -> str:
     )
 
 
-def _describe_side(report: SideReport) -> str:
-    return (
-        f"{report.url}, {report.shards:,} shards, values of {report.examples:,} "
-        "examples"
-    )
+def _describe_sides(reports: Sequence[SideReport]) -> str:
+    name = reports[0].url if len(reports) == 1 else f"{len(reports):,} side datasets"
+    num_shards = sum(report.shards for report in reports)
+    num_examples = sum(report.examples for report in reports)
+    return f"{name}, {num_shards:,} shards, values of {num_examples:,} examples"
 
 
 def _print_verdict(problems: Sequence[str], facts: str) -> None:

@@ -323,6 +323,8 @@ def _sequence_text(
             text.append(_run_text(reader, ids), style)
         else:
             values.append_run(text, reader.texts(ids), next_target, style)
+            if reader.decode is None:
+                text.rstrip()  # the space after the last id
         text.append("⟧" if drawing.marks_supervised else "", style)
         next_target += len(ids)
     return text

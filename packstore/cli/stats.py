@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from packstore.cli._arguments import (
     add_dataset,
     add_json,
     add_side,
-    open_dataset_or_side,
+    open_dataset_or_sides,
 )
 from packstore.cli._messages import show_progress
 from packstore.cli._output import (
@@ -28,8 +28,9 @@ from packstore.cli._side_stats import (
     column_cells,
     concat_distributions,
     distributions_of_packs,
+    require_same_columns,
 )
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, display
 from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.pages import charts, frame
 from packstore.registry import choice
@@ -79,13 +80,11 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from packstore.io.side.side import Side
-
-    source = open_dataset_or_side(args)
+    source = open_dataset_or_sides(args)
     if args.html:
         frame.check_writable(args.html)
-    if isinstance(source, Side):
-        return _run_side(args, source)
+    if isinstance(source, list):
+        return _run_sides(args, source)
     return _run_dataset(args, source)
 
 
@@ -113,15 +112,16 @@ def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
     return 0
 
 
-def _run_side(args: argparse.Namespace, side: Side) -> int:
-    """Print the statistics of a side dataset alone."""
+def _run_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
+    """Print the statistics of side datasets alone."""
     if args.by is not None or args.side:
         flag = "--by" if args.by is not None else "--side"
         raise ConfigError(
-            f"{flag} needs a packed dataset; found a side dataset, {side.url}. Name "
+            f"{flag} needs a packed dataset; found side data, {args.dataset}. Name "
             "its dataset: packstore stats DATASET --side VALUES."
         )
-    statistics = SideStatistics([side])
+    require_same_columns(sides)
+    statistics = SideStatistics(sides)
     with show_progress("stats", args) as progress:
         for number, _ in enumerate(statistics.read(), 1):
             progress("read", number, None, "row groups")
@@ -130,19 +130,19 @@ def _run_side(args: argparse.Namespace, side: Side) -> int:
     summary = {name: _summarize(array) for name, array in values.items() if len(array)}
     tables = {"Columns": column_cells(columns), "Percentiles": _format_cells(summary)}
     if args.html:
-        frame.write(args.html, _side_page(side, values, tables))
+        frame.write(args.html, _side_page(sides, values, tables))
     if args.json:
         print_result(
             {
-                "examples": len(side),
+                "examples": statistics.examples,
                 "columns": _columns_as_json(columns),
                 "values": summary,
             }
         )
     else:
         console = stdout_console()
-        console.print(f"side dataset {side.url}")
-        console.print(f"examples: {len(side):,}")
+        console.print(f"side data {display(args.dataset)}")
+        console.print(f"examples: {statistics.examples:,}")
         for title, (names, rows) in tables.items():
             console.print(figure_table(title, names, rows))
     return 0
@@ -312,15 +312,19 @@ def _histograms(values: Mapping[str, Any]) -> list[str]:
 
 
 def _side_page(
-    side: Side, values: dict[str, Any], tables: Mapping[str, TableCells]
+    sides: Sequence[Side], values: dict[str, Any], tables: Mapping[str, TableCells]
 ) -> str:
-    m = side.manifest
+    m = sides[0].manifest
     provenance = {name: format_value(value) for name, value in m.provenance.items()}
     return charts.charts_page(
-        title="Side dataset",
-        subtitle=f"{side.url}: of a dataset of kind {m.kind}, fingerprint "
+        title="Side data",
+        subtitle=f"{sides[0].url}: of a dataset of kind {m.kind}, fingerprint "
         f"{m.fingerprint[:12]}",
-        facts={"examples": format_value(len(side)), **provenance},
+        facts={
+            "side datasets": format_value(len(sides)),
+            "examples": format_value(sum(len(side) for side in sides)),
+            **provenance,
+        },
         charts=_histograms(values),
         tables=tables,
     )

@@ -185,7 +185,7 @@ def test_verify_checks_a_side_dataset_alone_and_against_its_dataset(
     assert both.endswith(alone)
     result = json.loads(run(capsys, "verify", dataset.url, "--side", values, "--json"))
     assert result["ok"]
-    assert result["sides"][0]["examples"] == 30
+    assert result["side"]["examples"] == 30
 
 
 def problems_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
@@ -266,3 +266,42 @@ def test_stats_of_a_dataset_with_side_data(
     assert figures["teacher: share of tokens in it"]["mean"] == pytest.approx(share)
     assert figures["teacher: log-prob of the token"]["min"] == -2
     assert figures["reward"]["count"] == 60
+
+
+def test_commands_take_the_folder_of_the_parts_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [
+        {"prompt": [1, 2], "response": [3] * n, "logprobs": [-n / 4] * n}
+        for n in range(1, 9)
+    ]
+    dataset = packstore.pack(
+        records[:5],
+        tmp_path / "rollouts",
+        kind="sft",
+        pack_size=16,
+        append_eos=False,
+        token_values={"old_logps": "logprobs"},
+    )
+    dataset = packstore.append(dataset, records[5:])
+    folder = f"{dataset.url}-values"
+    alone = run(capsys, "verify", folder)
+    assert alone == "ok: 2 side datasets, 2 shards, values of 8 examples\n"
+    assert run(capsys, "verify", dataset.url, "--side", folder).endswith(alone)
+
+    figures = json.loads(run(capsys, "stats", folder, "--json"))
+    assert figures["examples"] == 8
+    assert figures["columns"]["old_logps"]["values"] == sum(range(1, 9))
+    assert figures["values"]["old_logps"]["min"] == -2
+    command = ["show", dataset.url, "--side", folder, "--ids"]
+    assert "⟦3⟨-0.5⟩ 3⟨-0.5⟩⟧" in run(capsys, *command)
+    frame = packstore.scan(dataset, side=folder).select("old_logps").collect()
+    values = frame["old_logps"].explode().explode().drop_nulls()
+    assert sorted(values.unique()) == [-n / 4 for n in range(8, 0, -1)]
+
+    # A part without values is noticed.
+    newest = max((Path(folder)).iterdir(), key=lambda part: part.stat().st_mtime_ns)
+    newest.rename(tmp_path / "elsewhere")
+    assert main(["verify", dataset.url, "--side", folder]) == 1
+    printed = capsys.readouterr()
+    assert "old_logps" in printed.out + printed.err

@@ -62,6 +62,30 @@ def open_sides(
     return sides
 
 
+def open_all_sides(
+    url: str,
+    storage_options: Mapping[str, Any] | None = None,
+    version: int | None = None,
+) -> list[Side]:
+    """Open the side dataset at `url`, or those of all parts in the folder.
+
+    Args:
+        url: folder or URL of a side dataset, or of those of parts.
+        storage_options: options of the fsspec filesystem.
+        version: number of a version of a side dataset; None: the current one.
+
+    Raises:
+        DatasetNotFoundError: there is no side dataset, or no such version.
+        FormatError: a manifest is not valid.
+        StorageError: the store refuses.
+    """
+    location = Location(url, storage_options or {})
+    lineages = list_part_folders(location)
+    if lineages and not list_versions(location, SIDE):
+        return _open_folders(location, sorted(lineages))
+    return [open_side(url, storage_options, version)]
+
+
 def _open_parts(
     location: Location, lineages: Set[str], manifest: Manifest
 ) -> list[Side]:
@@ -82,7 +106,12 @@ def _open_parts(
                 remedy="Name the folder of this dataset's values",
             )
         )
-    urls = [location.join(lineage).url for lineage in wanted]
+    return _open_folders(location, wanted)
+
+
+def _open_folders(location: Location, names: Iterable[str]) -> list[Side]:
+    """Open the side datasets in subfolders."""
+    urls = [location.join(name).url for name in names]
     open_part = partial(open_side, storage_options=location.storage_options)
     with ThreadPoolExecutor(OPEN_AT_ONCE, "packstore-side") as pool:
         return list(pool.map(open_part, urls))
