@@ -124,6 +124,9 @@ def _is_list_of_counts(value: Any) -> bool:
         return False
     # A bool is an int for isinstance, and for numpy. Python is faster than numpy here,
     # as most lists are short.
+    if len(value) == 1:  # of most small shards
+        (number,) = value
+        return type(number) is int and 0 <= number <= TOP
     types = {type(number) for number in value}
     return types <= {int} and 0 <= min(value, default=0) <= max(value, default=0) <= TOP
 

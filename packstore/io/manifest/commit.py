@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 
 import msgspec
@@ -60,8 +61,9 @@ FREE_COST = 64 << 20
 _COST_OF_CHARACTER = {b",": 40, b":": 40, b"[": 64, b"{": 64, b'"': 16}
 
 FEW_FILES = 4
-"""Files that are looked up one by one: their folder may have many others."""
+"""Files of a folder that are looked up one by one, as it may have many others."""
 
+_VERSION = re.compile(r"[0-9]{6}|[1-9][0-9]{6,}")
 _HASH_FIELD = "sha256"
 _END = b"\n}\n"
 # From the last comma to the end of the text: the name of a field, and its plain value.
@@ -78,17 +80,26 @@ def list_versions(location: Location, name: str = DATASET) -> dict[int, int]:
 
     Versions are numbered from 1.
     """
-    pattern = re.compile(rf"{name}-([0-9]{{6}}|[1-9][0-9]{{6,}})\.json")
-
     sizes = {}
     for entry in location.files(FOLDER):
-        match = pattern.fullmatch(entry.name)
-        if match is None:
-            continue
-        version = int(match.group(1))
+        version = _version_of(entry.name, name)
         if version > 0:
             sizes[version] = entry.size
     return dict(sorted(sizes.items()))
+
+
+def newest_version(location: Location, name: str = DATASET) -> int:
+    """Return the number of the current version; 0 if none was committed."""
+    versions = (_version_of(file, name) for file in location.names(FOLDER))
+    return max(versions, default=0)
+
+
+def _version_of(file: str, name: str) -> int:
+    """Return the number of a version from the name of its manifest; else 0."""
+    number = file.removeprefix(f"{name}-").removesuffix(".json")
+    if file != f"{name}-{number}.json" or not _VERSION.fullmatch(number):
+        return 0
+    return int(number)
 
 
 # Reading
@@ -262,7 +273,7 @@ def next_version(location: Location, overwrite: bool, name: str = DATASET) -> in
     Raises:
         DatasetExistsError: the place has a version, and `overwrite` is False.
     """
-    current = max(list_versions(location, name), default=0)
+    current = newest_version(location, name)
     if current and not overwrite:
         text = sentence(
             where=location.display,
@@ -364,8 +375,9 @@ def require_files(
         remedy: for the message.
     """
     stored_sizes = {}
-    if len(files) > FEW_FILES:
-        for folder in {path.rpartition("/")[0] for path in files}:
+    files_of_folders = Counter(path.rpartition("/")[0] for path in files)
+    for folder, num_files in files_of_folders.items():
+        if num_files > FEW_FILES:
             for entry in location.files(folder):
                 stored_sizes[f"{folder}/{entry.name}"] = entry.size
 

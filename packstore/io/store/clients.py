@@ -166,21 +166,37 @@ def ls(fs: Any, path: str, url: str = "") -> list[tuple[str, dict[str, Any]]]:
     Returns:
         Name and details of each entry.
     """
+    listing = []
+    for entry in _list(fs, path, url, detail=True):
+        name = _name_in(path, entry["name"])
+        if name:
+            listing.append((name, entry))
+    return listing
+
+
+def ls_names(fs: Any, path: str, url: str = "") -> list[str]:
+    """List the names in a folder, as :func:`ls` does; local files are not looked up."""
+    entries = _list(fs, path, url, detail=False)
+    return [name for name in (_name_in(path, entry) for entry in entries) if name]
+
+
+def _list(fs: Any, path: str, url: str, *, detail: bool) -> list[Any]:
     fs.invalidate_cache()
     try:
-        entries = fs.ls(path, detail=True)
+        return list(fs.ls(path, detail=detail))
     except (FileNotFoundError, NotADirectoryError):
         if url:
             refuse_missing_bucket(fs, path, url)
         return []
 
-    listing = []
-    for entry in entries:
-        full_name = entry["name"].strip("/")
-        # Some stores also list the folder itself, an empty object.
-        if full_name != path.strip("/"):
-            listing.append((full_name.rpartition("/")[2], entry))
-    return listing
+
+def _name_in(folder: str, path: str) -> str:
+    """Return the name of an entry; empty for the folder itself.
+
+    Some stores also list the folder, an empty object.
+    """
+    full_name = path.strip("/")
+    return "" if full_name == folder.strip("/") else full_name.rpartition("/")[2]
 
 
 def is_file(fs: Any, path: str, info: Mapping[str, Any]) -> bool:

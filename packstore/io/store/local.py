@@ -36,8 +36,10 @@ class LinkFollowingFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec 
     def ls(self, path: str, detail: bool = False, **kwargs: Any) -> list[Any]:
         """List a folder; a link has the type of its target, "other" without one."""
         path = self._strip_protocol(path)
-        if not detail or not os.path.isdir(path):
+        if not os.path.isdir(path):
             return list(super().ls(path, detail=detail, **kwargs))
+        if not detail:
+            return [f"{path}/{name}" for name in os.listdir(path)]
         entries = []
         with os.scandir(path) as folder:
             for entry in folder:

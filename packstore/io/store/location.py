@@ -184,6 +184,13 @@ class Location:
         """List the files directly in a folder, by name; empty if it is missing."""
         return [entry for entry in self.entries(path) if not entry.is_folder]
 
+    def names(self, path: str = "") -> list[str]:
+        """List the names of files and folders directly in a folder, in any order."""
+        fs, full_path = self.filesystem(path)
+        return self.request(
+            "list", path, partial(clients.ls_names, fs, full_path, self.url)
+        )
+
     def entries(self, path: str = "") -> list[Entry]:
         """List files and folders directly in a folder, by name.
 
