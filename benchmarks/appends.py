@@ -1,10 +1,10 @@
 """Times a dataset that grows by many small appends, and what folds them into one job.
 
-    python benchmarks/appends.py                     # 1,000 appends of 10 pairs; ten minutes
+    python benchmarks/appends.py                     # 1,000 appends of 10 pairs; minutes
 
 Each version has a whole manifest and a whole index, of all shards before it. So an
-append costs time and bytes in proportion to the versions before it, and many appends to
-their square. Beside them: the same pairs in ten appends, and the folding of all
+append costs bytes in proportion to the versions before it, and many appends to their
+square. Each append takes the dataset that the one before it returned. Beside them: the same pairs in ten appends, and the folding of all
 versions by packing the dataset again, and by `concat` and `clean`.
 """
 
@@ -46,19 +46,23 @@ def size_of(folder: Path) -> int:
 def grow(place: Path, appends: int, pairs: int) -> dict[str, Any]:
     """Append `appends` times `pairs` pairs; return milliseconds per append, and
     bytes.
+
+    `tenth` and `last` are medians of the ten appends around the tenth and at the end.
     """
-    packstore.pack(make_pairs(pairs, first=0), str(place), pack_size=2048)
+    dataset = packstore.pack(make_pairs(pairs, first=0), str(place), pack_size=2048)
     milliseconds = []
     for number in range(1, appends + 1):
         records = make_pairs(pairs, first=number * pairs)
         start = time.perf_counter()
-        packstore.append(str(place), records)
+        dataset = packstore.append(dataset, records)
         milliseconds.append(1000 * (time.perf_counter() - start))
     windows = range(0, appends, WINDOW)
     return {
         "appends": appends,
         "pairs": pairs,
         "milliseconds": [float(np.mean(milliseconds[n : n + WINDOW])) for n in windows],
+        "tenth": float(np.median(milliseconds[4:14])),
+        "last": float(np.median(milliseconds[-10:])),
         "seconds": sum(milliseconds) / 1000,
         "bytes": size_of(place),
         "shards": len(packstore.open(str(place)).manifest.shards),
@@ -119,6 +123,7 @@ def main() -> None:
     columns = ("appends", "pairs", "seconds", "bytes", "shards", "open_milliseconds")
     for row in (many, few):
         print(row["appends"], "appends, milliseconds each:", row["milliseconds"])
+        print("the tenth:", row["tenth"], "the last:", row["last"])
     show(columns, ([row[name] for name in columns] for row in (many, few)), "growing")
     show(folded[0], (row.values() for row in folded), "folding")
 
