@@ -78,6 +78,7 @@ class SideColumns:
 
     Attributes:
         columns: name -> indices of the side datasets that have the column.
+        types: name -> type of the column, such as ``float32``.
 
     Raises:
         ConfigError: a column has the name of a carried column, or of a column of
@@ -101,6 +102,7 @@ class SideColumns:
 
         # By the indices of side datasets, as columns mostly come together.
         self._coverage: dict[tuple[int, ...], _Coverage] = {}
+        self.types: dict[str, str] = {}
         self.columns: dict[str, list[int]] = {}
         for number, side in enumerate(self._sides):
             for name in side.manifest.known_columns:
@@ -112,6 +114,7 @@ class SideColumns:
                 raise ConfigError(
                     f"two columns of the joined packs are named {quote(name)}."
                 )
+            self.types[name] = type_names.pop()
             spans = {number: spans_of_sides[number] for number in numbers}
             require_covered(name, [*chain(*spans.values())], manifest)
             self._coverage[tuple(numbers)] = _Coverage(spans)
@@ -132,14 +135,6 @@ class SideColumns:
         """Read the values of all side datasets, unless they were read before."""
         if not self._tables:
             self._tables = [side.load() for side in self._sides]
-
-    @property
-    def types(self) -> dict[str, str]:
-        """Name of each column -> its type, such as ``float32``."""
-        return {
-            name: self._type_name(numbers[0], name)
-            for name, numbers in self.columns.items()
-        }
 
     def join(
         self, packs: list[Packs], names: Collection[str] | None = None
@@ -167,7 +162,7 @@ class SideColumns:
             if sides not in matches_of_sides:
                 matches_of_sides[sides] = self._match(name, sides, example_ids)
             matches = matches_of_sides[sides]
-            type_name = self._type_name(numbers[0], name)
+            type_name = self.types[name]
             if token_type(type_name) is not None:
                 if num_targets is None:
                     num_targets = np.concatenate([pack.num_targets for pack in packs])

@@ -297,15 +297,15 @@ class _TopKLists:
 
     def split(self, rows: Int64) -> list[TopK]:
         """Return the values of each row, as views; log-probs of 8 bits as float32."""
-        ids, logps = self._top_k
         slices = _slices(self.offsets, rows)
-        if self._scales is None:
-            return [TopK(ids[tokens], logps[tokens]) for tokens in slices]
-        scales = self._scale_of_rows[rows]
-        return [
-            TopK(ids[tokens], from_gaps(logps[tokens], scale))
-            for tokens, scale in zip(slices, scales, strict=True)
-        ]
+        ids = [self._top_k.ids[tokens] for tokens in slices]
+        logps = [self._top_k.logps[tokens] for tokens in slices]
+        if self._scales is not None and len(rows):
+            counts = self.offsets[rows + 1] - self.offsets[rows]
+            scales = np.repeat(self._scale_of_rows[rows], counts)
+            log_probs = from_gaps(np.concatenate(logps), scales[:, None])
+            logps = np.split(log_probs, np.cumsum(counts)[:-1])
+        return [TopK(*values) for values in zip(ids, logps, strict=True)]
 
 
 def _slices(offsets: Int64, rows: Int64) -> list[slice]:

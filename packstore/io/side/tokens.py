@@ -248,7 +248,10 @@ def from_gaps(gaps: npt.NDArray[np.uint8], scales: np.float32 | Float32) -> Floa
         gaps: `[n, k]`, see :func:`top_k_of`.
         scales: of one example, or of each token's example, float32 `[n, 1]`.
     """
-    multiples: Float32 = np.cumsum(gaps, axis=1, dtype=np.float32)
+    multiples: Float32 = gaps.astype(np.float32)
+    # numpy.cumsum along short rows takes four times as long.
+    for column in range(1, gaps.shape[1]):
+        multiples[:, column] += multiples[:, column - 1]
     multiples *= -scales
     return multiples
 
