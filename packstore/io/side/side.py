@@ -8,8 +8,10 @@ dataset.
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -80,6 +82,9 @@ SHARD_BYTES = 128 << 20
 
 GROUP_BYTES = 32 << 20
 """Maximum bytes of the rows of a row group, which a reader decodes at once."""
+
+MAX_THREADS = 4
+"""Maximum row groups of a shard that are decoded at once."""
 
 Values = Mapping[str, npt.NDArray[Any] | TopK]
 
@@ -560,16 +565,25 @@ class Side:
             self._check_schema(file, shard, where)
             # Limits of lists and pages are checked before they are decoded.
             check_lists(metadata, names)
-            for number in range(file.num_row_groups):
+            for number in range(metadata.num_row_groups):
                 group = metadata.row_group(number)
                 check_group(group, group.num_rows, names=names)
 
-        for number in range(file.num_row_groups):
+        def decode(number: int) -> pa.RecordBatch:
             with decoding(where):
+                # A ParquetFile belongs to one thread.
+                source = pa.BufferReader(data)
+                file = open_parquet(source, metadata, page_checksums=True)
                 batch = read_group(file, number, names)
                 batch.validate(full=True)
                 self._check_values(batch, where, distinct=distinct)
-            yield batch
+            return batch
+
+        # Levels of lists take most of the time, which is spent without the lock of
+        # Python.
+        num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(num_threads) as pool:
+            yield from pool.map(decode, range(metadata.num_row_groups))
 
     def _check_values(
         self, batch: pa.RecordBatch, where: str, *, distinct: bool
