@@ -15,7 +15,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_jobs import write_jsonl
+from places import Files
+from small_jobs import trained_tokenizer, write_jsonl
 
 import packstore
 from packstore.errors import CompatibilityError, ConfigError, RecordError
@@ -201,6 +202,76 @@ def test_other_choices_of_the_same_records(tmp_path: Path) -> None:
     packstore.pack(records, tmp_path / "split", validation_fraction=0.3, **settings)
     for part in ("train", "validation"):
         check(tmp_path / "split" / part, values / part)
+
+
+def count_targets(dataset: packstore.Dataset) -> dict[int, int]:
+    """Example id -> number of its supervised tokens."""
+    counts = {}
+    for packs in dataset.iter_packs():
+        counts |= zip(
+            packs.example_ids.tolist(), packs.num_targets.tolist(), strict=True
+        )
+    return counts
+
+
+def test_text(tmp_path: Path) -> None:
+    """Text becomes tokens and an end, some of it is cut, and some left out."""
+    tokenizer = trained_tokenizer(["what comes after this question?"])
+    settings: dict[str, Any] = {
+        "pack_size": 48,
+        "max_length": 24,
+        "on": {"overlong": "truncate_response", "missing_field": "drop"},
+        "max_drop_rate": 1,
+    }
+    records: list[dict[str, Any]] = [
+        {"prompt": f"what? {i}", "response": "this question " * (1 + i % 4)}
+        for i in range(40)
+    ]
+    records[7]["response"] = None
+    plain = packstore.pack(records, tmp_path / "plain", tokenizer, **settings)
+    counts = count_targets(plain)
+    assert len(counts) == 39
+    assert len(set(counts.values())) > 2
+    for ordinal, count in counts.items():
+        records[ordinal]["logprobs"] = [-ordinal - i / 8 for i in range(count)]
+    settings |= SETTINGS | {"pack_size": 48}
+    packstore.pack(records, tmp_path / "ds", tokenizer, **settings)
+    found = joined(tmp_path / "ds", tmp_path / "ds-values")
+    assert found == {i: flat(records[i]["logprobs"]) for i in counts}
+
+
+@pytest.mark.parametrize(
+    "in_tasks", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("kind", ["sft", "preference"])
+def test_any_workers(
+    in_tasks: bool, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many files, in several partitions, with records that are left out."""
+    if in_tasks:
+        monkeypatch.setattr("packstore.etl.pipeline.MIN_TASKS", 2)
+        monkeypatch.setattr("packstore.etl.pipeline.MIN_TASK_BYTES", 0)
+    parts = [rollouts(50, seed, kind) for seed in range(4)]
+    parts[2][:10] = parts[0][:10]
+    sources = [
+        write_jsonl(tmp_path / f"{number}.jsonl", part)
+        for number, part in enumerate(parts)
+    ]
+    settings: dict[str, Any] = {
+        **SETTINGS,
+        "partitions": 3,
+        "dedup": "pair",
+        "max_length": 13,
+        "max_drop_rate": 1,
+    }
+    for number, num_workers in enumerate((0, 2)):
+        folder = tmp_path / str(number)
+        packstore.pack(sources, folder / "ds", num_workers=num_workers, **settings)
+        found = joined(folder / "ds", folder / "ds-values")
+        every = expected(*parts)
+        assert found == {example: every[example] for example in found}
+        assert 100 < len(found) < 190
+    assert Files(tmp_path / "0").all() == Files(tmp_path / "1").all()
 
 
 class Killed(BaseException):
