@@ -283,7 +283,7 @@ def _pack(
         )
         packs_of_datasets = _write_partitions(packing, reader, totals, locations)
     for (split, job), packs in zip(jobs.items(), packs_of_datasets, strict=True):
-        _commit(job, split, packs, packing, totals, reader)
+        _commit(job, split, packs, packing, totals, reader, progress)
     for note in notes:
         note.remove()
 
@@ -528,6 +528,7 @@ def _commit(
     packing: PartitionPacker,
     totals: RecordTotals,
     reader: ExampleReader,
+    progress: Progress | None,
 ) -> None:
     """Commit the packs of all partitions in one dataset, after the values of their
     tokens.
@@ -554,7 +555,7 @@ def _commit(
     if isinstance(reader, RecordExampleReader) and config.token_values:
         dataset = Dataset(job.location, manifest, job.version)
         values = values_location(job.location, config, split)
-        put_token_values(dataset, values, reader, config)
+        put_token_values(dataset, values, reader, config, progress)
     job.require_shards(manifest.shards)
     job.commit(job.extended_manifest(replace(manifest, pack_index=pack_index)))
 

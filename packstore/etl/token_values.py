@@ -10,6 +10,7 @@ equal lineages have equal values.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -26,9 +27,13 @@ from packstore.format.arrays import Bool, Float32, Int64, example_id
 from packstore.format.schema import as_numpy
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.files import Block
+from packstore.io.shards.shard import Totals
 from packstore.io.side.side import Side, SideWriter, open_side
 from packstore.io.store.location import Location
+from packstore.progress import Progress
 from packstore.tokenizer.records.token_values import find_value, flat_numbers
+
+log = logging.getLogger("packstore")
 
 TYPE = "token<float32>"
 """Type of the columns."""
@@ -55,7 +60,11 @@ def values_location(
 
 
 def put_token_values(
-    dataset: Dataset, values: Location, reader: RecordExampleReader, config: PackConfig
+    dataset: Dataset,
+    values: Location,
+    reader: RecordExampleReader,
+    config: PackConfig,
+    progress: Progress | None,
 ) -> None:
     """Commit the numbers of a dataset's tokens, unless they are there already.
 
@@ -64,6 +73,7 @@ def put_token_values(
         values: see :func:`values_location`.
         reader: the records of the packs.
         config: settings.
+        progress: see :func:`packstore.pack`.
 
     Raises:
         InputError: the input has changed since it was packed.
@@ -80,13 +90,8 @@ def put_token_values(
 
     # Another choice of the same records, as by another pack_size, may be stored: its
     # examples stay, as they are those of an earlier version.
-    is_of_others = ~np.isin(stored_ids, packed_ids)
-    totals = replace(
-        manifest.totals,
-        examples=len(packed_ids) + int(is_of_others.sum()),
-        supervised_tokens=manifest.totals.supervised_tokens
-        + int(stored_counts[is_of_others].sum()),
-    )
+    counts_of_others = stored_counts[~np.isin(stored_ids, packed_ids)]
+    totals = _totals_with(manifest.totals, counts_of_others)
     with SideWriter(
         folder.url,
         replace(manifest, totals=totals),
@@ -98,10 +103,17 @@ def put_token_values(
         if stored is not None:
             for batch in stored.iter_batches():
                 _write_batch(writer, batch)
-        sources = manifest.provenance["sources"]
-        blocks = reader.read_again(sources)
+        blocks = reader.read_again(manifest.provenance["sources"])
         for ids, counts, columns in _read_values(blocks, config, new_ids):
             _write(writer, ids, counts, columns)
+            if progress is not None:
+                progress("values", writer.examples, totals.examples, "examples")
+    log.info(
+        "values of %s tokens (%s): %s",
+        f"{manifest.totals.supervised_tokens:,}",
+        ", ".join(config.token_values),
+        values.display,
+    )
 
 
 def _find_side(folder: Location) -> Side | None:
@@ -131,6 +143,20 @@ def _stored_counts(side: Side | None) -> tuple[Int64, Int64]:
             ids.append(as_numpy(batch.column("example_ids")))
             counts.append(as_numpy(batch.column(1).value_lengths()))
     return np.concatenate(ids), np.concatenate(counts)
+
+
+def _totals_with(totals: Totals, counts: Int64) -> Totals:
+    """Return totals with further examples.
+
+    Args:
+        totals: of a dataset.
+        counts: int64 `[E]`, supervised tokens of each further example.
+    """
+    return replace(
+        totals,
+        examples=totals.examples + len(counts),
+        supervised_tokens=totals.supervised_tokens + int(counts.sum()),
+    )
 
 
 def _provenance(config: PackConfig) -> dict[str, str]:

@@ -83,7 +83,10 @@ def expected(*parts: Sequence[Mapping[str, Any]]) -> dict[int, list[float]]:
 def test_pack_append_and_repack(kind: str, layout: str, tmp_path: Path) -> None:
     first, second = rollouts(40, 1, kind), rollouts(30, 2, kind)
     out, values = str(tmp_path / "ds"), str(tmp_path / "ds-values")
-    packstore.pack(first, out, layout=layout, **SETTINGS)
+    stages: list[tuple[Any, ...]] = []
+    report = lambda *stage: stages.append(stage)  # noqa: E731
+    packstore.pack(first, out, layout=layout, progress=report, **SETTINGS)
+    assert stages[-1] == ("values", 40, 40, "examples")
     extended = packstore.append(out, write_jsonl(tmp_path / "b.jsonl", second))
     assert joined(out, values) == expected(first, second)
     assert joined(packstore.open(out, version=1), values) == expected(first)
