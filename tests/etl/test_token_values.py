@@ -167,6 +167,9 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=found):
             packstore.pack(records, tmp_path / "ds", token_values=values)
+    sides = {"first": "a", "second": "b", "verdict": "best"}
+    with pytest.raises(ConfigError, match="chosen, rejected"):
+        packstore.pack(records, tmp_path / "ds", fields=sides, **SETTINGS)
     with pytest.raises(ConfigError, match="list_iterator"):
         packstore.pack(iter(records), tmp_path / "ds", **SETTINGS)
 

@@ -39,6 +39,15 @@ def check_token_values(config: TokenizeConfig) -> None:
             rule = "a column must be letters a to z, digits and _, begin with a "
             rule += "letter, and differ from all columns of the packs"
             raise ConfigError(sentence("setting token_values", rule, quote(column)))
+    if config.token_values and "first" in config.fields:
+        raise ConfigError(
+            sentence(
+                where="setting token_values",
+                rule="the order of the responses must be known: chosen, rejected",
+                found="fields that map first and second, which a verdict orders",
+                remedy="Put chosen and rejected into the records",
+            )
+        )
 
 
 def find_value(record: Mapping[str, Any], field: str) -> Any:

@@ -114,6 +114,7 @@ def pack_in_memory(
         "kind": kind,
         "fields": fields or {},
         "carry": tuple(carry),
+        "token_values": token_values or {},
         "max_keys": max_keys,
     }
     config = PackConfig.of(
@@ -124,7 +125,7 @@ def pack_in_memory(
     if isinstance(records, Examples):
         parsed = _without_fields(records, kind, token_values)
     else:
-        parsed = _parse_records(records, config, token_values or {})
+        parsed = _parse_records(records, config)
     examples = parsed.examples
 
     layout = config.with_layout_of(parsed.kind).layout
@@ -251,10 +252,10 @@ class PackCollator:
 
     Args:
         kind: ``preference``, ``sft`` or ``scored``.
-        config: for records, `layout`, `fields` and `carry`; records have the shapes of
-            :func:`pack_in_memory`. Limits on number and length do not apply. With
-            `share_prefixes` ``pack``, `layout` ``auto`` is ``shared_prefix`` for
-            ``sft``, too.
+        config: for records, `layout`, `fields`, `carry` and `token_values`; records
+            have the shapes of :func:`pack_in_memory`. Limits on number and length do
+            not apply. With `share_prefixes` ``pack``, `layout` ``auto`` is
+            ``shared_prefix`` for ``sft``, too.
         max_length: maximum tokens of a prompt with one side, for records of pairs: ends
             are cut off, as by TRL's ``truncation_mode="keep_start"``; default: none.
 
@@ -289,7 +290,7 @@ class PackCollator:
 
         config = PackConfig.of(self.config, kind=self.kind).with_layout_of(self.kind)
         records = [self._prepare(record) for record in records]
-        parsed = _parse_records(records, config, token_values={})
+        parsed = _parse_records(records, config)
         offsets = np.array([0, len(records)])
         order = np.arange(len(records))
         if config.layout == "shared_prefix":
@@ -354,18 +355,20 @@ def _order_beginnings_first(examples: Examples) -> Int64:
     return np.array(list(order), np.int64)
 
 
-def _parse_records(
-    records: Sequence[Record], config: PackConfig, token_values: Mapping[str, str]
-) -> _ParsedRecords:
+def _parse_records(records: Sequence[Record], config: PackConfig) -> _ParsedRecords:
     """Return the examples of records, and their values."""
-    from packstore.tokenizer import RecordTokenizer, detect_kind, typed_carry
+    from packstore.tokenizer import (
+        RecordTokenizer,
+        detect_kind,
+        find_value,
+        typed_carry,
+    )
 
     if not len(records):
         raise ConfigError("records to pack must be one at least; found none.")
     fields = [_fields_of(record) for record in records]
-    names_of_values = {*REF_LOGPS, *token_values.values()}
-    without_values = [
-        {name: value for name, value in record.items() if name not in names_of_values}
+    without_ref_logps = [
+        {name: value for name, value in record.items() if name not in REF_LOGPS}
         for record in fields
     ]
     rows = Rows(
@@ -373,10 +376,11 @@ def _parse_records(
         path="records",
         unit="item",
         ordinals=range(len(records)),
-        values=without_values,
+        values=without_ref_logps,
     )
+    names = config.token_values
     config = _without_limits(config, carry=typed_carry(config, fields))
-    kind = detect_kind(without_values[0], config, rows.where(0))
+    kind = detect_kind(without_ref_logps[0], config, rows.where(0))
     try:
         examples, tally, _ = RecordTokenizer(None, config, kind)(rows)
     except TokenizerError as error:
@@ -394,15 +398,12 @@ def _parse_records(
                 remedy="Correct it",
             )
         )
-    token_columns = {
-        name: _collect_token_values(
-            name, [record.get(at) for record in fields], examples
-        )
-        for name, at in token_values.items()
-    }
-    return _ParsedRecords(
-        kind, examples, _collect_ref_logps(fields, kind), token_columns
-    )
+    token_columns = {}
+    for column, name in names.items():
+        values = [find_value(record, name) for record in fields]
+        token_columns[column] = _collect_token_values(column, values, examples)
+    ref_logps = _collect_ref_logps(fields, kind)
+    return _ParsedRecords(kind, examples, ref_logps, token_columns)
 
 
 def _fields_of(record: Record) -> dict[str, Any]:
@@ -424,7 +425,8 @@ def _without_limits(config: PackConfig, carry: Any) -> PackConfig:
     """Return the settings for records in memory, which have no maximum length.
 
     A refused record is dropped, even where the setting is to raise at once: the caller
-    raises an error with its place. Two sampled responses may be equal.
+    raises an error with its place. Two sampled responses may be equal. Values of tokens
+    may be tensors, which the caller reads.
     """
     on = dict(config.on)
     for event, policy in on.items():
@@ -434,6 +436,8 @@ def _without_limits(config: PackConfig, carry: Any) -> PackConfig:
     return replace(
         config,
         carry=carry,
+        ignore=(*config.ignore, *config.token_values.values()),
+        token_values={},
         pack_size=_NO_LIMIT,
         max_keys=None,
         max_length=None,

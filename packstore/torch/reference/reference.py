@@ -214,8 +214,8 @@ def write_ref_logps(
         top_k: also write so many ids, the most probable in place of each supervised
             token, and their log-probs: the column `ref_top_k`, which
             :class:`~packstore.torch.DistillLoss` takes.
-        top_k_dtype: dtype of these log-probs: ``float16``, or ``uint8``, which stores
-            them as multiples of a number of the example.
+        top_k_dtype: how these log-probs are stored: ``float16``, or ``uint8`` with a
+            scale for each example.
         overwrite: replace an existing side dataset.
         storage_options: options of the fsspec filesystem of `url`.
         progress: called as packs finish on this rank.

@@ -425,6 +425,11 @@ def test_values_of_tokens_move_with_their_records(logps: Any) -> None:
         }
         assert columns == {0: [-2.0, -3.0, -4.0], 1: [-0.5, -0.25, -1.0]}
 
+    config = PackConfig(token_values={"old_logps": "meta.p"})
+    nested = {**group, "meta": {"p": logps, "id": 3}}
+    batch = pt.PackCollator("scored", config)([nested])
+    assert batch.token_columns["old_logps"].tolist() == [-0.5, -0.25, -1.0]
+
 
 @pytest.mark.parametrize(
     ("logps", "mentioned"),
