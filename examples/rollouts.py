@@ -92,11 +92,11 @@ def rollouts_of(step: int, model: LlamaForCausalLM, url: str) -> packstore.Datas
     not at all.
     """
     try:
-        num_steps = packstore.open(url).version
+        newest = packstore.open(url)
     except DatasetNotFoundError:
         return packstore.pack(sample(model, step), url, **SETTINGS)
-    if num_steps == step:
-        return packstore.append(url, sample(model, step))
+    if newest.version == step:
+        return packstore.append(newest, sample(model, step))
     return packstore.open(url, version=step + 1)
 
 

@@ -15,12 +15,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from forged import MANIFEST, fit, replace_shard, sealed
+from places import edit_manifest
 from plain_reader import READER
+from small_jobs import pairs
 
+import packstore
 from packstore import Dataset, concat
 from packstore import open as open_dataset
 from packstore.errors import IntegrityError
 from packstore.format import PackSizes, to_offsets
+from packstore.io.dataset import put_index
+from packstore.io.store import Location
 from packstore.torch import PackedDataLoader, PackedDataset
 
 SIZES = ("tokens", "examples", "squares")
@@ -270,3 +275,19 @@ def test_sizes_are_looked_up_shard_by_shard(kit, tmp_path):
         packs = rng.integers(0, len(ds), n)
         assert told(again.sizes(packs)) == told(everything.take(packs))
         assert told(without_index(ds).sizes(packs)) == told(everything.take(packs))
+
+
+def test_an_append_writes_the_index_that_is_written_at_once(tmp_path: Path) -> None:
+    """Whether it extends the index of its dataset, or there is none."""
+    one = packstore.pack(pairs(40), tmp_path / "ds", pack_size=64, shard_tokens=1)
+    two = packstore.append(one, pairs(9, first=40))
+    sizes = (two.shard_sizes(number) for number in range(len(two.manifest.shards)))
+    at_once = put_index(Location(str(tmp_path / "other")), sizes, two.version)
+    assert two.manifest.pack_index == at_once
+
+    without = packstore.pack(pairs(40), tmp_path / "without", pack_size=64)
+    edit_manifest(without.url, lambda manifest: manifest.pop("pack_index"))
+    grown = packstore.append(without.url, pairs(9, first=40))
+    assert grown.manifest.pack_index is not None
+    assert len(grown.pack_index) == len(grown)
+    assert grown.verify().ok
