@@ -76,10 +76,11 @@ def aligned_values(pack: Packs, column: str) -> list[Any]:
     """
     values = pack.token_columns[column]
     if isinstance(values, TopK):
-        logps = [rounded(row) for row in values.logps.astype(np.float32)]
         of_targets: list[Any] = [
-            {"ids": ids, "logps": logps_of_ids}
-            for ids, logps_of_ids in zip(values.ids.tolist(), logps, strict=True)
+            {"ids": ids, "logps": logps}
+            for ids, logps in zip(
+                values.ids.tolist(), values.logps.tolist(), strict=True
+            )
         ]
     else:
         of_targets = values.tolist()
