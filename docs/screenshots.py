@@ -7,6 +7,7 @@ python docs/screenshots.py [FOLDER]        # needs chromium and the extra train
 from __future__ import annotations
 
 import os
+import re
 import runpy
 import shutil
 import subprocess
@@ -16,15 +17,57 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo.py"
-SIZES = {"view": "1180,800", "stats": "1180,1120"}
+SIZES = {"view": "1180,800", "values": "1180,900", "stats": "1180,1120"}
 """Picture -> width and height of the window."""
 
 COMMANDS = """\
 pack demo/train.jsonl prefs --tokenizer demo/tokenizer --chat-template chatml --pack-size 512 \
 --carry source
 show prefs --pack 1 --count 3 --html view.html
+ref-logps prefs values --model model --per-token --top-k 8 --use-cpu
+show prefs --pack 1 --side values --column ref_token_logps --html values.html
 stats prefs --by source --html stats.html
 """
+
+
+EPOCHS = 8
+"""Epochs of the model whose log-probs are shown."""
+
+TOKEN = 6
+"""The supervised token that is pointed at, counted from 0."""
+
+
+def train_model() -> None:
+    """Trains the demo's small model on the chosen responses; saves it as `model`."""
+    import torch
+
+    import packstore.torch as pt
+
+    torch.manual_seed(0)
+    demo = runpy.run_path(str(DEMO))
+    model = demo["tiny_model"](1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    loader = pt.PackedDataLoader(pt.PackedDataset("prefs"), packs_per_batch=4)
+    for epoch in range(EPOCHS):
+        loader.set_epoch(epoch)
+        for batch in loader:
+            logps = pt.packed_logps(model, batch)
+            (-logps[0::2].mean()).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    model.save_pretrained("model")
+
+
+def point_at_token(page: Path) -> None:
+    """Adds a script that points at a token, and removes the policy against it."""
+    script = (
+        "<script>addEventListener('load', () => setTimeout(() => document"
+        f".querySelectorAll('.tokens .on')[{TOKEN}]"
+        ".dispatchEvent(new MouseEvent('mouseover', { bubbles: true })), 300))</script>"
+    )
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    page.write_text(text.replace("</body>", f"{script}</body>"), encoding="utf-8")
 
 
 def write_pages() -> None:
@@ -36,8 +79,11 @@ def write_pages() -> None:
     train, _ = demo["split_sample"]()
     demo["train_tokenizer"](train)
     for line in COMMANDS.splitlines():
+        if line.startswith("ref-logps"):
+            train_model()
         if main(line.split()):
             raise SystemExit(f"packstore {line} failed")
+    point_at_token(Path("values.html"))
 
 
 def take(page: Path, picture: Path, size: str) -> None:
