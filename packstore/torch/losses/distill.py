@@ -9,6 +9,7 @@ supervised token of a batch, in the order of ``batch.target_index``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -24,6 +25,8 @@ from packstore.torch.losses.formulas import log1mexp
 from packstore.torch.losses.pairs import require_wide_log_probs
 from packstore.torch.losses.step_loss import Gradients, LossOutput, StepDivisor
 from packstore.torch.losses.token_loss import Average, TokenLoss, example_means
+
+logger = logging.getLogger("packstore")
 
 Direction = Literal["forward", "reverse"]
 Rest = Literal["outcome", "renormalize"]
@@ -87,10 +90,22 @@ class DistillLoss(TokenLoss):
     def check_side(self, types: Mapping[str, str], url: str) -> None:
         """See :meth:`StepLoss.check_side`."""
         type_of_tokens = token_type(types.get(self.column, ""))
-        if type_of_tokens is not None and type_of_tokens.k is not None:
-            return
-        columns = [f"{name}: {type_name}" for name, type_name in types.items()]
-        raise self._column_error(f"{', '.join(columns) or 'none'} for {display(url)}")
+        if type_of_tokens is None or type_of_tokens.k is None:
+            columns = [f"{name}: {type_name}" for name, type_name in types.items()]
+            columns_of_data = f"{', '.join(columns) or 'none'} for {display(url)}"
+            raise self._column_error(columns_of_data)
+        reads_rest = self.direction == "reverse" and self.rest == "outcome"
+        if reads_rest and type_of_tokens.dtype == "uint8":
+            # A rest of 0.01 may be stored as 0, whose logarithm is then far too low.
+            logger.warning(
+                sentence(
+                    where=f"column {quote(self.column)} of {display(url)}",
+                    rule="direction 'reverse' with rest 'outcome' needs 16 bits, as it "
+                    "takes the logarithm of the teacher's rest",
+                    found="8 bits",
+                    remedy="Take rest='renormalize', or write float16",
+                )
+            )
 
     def __call__(
         self,

@@ -9,8 +9,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from ranks import launch
 from train_runs import arguments_of, checkpoints, losses, records
 from transformers import TrainingArguments
 
@@ -170,6 +172,24 @@ def test_side_data_may_be_a_folder_of_values(
         )
 
 
+def on_rank(settings: dict[str, Any]) -> None:
+    train(**settings)
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(run: dict[str, Any], tmp_path: Path) -> None:
+    run = {**run, "dtype": "float64", "max_steps": 4, "loss_parameters": {}}
+    run["loss_parameters"]["average"] = "sequence"
+    train(**run, output_dir=str(tmp_path / "one"))
+    launch(__file__, {**run, "output_dir": str(tmp_path / "two")}, 2, tmp_path)
+    gaps = np.subtract(losses(tmp_path / "one"), losses(tmp_path / "two"))
+    assert np.abs(gaps).max() < 1e-6
+    one, two = (
+        records(tmp_path / name, "eval_loss")[-1]["eval_kl"] for name in ("one", "two")
+    )
+    assert abs(one - two) < 1e-6
+
+
 @pytest.mark.slow
 def test_the_command_line_takes_the_same_settings(
     run: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -193,6 +213,22 @@ def test_the_command_line_takes_the_same_settings(
     assert main(["evaluate", run["eval_dataset"], *flags, "--json"]) == 0
     metrics = json.loads(capsys.readouterr().out)["metrics"]
     assert 0 < metrics["kl"] < math.inf
+
+
+def test_eight_bits_are_too_coarse_for_the_rest_in_reverse(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for dtype, rest, number in (
+        ("uint8", "outcome", 1),
+        ("uint8", "renormalize", 0),
+        ("float16", "outcome", 0),
+    ):
+        caplog.clear()
+        loss_fn = DistillLoss(direction="reverse", rest=rest)  # type: ignore[arg-type]
+        loss_fn.check_side({"ref_top_k": f"token<top16,{dtype}>"}, "data")
+        assert caplog.text.count("rest='renormalize'") == number
+    DistillLoss().check_side({"ref_top_k": "token<top16,uint8>"}, "data")
+    assert not caplog.text
 
 
 def test_mistakes_end_before_the_first_step(
