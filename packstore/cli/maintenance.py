@@ -242,7 +242,10 @@ def _print_verdict(problems: Sequence[str], facts: str) -> None:
     console = stdout_console()
     for problem in problems:
         console.print(problem, style="red")
-    verdict = f"{len(problems):,} problems" if problems else "ok"
+    verdict = "ok"
+    if problems:
+        noun = "problem" if len(problems) == 1 else "problems"
+        verdict = f"{len(problems):,} {noun}"
     console.print(f"{verdict}: {facts}", style="red" if problems else "green")
 
 

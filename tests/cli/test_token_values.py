@@ -202,7 +202,7 @@ def test_verify_names_the_problems_of_values(
     run(capsys, "verify", moved)
     found = problems_of(capsys, dataset.url, "--side", moved)
     assert re.search(r"moved, example \d+: it must have \w+ of \d+ supervised", found)
-    assert "1 problems: " in found
+    assert "1 problem: " in found
 
     records = [{"prompt": [1, 2, i], "chosen": [3], "rejected": [4]} for i in range(30)]
     other = packstore.pack(records, tmp_path / "other", pack_size=128)
