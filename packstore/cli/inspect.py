@@ -1,13 +1,16 @@
-"""``packstore inspect``: the manifest and the statistics of a dataset."""
+"""``packstore inspect``: the manifest and the statistics of a dataset, or the manifest
+of side data.
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
-from packstore.cli._arguments import add_dataset, open_dataset
+from packstore.cli._arguments import add_dataset, open_dataset_or_sides
 from packstore.cli._output import (
     fact_table,
     figure_table,
@@ -17,14 +20,20 @@ from packstore.cli._output import (
     stdout_console,
 )
 from packstore.config.job import job_of, to_yaml
+from packstore.errors import ConfigError
 from packstore.io.manifest.commit import with_hash
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.side.side import Side
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
-    add_dataset(parser, versions=True)
+    add_dataset(
+        parser,
+        versions=True,
+        help="folder or URL of a packed dataset, or of a side dataset",
+    )
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument(
         "--json", action="store_true", help="print the manifest itself"
@@ -37,7 +46,10 @@ def _configure(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    dataset = open_dataset(args)
+    source = open_dataset_or_sides(args)
+    if isinstance(source, list):
+        return _run_sides(args, source)
+    dataset = source
     if args.json:
         print_json(with_hash(dataset.manifest.to_json()).decode())
     elif args.as_config:
@@ -46,6 +58,38 @@ def _run(args: argparse.Namespace) -> int:
     else:
         _print_manifest(dataset)
     return 0
+
+
+def _run_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
+    """Print side datasets; those of a dataset's parts one after another."""
+    if args.as_config:
+        raise ConfigError(
+            f"--as-config prints the job of a packed dataset; found side data, "
+            f"{args.dataset}."
+        )
+    for side in sides:
+        if args.json:
+            print_json(with_hash(side.manifest.to_json()).decode())
+        else:
+            _print_side(side)
+    return 0
+
+
+def _print_side(side: Side) -> None:
+    m = side.manifest
+    facts = {
+        "version": side.version,
+        "kind": m.kind,
+        "examples": m.examples,
+        "files": f"{len(m.shards)}, {sum(m.files.values()):,} bytes",
+        "lineage of the dataset": m.lineage,
+        "fingerprint of the dataset": m.fingerprint,
+    }
+    console = stdout_console()
+    console.print(fact_table(f"side dataset {side.url}", facts))
+    console.print(fact_table("columns", m.columns))
+    if m.provenance:
+        console.print(fact_table("provenance", m.provenance))
 
 
 def _print_manifest(dataset: Dataset) -> None:

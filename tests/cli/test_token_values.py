@@ -215,6 +215,16 @@ def test_verify_names_the_problems_of_values(
     assert '"ok": false' in problems_of(capsys, moved, "--json")
 
 
+def test_inspect_names_the_columns_of_a_side_dataset(
+    values: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = run(capsys, "inspect", values)
+    for name, type_name in COLUMNS.items():
+        assert re.search(rf"{name} +│ {re.escape(type_name)} ", text)
+    assert json.loads(run(capsys, "inspect", values, "--json"))["columns"] == COLUMNS
+    assert main(["inspect", values, "--as-config"]) == 1
+
+
 @pytest.mark.parametrize("command", ["verify", "stats"])
 def test_a_side_dataset_has_no_side_data(
     values: str, capsys: pytest.CaptureFixture[str], command: str
