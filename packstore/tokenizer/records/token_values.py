@@ -97,9 +97,8 @@ def _of_responses(value: Any) -> Sequence[Any]:
         value = value.tolist()
     if not isinstance(value, list):
         return ()
-    if any(isinstance(item, list) for item in value):
-        return value
-    return [value]
+    has_lists = bool(value) and isinstance(value[0], list)
+    return value if has_lists else [value]
 
 
 def _wrong_count(rule: str, place: str, found: int, expected: int) -> Stop:
@@ -112,6 +111,10 @@ def _wrong_count(rule: str, place: str, found: int, expected: int) -> Stop:
 
 def _require_finite(values: Sequence[Any], rule: str, place: str) -> None:
     """Raise Stop for the first value that is no number, or not finite as float32."""
+    if set(map(type, values)) == {float}:
+        with np.errstate(over="ignore"):
+            if np.isfinite(np.array(values, np.float32)).all():
+                return  # as most are: the loop takes ten times as long
     for position, value in enumerate(values, 1):
         is_number = type(value) in (int, float)
         if not is_number or not abs(value) <= _LARGEST:
