@@ -55,6 +55,14 @@ def rows(page: str) -> dict[str, list[str]]:
     return {first: cells for first, *cells in (line.split(" | ") for line in lines)}
 
 
+def test_the_page_on_records_says_what_numbers_of_tokens_cost() -> None:
+    left_out, kept = result("rollouts")["packed"]
+    page = (ROOT / "docs/records.md").read_text(encoding="utf-8")
+    ratio = kept["seconds"] / left_out["seconds"]
+    assert f"takes {kept['bytes_per_token']:.1f} bytes" in page
+    assert f"takes {ratio:.1f} times the processor time" in page
+
+
 def test_the_readme_rounds_what_was_measured() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     padded = span(lambda r: r["over_packs"]["padded_random_16"], 1)
