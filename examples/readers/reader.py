@@ -15,6 +15,7 @@ import math
 import re
 import sys
 import zlib
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -41,7 +42,6 @@ TOP_TYPES = {
     "float16": TOP.format("halffloat") + ">",
     "uint8": TOP.format("uint8") + ", scale: float not null>",
 }
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 COUNTS = ["best_tokens", "pairs_best_vs_rest", "pairs_all", "pairs_adjacent"]
 CODECS, ENCODINGS = (
     {"ZSTD", "LZ4", "UNCOMPRESSED"},
@@ -746,9 +746,9 @@ def side_value(value: Any, type_: str) -> Any:
     if "scale" in value:
         scale = value["scale"]
         need(scale > 0 and math.isfinite(scale), "top-scale")
-        value["logps"] = [-scale * x for x in sums_of_gaps(value["logps"], k)]
-    in_range = all(abs(x) <= FLOAT32_MAX for x in value["logps"])  # NaN is not
-    need(in_range, "token-finite")
+        products = [-scale * x for x in sums_of_gaps(value["logps"], k)]
+        value["logps"] = array("f", products).tolist()  # float32
+    need(all(map(math.isfinite, value["logps"])), "token-finite")
     same_length = len(value["ids"]) == len(value["logps"])
     need(same_length and len(value["ids"]) % k == 0, "token-count")
     check_top(value, k)
