@@ -19,7 +19,6 @@ from transformers import Trainer
 from packstore.errors import CompatibilityError, ConfigError, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.manifest.side_manifest import REF_LOGPS
 from packstore.io.side.join import SideColumns
 from packstore.io.side.parts import open_sides
 from packstore.io.side.side import Side
@@ -289,7 +288,7 @@ class DataMixin(Trainer):  # type: ignore[misc]
             types = SideColumns(data, sides).types if sides else {}
             self.loss_fn.check_side(types, data.url)
             if self.loss_fn.reference and not self._side_urls[part]:
-                _check_no_reference(types)
+                _check_no_reference(types, self.loss_fn.ref_column)
 
     def num_examples(self, dataloader: Any) -> int:
         """Return the number of examples, over all ranks if they are packed."""
@@ -358,15 +357,20 @@ class DataMixin(Trainer):  # type: ignore[misc]
         return self.steps.loader.epoch, 0
 
 
-def _check_no_reference(types: Mapping[str, str]) -> None:
-    """Raise for log-probs of a reference that nobody compared with this run's."""
-    if REF_LOGPS in types:
+def _check_no_reference(types: Mapping[str, str], ref_column: str) -> None:
+    """Raise for log-probs of a reference that nobody compared with this run's.
+
+    Args:
+        types: joined column -> its type.
+        ref_column: column with the reference's log-probs that the loss takes.
+    """
+    if ref_column in types:
         raise ConfigError(
             sentence(
                 where="setting side",
                 rule="it must have no log-probs of a reference for a loss that takes "
                 "them",
-                found=f"a column {REF_LOGPS}",
+                found=f"a column {ref_column}",
                 remedy="Give it as ref_logps, which checks that they are of the "
                 "reference of this run",
             )

@@ -639,6 +639,10 @@ def test_a_loss_of_tokens(
     assert abs(ratios[0] - 1) > 0.01
     assert abs(records[0]["kl"]) > 1e-4
 
+    # Nobody compared them with the reference of this run.
+    with pytest.raises(ConfigError, match=r"side: .*ref_token_logps.*as ref_logps"):
+        run({**given, "side": side})
+
 
 @pytest.mark.slow
 def test_its_best_model_and_its_defaults(
