@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from packstore.errors import CompatibilityError, ConfigError
 from packstore.format.arrays import TopK
@@ -246,22 +246,6 @@ def test_a_sure_model_in_half_precision(
     actual.sum().backward()
     gradient, exact = hidden.grad[rows].double(), exact_hidden.grad[rows]
     assert ((gradient - exact).norm(dim=1) / exact.norm(dim=1)).max() < 2**-6
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **kwargs or {})
-        if isinstance(out, Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
 
 
 def test_all_logits_are_never_in_memory(kit: SimpleNamespace) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from largest_tensor import LargestTensor
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
@@ -108,22 +108,6 @@ def test_a_log_prob_is_never_above_zero() -> None:
     logps, top = head_top_k(hidden, weight, None, targets, Projection(), k=2)
     assert top.logps.tolist() == [[0, -1000]]
     assert logps.tolist() == [0]
-
-
-class LargestTensor(TorchDispatchMode):
-    """Elements of the largest tensor that is made inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        out = func(*args, **kwargs or {})
-        if isinstance(out, Tensor):
-            self.elements = max(self.elements, out.numel())
-        return out
 
 
 def test_all_logits_are_never_in_memory() -> None:
