@@ -4,8 +4,9 @@
 
 Each version has a whole manifest and a whole index, of all shards before it. So an
 append costs bytes in proportion to the versions before it, and many appends to their
-square. Each append takes the dataset that the one before it returned. Beside them: the same pairs in ten appends, and the folding of all
-versions by packing the dataset again, and by `concat` and `clean`.
+square. Each append takes the dataset that the one before it returned. Beside them: the
+same pairs in ten appends, and the folding of all versions by packing the dataset again,
+and by `concat` and `clean`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What values of single tokens cost `packstore ref-logps` on a CPU, beside the log-probs
-of sequences alone.
+"""Times values of single tokens in `packstore ref-logps` on a CPU, beside the log-probs of
+sequences alone.
 
     python benchmarks/ref_logps.py                           # --quick: small, to see that it runs
 

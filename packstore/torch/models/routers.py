@@ -260,10 +260,10 @@ class _Carry(torch.autograd.Function):
 
 
 def carry(logps: Tensor, losses: RouterLosses) -> Tensor:
-    """Return a copy of log-probs `[S]` that carries router losses.
+    """Return a copy of log-probs, of any shape, that carries router losses.
 
-    Once per class of model, warn if the losses are deleted before any preference loss
-    has taken them.
+    Once per class of model, warn if the losses are deleted before any loss has taken
+    them.
     """
     # Not decorated: that would load torch's compiler, which takes a second, with this
     # module.
