@@ -236,7 +236,7 @@ def _check_names(data: bytes, where: str) -> None:
         names = [name for name, _ in members]
         if len(set(names)) == len(names):
             return
-        repeated_name = next(name for name in names if names.count(name) > 1)
+        repeated_name, _ = Counter(names).most_common(1)[0]
         rule = "an object must not have two members of one name"
         raise FormatError(sentence(where, rule, found=quote(repeated_name)))
 

@@ -286,6 +286,14 @@ def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(
         read(change)
 
 
+def test_a_name_that_repeats_among_many_is_refused_in_linear_time(good, read):
+    members = [b'"%06d":1' % i for i in range(300_000)] + [b'"299999":1']
+    names = b"{" + b",".join(members) + b"}"
+    change = good.replace(b'"settings":{', b'"settings":{"x":%s,' % names, 1)
+    with pytest.raises(FormatError, match="two members of one name.*299999"):
+        read(change)
+
+
 def test_a_torn_manifest_names_the_ways_out(kit, place):
     """A system without links and exclusive renames may leave one after a crash."""
     kit.made(place, 20), kit.made(place, 30, overwrite=True)
