@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -582,8 +583,15 @@ class Side:
         # Levels of lists take most of the time, which is spent without the lock of
         # Python.
         num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        pending: deque[Future[pa.RecordBatch]] = deque()
         with ThreadPoolExecutor(num_threads) as pool:
-            yield from pool.map(decode, range(metadata.num_row_groups))
+            for number in range(metadata.num_row_groups):
+                # Few bytes may decode to many, so that few groups are in memory.
+                if len(pending) == num_threads:
+                    yield pending.popleft().result()
+                pending.append(pool.submit(decode, number))
+            while pending:
+                yield pending.popleft().result()
 
     def _check_values(
         self, batch: pa.RecordBatch, where: str, *, distinct: bool

@@ -38,7 +38,7 @@ class SideTable:
     """The values of a side dataset by example id, read at once.
 
     Memory: the values in their stored types, and 16 bytes for each example, 8 more for
-    each column of lists; a shard while it is read.
+    each column of lists; while it is read, a stored shard and a few row groups.
 
     Args:
         url: of the side dataset, for messages.
