@@ -174,6 +174,14 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
         packstore.pack(iter(records), tmp_path / "ds", **SETTINGS)
 
 
+def test_a_form_with_a_verdict(tmp_path: Path) -> None:
+    """A verdict orders its answers, so numbers could go to the wrong one."""
+    record = {"prompt": "a", "response_1": "b", "response_2": "c", "winner": "model_b"}
+    record |= {"logprobs": [[-1.0] * 3, [-2.0] * 3]}
+    with pytest.raises(RecordError, match="ppe_human_preference.*chosen and rejected"):
+        packstore.pack([record], tmp_path / "ds", trained_tokenizer(["a"]), **SETTINGS)
+
+
 def test_the_field_is_not_read(tmp_path: Path) -> None:
     """Neither as an answer nor as a score, whatever its name is."""
     records = rollouts(5, 1)

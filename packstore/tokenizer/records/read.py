@@ -151,6 +151,7 @@ class RecordReader:
         # columns of a record -> whether they may have a form
         self._names_with_forms: dict[tuple[str, ...], bool] = {}
         self._requires_form = config.form not in (None, OWN)
+        self._has_token_values = bool(config.token_values)
 
     def without_ignored(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a record without the columns and paths to ignore, and without the
@@ -223,6 +224,12 @@ class RecordReader:
         if match.form.refusal:
             detail = f"a record of the form {match.form.name}: {match.form.refusal}"
             raise Stop("packstore must be able to read it", detail)
+        if match.form.has_verdict and self._has_token_values:
+            raise Stop(
+                "values of tokens need answers in a known order: chosen, rejected",
+                f"a record of the form {match.form.name}, where a verdict orders them",
+                "Put chosen and rejected into the records",
+            )
         return match
 
     def _may_have_form(self, record: dict[str, Any]) -> bool:

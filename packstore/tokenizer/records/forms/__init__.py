@@ -248,6 +248,11 @@ class Form:
         self.structures: list[Structure] = []
 
     @property
+    def has_verdict(self) -> bool:
+        """True if a value of the record decides which of two answers is chosen."""
+        return self.function.__module__ == f"{__name__}.verdicts"
+
+    @property
     def summary(self) -> str:
         """The first paragraph of the function's docstring, on one line."""
         return first_paragraph(self.function)
