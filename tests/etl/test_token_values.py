@@ -178,7 +178,7 @@ def test_a_form_with_a_verdict(tmp_path: Path) -> None:
     """A verdict orders its answers, so numbers could go to the wrong one."""
     record = {"prompt": "a", "response_1": "b", "response_2": "c", "winner": "model_b"}
     record |= {"logprobs": [[-1.0] * 3, [-2.0] * 3]}
-    with pytest.raises(RecordError, match="ppe_human_preference.*chosen and rejected"):
+    with pytest.raises(RecordError, match=r"ppe_human_preference.*chosen and rejected"):
         packstore.pack([record], tmp_path / "ds", trained_tokenizer(["a"]), **SETTINGS)
 
 

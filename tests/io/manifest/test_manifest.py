@@ -290,7 +290,7 @@ def test_a_name_that_repeats_among_many_is_refused_in_linear_time(good, read):
     members = [b'"%06d":1' % i for i in range(300_000)] + [b'"299999":1']
     names = b"{" + b",".join(members) + b"}"
     change = good.replace(b'"settings":{', b'"settings":{"x":%s,' % names, 1)
-    with pytest.raises(FormatError, match="two members of one name.*299999"):
+    with pytest.raises(FormatError, match=r"two members of one name.*299999"):
         read(change)
 
 
