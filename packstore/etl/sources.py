@@ -39,6 +39,7 @@ from packstore.format.arrays import Examples, Rows, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
+from packstore.io.manifest.side_manifest import REF_LOGPS, REF_TOKEN_LOGPS
 from packstore.pack.fill import unpack
 from packstore.pack.layout import count_keys, sizes
 from packstore.tokenizer import (
@@ -153,6 +154,7 @@ def open_records(
     parse_carry(config)
     check_token_values(config)
     if config.token_values:
+        _refuse_sequence_column(config)
         _require_repeatable(source)
     input_reader = InputReader(source, storage_options, config, block_bytes)
     blocks = PeekableBlocks(input_reader)
@@ -187,6 +189,19 @@ def open_records(
         kind=kind,
         first_record=first_record,
     )
+
+
+def _refuse_sequence_column(config: PackConfig) -> None:
+    """Raise ConfigError if values of tokens have the name of a column of sequences."""
+    if REF_LOGPS in config.token_values:
+        raise ConfigError(
+            sentence(
+                where="setting token_values",
+                rule="a column must not have the name of log-probs of sequences",
+                found=REF_LOGPS,
+                remedy=f"Name it {REF_TOKEN_LOGPS}",
+            )
+        )
 
 
 def _require_repeatable(source: Any) -> None:

@@ -164,6 +164,7 @@ def test_settings_that_are_refused(tmp_path: Path) -> None:
     for values, found in (
         ({"input_ids": "logprobs"}, "input_ids"),
         ({"a b": "logprobs"}, "a b"),
+        ({"ref_logps": "logprobs"}, "ref_token_logps"),
     ):
         with pytest.raises(ConfigError, match=found):
             packstore.pack(records, tmp_path / "ds", token_values=values)
