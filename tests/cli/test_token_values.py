@@ -309,6 +309,9 @@ def test_commands_take_the_folder_of_the_parts_values(
     values = frame["old_logps"].explode().explode().drop_nulls()
     assert sorted(values.unique()) == [-n / 4 for n in range(8, 0, -1)]
 
+    assert main(["verify", folder, "--version", "2"]) == 1
+    assert "must have version 2" in capsys.readouterr().err
+
     # A part without values is noticed.
     newest = max((Path(folder)).iterdir(), key=lambda part: part.stat().st_mtime_ns)
     newest.rename(tmp_path / "elsewhere")

@@ -72,7 +72,7 @@ def open_all_sides(
     Args:
         url: folder or URL of a side dataset, or of those of parts.
         storage_options: options of the fsspec filesystem.
-        version: number of a version of a side dataset; None: the current one.
+        version: number of a version, of each side dataset; None: the current one.
 
     Raises:
         DatasetNotFoundError: there is no side dataset, or no such version.
@@ -82,7 +82,7 @@ def open_all_sides(
     location = Location(url, storage_options or {})
     lineages = list_part_folders(location)
     if lineages and not list_versions(location, SIDE):
-        return _open_folders(location, sorted(lineages))
+        return _open_folders(location, sorted(lineages), version)
     return [open_side(url, storage_options, version)]
 
 
@@ -109,10 +109,14 @@ def _open_parts(
     return _open_folders(location, wanted)
 
 
-def _open_folders(location: Location, names: Iterable[str]) -> list[Side]:
+def _open_folders(
+    location: Location, names: Iterable[str], version: int | None = None
+) -> list[Side]:
     """Open the side datasets in subfolders."""
     urls = [location.join(name).url for name in names]
-    open_part = partial(open_side, storage_options=location.storage_options)
+    open_part = partial(
+        open_side, storage_options=location.storage_options, version=version
+    )
     with ThreadPoolExecutor(OPEN_AT_ONCE, "packstore-side") as pool:
         return list(pool.map(open_part, urls))
 
