@@ -359,6 +359,7 @@ def _parse_records(records: Sequence[Record], config: PackConfig) -> _ParsedReco
     """Return the examples of records, and their values."""
     from packstore.tokenizer import (
         RecordTokenizer,
+        check_token_values,
         detect_kind,
         find_value,
         typed_carry,
@@ -378,6 +379,7 @@ def _parse_records(records: Sequence[Record], config: PackConfig) -> _ParsedReco
         ordinals=range(len(records)),
         values=without_ref_logps,
     )
+    check_token_values(config)
     names = config.token_values
     config = _without_limits(config, carry=typed_carry(config, fields))
     kind = detect_kind(without_ref_logps[0], config, rows.where(0))

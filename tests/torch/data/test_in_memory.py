@@ -451,3 +451,6 @@ def test_values_of_tokens_that_are_refused(logps: Any, mentioned: str) -> None:
         pt.pack_in_memory(records, 90, token_values=names)
     with pytest.raises(ConfigError, match="token_values"):
         pt.pack_in_memory(EXAMPLES, 90, kind="preference", token_values=names)
+    sides = {"first": "a", "second": "b", "verdict": "best"}
+    with pytest.raises(ConfigError, match="chosen, rejected"):
+        pt.pack_in_memory(records, 90, fields=sides, token_values=names)
