@@ -61,6 +61,15 @@ CARRY_TYPES: dict[str, pa.DataType] = {
 }
 """Types of carried scalar columns."""
 
+LOG_PROB_COLUMNS = ("old_logps", "ref_token_logps")
+"""Columns of side data with a number for each token that are log-probs: of the policy
+that sampled the tokens, and of a reference model. Writers refuse numbers above
+:data:`MAX_LOGP`, as these are probabilities, or log-probs without their sign.
+"""
+
+MAX_LOGP = 1e-3
+"""Largest log-prob that a writer accepts: log-softmax may round above 0."""
+
 ANY = pa.null()
 """Type of an expected column: any type, as a later release may store it."""
 

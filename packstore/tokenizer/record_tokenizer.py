@@ -14,7 +14,7 @@ job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -344,7 +344,10 @@ class RecordTokenizer:
         for row, events in sorted(sequences.events.items()):
             owners[row][0].events.extend(events)
         if self.config.token_values:
-            _check_token_values(records, sequences, first_rows)
+            columns_of_fields: dict[str, list[str]] = {}
+            for column, name in self.config.token_values.items():
+                columns_of_fields.setdefault(name, []).append(column)
+            _check_token_values(records, sequences, first_rows, columns_of_fields)
         return sequences
 
     def _truncate(
@@ -567,14 +570,17 @@ def _unsupervised_rows(sequences: Sequences) -> list[int]:
 
 
 def _check_token_values(
-    records: list[Record], sequences: Sequences, first_rows: Int64
+    records: list[Record],
+    sequences: Sequences,
+    first_rows: Int64,
+    columns_of_fields: Mapping[str, list[str]],
 ) -> None:
     """Refuse records without a number for each supervised token."""
     counts = np.split(_count_supervised(sequences), first_rows[1:-1])
     for record, counts_of_responses in zip(records, counts, strict=True):
         for name, value in record.token_values.items():
             try:
-                check_numbers(value, name, counts_of_responses)
+                check_numbers(value, name, counts_of_responses, columns_of_fields[name])
             except Refused as refusal:
                 _refuse(record, refusal.with_traceback(None))
 

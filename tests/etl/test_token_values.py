@@ -151,6 +151,13 @@ def test_numbers_that_do_not_fit(numbers: Any, found: str, tmp_path: Path) -> No
     assert not (tmp_path / "ds-values").exists()
 
 
+def test_probabilities_in_place_of_log_probs(tmp_path: Path) -> None:
+    record = {"prompt_ids": [5], "response_ids": [6, 7], "logprobs": [-1.0, 0.5]}
+    settings = {**SETTINGS, "token_values": {"old_logps": "logprobs"}}
+    with pytest.raises(RecordError, match=r"at most 0.*0\.5 for token 2"):
+        packstore.pack([record], tmp_path / "ds", **settings)
+
+
 def test_one_response_of_several(tmp_path: Path) -> None:
     record = rollouts(1, 1, "preference")[0]
     record["logprobs"][1].append(0.0)

@@ -384,7 +384,12 @@ def require_covered(name: str, spans: Sequence[Span], data: Manifest) -> None:
             break
         if first_id < next_id:  # both side datasets have values for this id
             raise ConfigError(
-                f"two columns of the joined packs are named {quote(name)}."
+                sentence(
+                    where="side data",
+                    rule="an example must have one value of a column",
+                    found=f"two of {quote(name)}",
+                    remedy="Join one side dataset with this column at a time",
+                )
             )
         next_id = span.last + 1
 

@@ -111,8 +111,10 @@ class SideColumns:
         for name, numbers in self.columns.items():
             type_names = {self._type_name(number, name) for number in numbers}
             if name in manifest.carried or len(type_names) > 1:
+                urls = [self._sides[number].url for number in numbers]
                 raise ConfigError(
-                    f"two columns of the joined packs are named {quote(name)}."
+                    f"two columns of the joined packs are named {quote(name)}: see "
+                    f"{', '.join(urls)}. Join one of them at a time."
                 )
             self.types[name] = type_names.pop()
             spans = {number: spans_of_sides[number] for number in numbers}

@@ -13,12 +13,9 @@ import pyarrow as pa
 
 from packstore.errors import ConfigError, FormatError, IntegrityError, quote, sentence
 from packstore.format.arrays import Float32, Int64, TopK, to_offsets
-from packstore.format.schema import as_numpy
+from packstore.format.schema import LOG_PROB_COLUMNS, MAX_LOGP, as_numpy
 from packstore.io.manifest.side_manifest import PER_SEQUENCE, TokenType, token_type
 from packstore.io.shards.parquet import MAX_VALUES
-
-MAX_LOGP = 1e-3
-"""Largest log-prob that a writer takes for 0: log-softmax may round above it."""
 
 TOKEN_RULES = {
     "token-count": (
@@ -34,7 +31,7 @@ TOKEN_RULES = {
 """Rule of values of tokens -> its text, as in ``schemas/annex-e-side-data.md``."""
 
 _FINITE_SEQUENCES = "values of sequences must be finite"
-_PROBABILITIES_REMEDY = "Pass log-probs, not probabilities"
+_LOGPS_REMEDY = "Pass log-probs, not probabilities or losses"
 _MAX_ID = np.iinfo(np.int32).max
 
 
@@ -126,6 +123,10 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
         if isinstance(values, TopK):
             raise ConfigError(f"{rows.column} must be an array; found a TopK.")
         numbers = np.asarray(values)
+        if rows.column in LOG_PROB_COLUMNS:
+            rule = f"log-probs of column {quote(rows.column)} must be at most 0"
+            is_log_prob = (numbers <= MAX_LOGP) | ~np.isfinite(numbers)
+            rows.require(is_log_prob, rule, numbers, _LOGPS_REMEDY)
         return _number_lists(numbers, type_, rows, rule_text("token-finite"))
 
     if not isinstance(values, TopK):
@@ -181,7 +182,7 @@ def _checked_logps(logps: npt.NDArray[Any], rows: ColumnRows) -> npt.NDArray[Any
         )
     _require_finite(logps, rows)
     rule = rule_text("top-sign")
-    rows.require(logps <= MAX_LOGP, rule, logps, _PROBABILITIES_REMEDY)
+    rows.require(logps <= MAX_LOGP, rule, logps, _LOGPS_REMEDY)
     _require_falling(logps, rows)
     not_positive: npt.NDArray[Any] = np.minimum(logps, 0)
     return not_positive

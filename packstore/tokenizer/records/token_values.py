@@ -8,7 +8,7 @@ itself. Forms, adapters and own field names do not see these fields.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,12 @@ import numpy as np
 from packstore.config import TokenizeConfig
 from packstore.errors import ConfigError, quote, sentence
 from packstore.format.arrays import Float32, Int64
-from packstore.format.schema import COLUMN_NAME, COLUMNS
+from packstore.format.schema import (
+    COLUMN_NAME,
+    COLUMNS,
+    LOG_PROB_COLUMNS,
+    MAX_LOGP,
+)
 from packstore.tokenizer.records.carry import parse_carry
 from packstore.tokenizer.records.paths import (
     follow,
@@ -62,20 +67,24 @@ def flat_numbers(value: Any) -> Float32:
     return np.concatenate([np.asarray(x, np.float32) for x in _of_responses(value)])
 
 
-def check_numbers(value: Any, field: str, counts: Int64) -> None:
+def check_numbers(
+    value: Any, field: str, counts: Int64, columns: Collection[str] = ()
+) -> None:
     """Raise unless a field has a finite number for each supervised token of a record.
 
     Args:
         value: the value of the field.
         field: its name.
         counts: int64 `[K]`, supervised tokens of each response.
+        columns: names of the columns that the numbers go to.
 
     Raises:
         Stop: it has not.
     """
     rule = f"field {quote(field)} must hold a number for each supervised token"
     if value is None:
-        raise Stop(rule, "none")
+        remedy = "Add it to the record, or drop the record"
+        raise Stop(rule, "none", remedy)
     responses = _of_responses(value)
     if not responses or not all(isinstance(x, list) for x in responses):
         raise Stop(rule, quote(value))
@@ -88,6 +97,8 @@ def check_numbers(value: Any, field: str, counts: Int64) -> None:
         if len(values) != count:
             raise _wrong_count(rule, place, len(values), int(count))
         _require_finite(values, f"{rule}, finite as float32", place)
+        if not set(columns).isdisjoint(LOG_PROB_COLUMNS):
+            _require_log_probs(values, f"{rule}, a log-prob of at most 0", place)
 
 
 def _of_responses(value: Any) -> Sequence[Any]:
@@ -107,6 +118,14 @@ def _wrong_count(rule: str, place: str, found: int, expected: int) -> Stop:
     if abs(found - expected) == 1:
         remedy += "; an EOS token may be among them (setting append_eos)"
     return Stop(rule, detail, remedy)
+
+
+def _require_log_probs(values: Sequence[float], rule: str, place: str) -> None:
+    """Raise Stop for the first value that no log-prob has."""
+    for position, value in enumerate(values, 1):
+        if value > MAX_LOGP:
+            remedy = "Give log-probs, not probabilities or losses"
+            raise Stop(rule, f"{place}{quote(value)} for token {position}", remedy)
 
 
 def _require_finite(values: Sequence[Any], rule: str, place: str) -> None:

@@ -327,8 +327,6 @@ class StepLoss(ABC):
             "Pass divisor=count_step(batches, loss_fn).averaged(ranks) with all "
             "batches of the step"
         )
-        if self.weight_field is None:
-            remedy += ", or pack the data anew: the pack index then counts them"
         raise ConfigError(
             sentence(
                 where=repr(self),

@@ -95,6 +95,17 @@ def test_the_writer_refuses_other_shapes(
         write(str(tmp_path / "side"), dataset, type_name, values)
 
 
+@pytest.mark.parametrize("name", ["old_logps", "ref_token_logps"])
+def test_the_writer_refuses_probabilities_as_log_probs(
+    dataset: Dataset, tmp_path: Path, name: str
+) -> None:
+    numbers = with_value(NUMBERS, TOKEN, 0.25)
+    writer = SideWriter(str(tmp_path / "side"), dataset, {name: "token<float32>"})
+    match = f"{name}.*example 1.*0.25"
+    with pytest.raises(FormatError, match=match), writer:
+        writer.write(np.arange(3), {name: numbers}, None, NUM_TARGETS)
+
+
 TOP_TYPES = ["token<top2,float16>", "token<top2,uint8>"]
 ALL_TYPES = ["token<float32>", "token<float16>", *TOP_TYPES]
 WRONG_VALUES: dict[str, tuple[list[str], str, Any, str]] = {
