@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
@@ -295,21 +295,27 @@ def spans_of_lineages(lineages: Set[str], data: Manifest) -> dict[str, list[Span
         data: manifest of a dataset, or of a view of its last parts.
 
     Returns:
-        Lineage -> runs; none for lineages that no run has.
+        Lineage -> runs; none for lineages that no run has, and for that of the dataset
+        itself.
     """
-    # A run may begin before the parts of a view: only then all parts are hashed, which
-    # costs time quadratic in their number.
+    lineages = lineages - {data.lineage}  # of a side dataset of all parts
+    # A run may begin before the parts of a view: only then all parts are searched.
     spans = _search_runs(lineages, parts_of(data))
-    absent_lineages = lineages - spans.keys() - {data.lineage}
+    absent_lineages = lineages - spans.keys()
     if absent_lineages:
         spans |= _search_runs(absent_lineages, all_parts_of(data))
     return spans
 
 
 def _search_runs(lineages: Set[str], parts: Sequence[Part]) -> dict[str, list[Span]]:
+    runs: Iterable[tuple[int, int, str]] = lineages_of_runs(parts)
+    if lineages <= {part.lineage for part in parts}:
+        # To hash all runs would cost time quadratic in the number of parts.
+        runs = ((n, n + 1, part.lineage) for n, part in enumerate(parts))
+
     spans: dict[str, list[Span]] = {}
     next_free_part = dict.fromkeys(lineages, 0)
-    for first, end, lineage in lineages_of_runs(parts):
+    for first, end, lineage in runs:
         # Runs may overlap; an id gets its values once.
         if lineage in lineages and first >= next_free_part[lineage]:
             first_id = parts[first].first_source << SOURCE_SHIFT
