@@ -30,7 +30,7 @@ from peft import LoraConfig, PeftConfig, get_peft_model
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
-from packstore.config.settings import check_class, check_names
+from packstore.config.settings import check_class, check_names, fingerprint
 from packstore.config.training import TrainModelConfig
 from packstore.errors import (
     CompatibilityError,
@@ -39,6 +39,7 @@ from packstore.errors import (
     markdown_text,
     sentence,
 )
+from packstore.io.side.parts import open_sides
 from packstore.io.side.side import open_side
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
@@ -405,6 +406,7 @@ class PackedTrainer(PackedSteps):
     def _describe_run(self) -> dict[str, dict[str, Any]]:
         description = super()._describe_run()
         description["run"]["reference"] = _name_of(self._reference)
+        description["run"]["side data"] = self._side_origin
         description["settings"]["sides"] = {
             part: [display(url) for url in urls]
             for part, urls in self._side_urls.items()
@@ -412,6 +414,23 @@ class PackedTrainer(PackedSteps):
         compiled_part = "layers" if self._has_compiled_layers else "none"
         description["settings"]["compile"] = compiled_part
         return description
+
+    @cached_property
+    def _side_origin(self) -> str:
+        """A hash of columns and provenance of the side datasets given as `side`.
+
+        It is equal where the same values were written to another folder.
+        """
+        urls = self._joined_urls["train"]
+        if not urls:
+            return "none"
+        data = self.train_dataset.manifest
+        hashes = set()
+        for side in open_sides(urls, data, self._storage_options):
+            manifest = side.manifest
+            origin = [dict(manifest.columns), dict(manifest.provenance)]
+            hashes.add(fingerprint(origin))
+        return fingerprint(sorted(hashes))[:16]
 
     def save_model(
         self, output_dir: str | None = None, _internal_call: bool = False

@@ -33,6 +33,7 @@ from packstore.torch import (
     packed_top_k,
     train,
     use_packed_attention,
+    write_ref_logps,
 )
 from packstore.torch.models.load import load_model
 
@@ -83,6 +84,14 @@ def run(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Any:
     }
 
 
+def other_teacher(run: dict[str, Any], folder: Path) -> str:
+    """Side data of the student itself."""
+    model = load_model(run["model"])
+    url = str(folder / "other-teacher")
+    write_ref_logps(model, open_dataset(run["train_dataset"]), url, top_k=K)
+    return url
+
+
 def test_a_student_comes_closer_to_its_teacher_and_resumes_to_the_bit(
     run: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -117,6 +126,12 @@ def test_a_student_comes_closer_to_its_teacher_and_resumes_to_the_bit(
             **run,
             output_dir=str(tmp_path / "c"),
             loss_parameters={"direction": "reverse"},
+            resume_from_checkpoint=str(begun),
+        )
+    with pytest.raises(ConfigError, match="keep its side data"):
+        train(
+            **{**run, "side": other_teacher(run, tmp_path)},
+            output_dir=str(tmp_path / "c"),
             resume_from_checkpoint=str(begun),
         )
 
