@@ -339,10 +339,8 @@ class HeadLogProbs(torch.autograd.Function):
                 weighted_rows[rows].mul_(factor[:, None])
                 _add_product(weighted_rows[rows], weights, part.head)
 
-        highest = state[0]
-        sum_of_exponentials = state[1]
+        log_total = logsumexp_of(state)
         target_logits = state[2]
-        log_total = highest + sum_of_exponentials.log()
         logps = target_logits - log_total
         ctx.projection = projection
         ctx.operand = operand
@@ -352,6 +350,7 @@ class HeadLogProbs(torch.autograd.Function):
             ctx.save_for_backward(hidden, weight, bias, targets, log_total, *products)
             return logps
 
+        highest = state[0]
         weighted_rows.mul_((highest - log_total).exp_()[:, None])
         target_rows = weight[targets].to(operand).to(exact)
         d_logps = _derivative_by_hidden(
@@ -429,9 +428,7 @@ class HeadLogProbsOfIds(torch.autograd.Function):
                 id_logits[rows] = logits.where(is_inside, id_logits[rows])
                 passes.update_logsumexp(state[:, rows], tile)
 
-        highest = state[0]
-        sum_of_exponentials = state[1]
-        log_total = highest + sum_of_exponentials.log()
+        log_total = logsumexp_of(state)
         ctx.projection = projection
         ctx.operand = operand
         ctx.passes = passes
@@ -578,6 +575,13 @@ def initial_state(hidden: Tensor, dtype: torch.dtype) -> Tensor:
     # Not -inf: a first tile of -inf logits only would give -inf - -inf = NaN.
     state[0] = torch.finfo(dtype).min
     return state
+
+
+def logsumexp_of(state: Tensor) -> Tensor:
+    """Return the log-sum-exp of all logits, `[n]`, after the last tile."""
+    highest = state[0]
+    sum_of_exponentials = state[1]
+    return highest + sum_of_exponentials.log()
 
 
 def _derivative_by_hidden(

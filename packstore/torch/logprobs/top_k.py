@@ -16,6 +16,7 @@ from packstore.torch.logprobs.logprobs import (
     exact_dtype,
     head_parts,
     initial_state,
+    logsumexp_of,
     make_tile,
     operand_dtype,
 )
@@ -70,10 +71,8 @@ def head_top_k(
             keys[rows] = candidates.topk(k).values
             passes.update_logsumexp(state[:, rows], tile)
 
-    highest = state[0]
-    sum_of_exponentials = state[1]
+    log_total = logsumexp_of(state)
     target_logits = state[2]
-    log_total = highest + sum_of_exponentials.log()
     ids, logits = _split_keys(keys)
     # A sum of exponentials may be rounded below its largest summand.
     logps = (logits - log_total[:, None]).clamp(max=0)

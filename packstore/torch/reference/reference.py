@@ -246,19 +246,14 @@ def write_ref_logps(
     location = Location(url, storage_options or {})
 
     def prepare() -> tuple[Provenance, list[int] | None]:
-        """Return the provenance, and the parts to compute; None: it is committed."""
+        """Return the provenance, and the result of :func:`_remaining_parts`."""
         require_exclusive(location)
         with autocast():
             provenance = describe_reference(model, dataset)
         provenance["packs_per_batch"] = config.packs_per_batch
         provenance["tokens_per_batch"] = config.tokens_per_batch
         run = _Run(dataset, provenance, outputs.columns)
-        if not overwrite and _is_committed(location, run):
-            return provenance, None
-        next_version(location, overwrite, SIDE)  # raises if one exists
-        all_parts = {task.part for task in _tasks(dataset, config)}
-        finished = {part for part, _ in _Parts(location, run).read()}
-        return provenance, sorted(all_parts - finished)
+        return provenance, _remaining_parts(location, run, config, overwrite)
 
     provenance, remaining_parts = run_on_rank_zero(prepare)
     if remaining_parts is None:
@@ -286,7 +281,7 @@ def write_ref_logps(
 
 
 class _Run(NamedTuple):
-    """What decides the values of a side dataset."""
+    """The inputs that decide the values of a side dataset."""
 
     dataset: Dataset
     provenance: Provenance
@@ -299,6 +294,23 @@ def _check_outputs(outputs: Outputs) -> None:
     if k is not None and not 1 <= k <= MAX_TOP:
         rule = f"top_k must be from 1 to {MAX_TOP}"
         raise ConfigError(sentence("write_ref_logps", rule=rule, found=str(k)))
+
+
+def _remaining_parts(
+    location: Location, run: _Run, config: BatchConfig, overwrite: bool
+) -> list[int] | None:
+    """Return the parts that earlier runs have not finished; None if the side dataset is
+    committed.
+
+    Raises:
+        DatasetExistsError: another side dataset exists, and `overwrite` is False.
+    """
+    if not overwrite and _is_committed(location, run):
+        return None
+    next_version(location, overwrite, SIDE)  # raises if one exists
+    all_parts = {task.part for task in _tasks(run.dataset, config)}
+    finished = {part for part, _ in _Parts(location, run).read()}
+    return sorted(all_parts - finished)
 
 
 def _is_committed(location: Location, run: _Run) -> bool:
