@@ -201,7 +201,7 @@ def test_verify_names_the_problems_of_values(
     moved = write_values(tmp_path / "moved", dataset, lambda counts: np.roll(counts, 1))
     run(capsys, "verify", moved)
     found = problems_of(capsys, dataset.url, "--side", moved)
-    assert re.search(r"moved, example \d+: it must have \w+ of \d+ supervised", found)
+    assert re.search(r"moved, example \d+: \w+ must hold values of \d+ superv", found)
     assert "1 problem: " in found
 
     records = [{"prompt": [1, 2, i], "chosen": [3], "rejected": [4]} for i in range(30)]

@@ -164,7 +164,7 @@ class SideTable:
             unit = "sequences" if is_per_sequence else "supervised tokens [token-count]"
             text = sentence(
                 where=f"{self.url}, example {example_id}",
-                rule=f"it must have {name} of {counts[first]} {unit}",
+                rule=f"{name} must hold values of {counts[first]} {unit}",
                 found=str(actual_counts[first]),
                 remedy=REMEDY,
             )
