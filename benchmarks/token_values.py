@@ -152,14 +152,11 @@ def measure_quality(folder: Path, teacher: Arrays, k: int) -> dict[str, float]:
 
 def read_top_k(folder: Path, teacher: Arrays, type_name: str) -> Any:
     """Return the stored top k of all tokens, in the teacher's order."""
-    from packstore.format.arrays import concat_token_values
     from packstore.torch import open_side
 
     table = open_side(str(folder / f"side-{type_name}")).load()
     rows = table.find(teacher["example_ids"])
-    return concat_token_values(
-        table.token_values("values", rows, teacher["num_targets"])
-    )
+    return table.token_values("values", rows, teacher["num_targets"])
 
 
 def divergence(logps: Any, other_logps: Any) -> Any:

@@ -306,7 +306,7 @@ class Packs:
             end_target = first_target + np.count_nonzero(self.signed_ids[tokens] >= 0)
             targets = slice(first_target, end_target)
             for name, values in self.token_columns.items():
-                token_columns[name] = map_token_values(values, lambda x: x[targets])
+                token_columns[name] = take_token_values(values, targets)
         ref_logps = None if self.ref_logps is None else self.ref_logps[sequences]
         return Packs(
             signed_ids=self.signed_ids[tokens],
@@ -422,8 +422,19 @@ def map_token_values(values: Any, change: Callable[[Any], Any]) -> Any:
     return change(values)
 
 
+def take_token_values(values: TokenValues, tokens: Int64 | slice) -> TokenValues:
+    """Return the values of some of the tokens; of a slice as a view."""
+    if isinstance(values, TopK):
+        return TopK(values.ids[tokens], values.logps[tokens])
+    return values[tokens]
+
+
 def concat_token_values(parts: Sequence[TokenValues]) -> TokenValues:
-    """Concatenate values of tokens: all numbers, or all of the same k."""
+    """Concatenate values of tokens: all numbers, or all of the same k. One is not
+    copied.
+    """
+    if len(parts) == 1:
+        return parts[0]
     tops = [part for part in parts if isinstance(part, TopK)]
     if not tops:
         return np.concatenate(parts)

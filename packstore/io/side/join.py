@@ -14,9 +14,9 @@ from packstore.errors import CompatibilityError, ConfigError, quote
 from packstore.format.arrays import (
     Int64,
     Packs,
-    TokenValues,
     concat_token_values,
     ragged_indices,
+    take_token_values,
     to_offsets,
 )
 from packstore.io.dataset.dataset import Dataset
@@ -249,21 +249,26 @@ def _join_token_column(
 
     `num_targets`: int64 `[E]`, supervised tokens of each example of the batch.
     """
-    # Top k are many bytes: their views are copied once, in the order of the packs.
-    values_by_place: dict[int, TokenValues] = {}
-    for match in matches:
-        counts = num_targets[match.places]
-        values_of_examples = match.table.token_values(name, match.rows, counts)
-        places = match.places.tolist()
-        values_by_place.update(zip(places, values_of_examples, strict=True))
+    values_of_matches = [
+        match.table.token_values(name, match.rows, num_targets[match.places])
+        for match in matches
+    ]
+    values = concat_token_values(values_of_matches)
+    if len(matches) > 1:
+        # From the order of the matches to the order of the batch.
+        places = np.concatenate([match.places for match in matches])
+        offsets = to_offsets(num_targets[places])
+        indices = ragged_indices(offsets, np.argsort(places))
+        values = take_token_values(values, indices)
 
+    offsets_of_targets = to_offsets(num_targets)
     joined = []
     end = 0
     for pack in packs:
         start, end = end, end + len(pack.example_ids)
-        values = concat_token_values([values_by_place[i] for i in range(start, end)])
-        token_columns = {**pack.token_columns, name: values}
-        joined.append(replace(pack, token_columns=token_columns))
+        targets = slice(offsets_of_targets[start], offsets_of_targets[end])
+        part = take_token_values(values, targets)
+        joined.append(replace(pack, token_columns={**pack.token_columns, name: part}))
     return joined
 
 

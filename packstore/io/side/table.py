@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -125,8 +125,8 @@ class SideTable:
 
     def token_values(
         self, name: str, rows: Int64, num_targets: npt.NDArray[np.integer]
-    ) -> list[TokenValues]:
-        """Return the values of each example's supervised tokens.
+    ) -> TokenValues:
+        """Return the values of the examples' supervised tokens, one after another.
 
         Args:
             name: of a column of tokens.
@@ -134,14 +134,14 @@ class SideTable:
             num_targets: int `[E]`, supervised tokens of each example.
 
         Returns:
-            `[n]`, or `[n, k]` each, of each example: views of the table, or for
-            log-probs of 8 bits float32.
+            `[n]`, or a :class:`TopK` of `[n, k]`: a copy, with log-probs of 8 bits as
+            float32.
 
         Raises:
             CompatibilityError: an example has another number of supervised tokens.
         """
         self.require_counts(name, rows, num_targets)
-        values: list[TokenValues] = self._columns[name].split(rows)
+        values: TokenValues = self._columns[name].take_tokens(rows)
         return values
 
     def require_counts(
@@ -259,9 +259,8 @@ class _Lists:
     def take(self, rows: Int64) -> Column:
         return self._finished_values[ragged_indices(self.offsets, rows)]
 
-    def split(self, rows: Int64) -> list[Column]:
-        """Return the values of each row, as views."""
-        return [self._finished_values[values] for values in _slices(self.offsets, rows)]
+    def take_tokens(self, rows: Int64) -> Column:
+        return _take_slices(self._finished_values, _slices(self.offsets, rows))
 
 
 class _TopKLists:
@@ -295,17 +294,15 @@ class _TopKLists:
         if self._scales is not None:
             self._scale_of_rows = self._scales.finish()
 
-    def split(self, rows: Int64) -> list[TopK]:
-        """Return the values of each row, as views; log-probs of 8 bits as float32."""
+    def take_tokens(self, rows: Int64) -> TopK:
         slices = _slices(self.offsets, rows)
-        ids = [self._top_k.ids[tokens] for tokens in slices]
-        logps = [self._top_k.logps[tokens] for tokens in slices]
-        if self._scales is not None and len(rows):
+        ids = _take_slices(self._top_k.ids, slices)
+        logps = _take_slices(self._top_k.logps, slices)
+        if self._scales is not None:
             counts = self.offsets[rows + 1] - self.offsets[rows]
             scales = np.repeat(self._scale_of_rows[rows], counts)
-            log_probs = from_gaps(np.concatenate(logps), scales[:, None])
-            logps = np.split(log_probs, np.cumsum(counts)[:-1])
-        return [TopK(*values) for values in zip(ids, logps, strict=True)]
+            logps = from_gaps(logps, scales[:, None])
+        return TopK(ids, logps)
 
 
 def _slices(offsets: Int64, rows: Int64) -> list[slice]:
@@ -313,6 +310,12 @@ def _slices(offsets: Int64, rows: Int64) -> list[slice]:
     starts = offsets[rows].tolist()
     ends = offsets[rows + 1].tolist()
     return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
+
+
+def _take_slices(values: npt.NDArray[Any], slices: Sequence[slice]) -> npt.NDArray[Any]:
+    """Return the values at slices, one after another."""
+    # Whole slices: an index of each value would take longer than the copy.
+    return np.concatenate([values[:0], *[values[part] for part in slices]])
 
 
 class _GrowingArray:

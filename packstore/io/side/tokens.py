@@ -249,12 +249,15 @@ def from_gaps(gaps: npt.NDArray[np.uint8], scales: np.float32 | Float32) -> Floa
         gaps: `[n, k]`, see :func:`top_k_of`.
         scales: of one example, or of each token's example, float32 `[n, 1]`.
     """
-    multiples: Float32 = gaps.astype(np.float32)
+    k = gaps.shape[1]
+    # The fewer bytes, the faster: 16 bits up to a k of 257.
+    multiples = gaps.astype(np.min_scalar_type(255 * k))
     # numpy.cumsum along short rows takes four times as long.
-    for column in range(1, gaps.shape[1]):
+    for column in range(1, k):
         multiples[:, column] += multiples[:, column - 1]
-    multiples *= -scales
-    return multiples
+    logps: Float32 = multiples.astype(np.float32)
+    logps *= -scales
+    return logps
 
 
 def _check_scales(
@@ -365,7 +368,24 @@ def _check_top_k(
     if type_.dtype == "uint8":
         _check_scales(logps, as_numpy(array.field("scale")), rows)
         return
-    logps = logps.astype(np.float32)  # numpy compares halves slowly
+    if _are_falling_log_probs(logps):
+        return
+    # Each rule by itself, for the message.
+    logps = logps.astype(np.float32)
     _require_finite(logps, rows)
     rows.require(logps <= 0, rule_text("top-sign"), logps)
     _require_falling(logps, rows)
+
+
+def _are_falling_log_probs(logps: npt.NDArray[np.float16]) -> bool:
+    """Tell by their bits if log-probs are finite, at most 0, and never rise in a token.
+
+    numpy compares integers five times as fast as halves. Of numbers below 0 the lower
+    one has the larger bits. A token with 0 after -0 is not recognised.
+    """
+    bits = logps.view(np.uint16)
+    is_positive = bits.view(np.int16) > 0  # the first bit is the sign
+    is_falling = bits[:, 1:] >= bits[:, :-1]
+    lowest = np.finfo(np.float16).min.view(np.uint16)
+    is_finite = bits[:, -1] <= lowest  # the last is the lowest of its token
+    return bool(not is_positive.any() and is_falling.all() and is_finite.all())

@@ -67,6 +67,19 @@ def test_there_and_back(tmp_path: Path, layout: str) -> None:
             np.testing.assert_allclose(logps, expected[name].logps, 0, tolerance)
 
 
+def test_zeros_of_either_sign_are_equal(tmp_path: Path) -> None:
+    dataset = packstore.pack(pairs(3), str(tmp_path / "data"))
+    side = str(tmp_path / "side")
+    with pt.SideWriter(side, dataset, {"teacher": COLUMNS["teacher"]}) as writer:
+        for packs in dataset.iter_packs():
+            top = values_of(packs.example_ids, packs.num_targets)["teacher"]
+            top.logps[:] = np.array([-0.0, 0.0, -0.0, -1], np.float16)
+            writer.write(packs.example_ids, {"teacher": top}, None, packs.num_targets)
+
+    for packs in pt.PackedDataset(dataset, side=side):
+        assert (packs.token_columns["teacher"].logps == [0, 0, 0, -1]).all()
+
+
 # Any values
 
 
