@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,28 @@ def test_shards_and_row_groups_are_small(
             group = metadata.row_group(number)
             assert group.num_rows == 1 or group.total_byte_size < 1000
     assert_joined(dataset, [url], 5)
+
+
+def test_few_row_groups_are_decoded_ahead(
+    datasets: dict[str, packstore.Dataset],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A small file may decode to much more than memory holds."""
+    num_submitted = 0
+
+    class CountingPool(ThreadPoolExecutor):
+        def submit(self, *args: Any, **keywords: Any) -> Any:
+            nonlocal num_submitted
+            num_submitted += 1
+            return super().submit(*args, **keywords)
+
+    monkeypatch.setattr(side_module, "ThreadPoolExecutor", CountingPool)
+    monkeypatch.setattr(side_module, "GROUP_BYTES", 1)
+    side = pt.open_side(write_random(str(tmp_path / "side"), datasets["first"], 5))
+    for number, _ in enumerate(side.iter_batches(), 1):
+        assert num_submitted < number + side_module.MAX_THREADS
+    assert number == num_submitted == len(side)
 
 
 def test_forked_workers_share_what_the_parent_loaded(
