@@ -406,9 +406,8 @@ class PackedBatch:
         """int64 `[E]`, supervised tokens of each example."""
         segments = self.targets.segments  # S for padding
         examples = pad(self.segment_examples, (0, 1), value=self.num_examples)
-        counts = torch.zeros(self.num_examples + 1, dtype=torch.long)
-        counts = counts.to(segments.device)
-        counts.index_add_(0, examples[segments], torch.ones_like(segments))
+        zeros = segments.new_zeros(self.num_examples + 1)
+        counts = zeros.index_add(0, examples[segments], torch.ones_like(segments))
         return counts[:-1]
 
     @property

@@ -209,6 +209,7 @@ def packed_logps(model: nn.Module, batch: PackedBatch, **settings: Any) -> Tenso
     return _compute_logps(model, batch, **settings)
 
 
+@torch.no_grad()
 def packed_top_k(model: nn.Module, batch: PackedBatch, k: int, **settings: Any) -> TopK:
     """Compute the k most probable ids in place of each supervised token, and their
     log-probs, without making all logits and without gradients.
@@ -229,9 +230,8 @@ def packed_top_k(model: nn.Module, batch: PackedBatch, k: int, **settings: Any) 
             model is compiled.
         ConfigError: `k` is below 1, or above the vocabulary of the head.
     """
-    with torch.no_grad():
-        check_direct_call(model, "packed_top_k")
-        _, top = logps_and_top_k(model, batch, k, **settings)
+    check_direct_call(model, "packed_top_k")
+    _, top = logps_and_top_k(model, batch, k, **settings)
     return top
 
 

@@ -115,12 +115,9 @@ class TokenLoss(StepLoss):
 
 def example_means(losses: Tensor, batch: PackedBatch) -> Tensor:
     """Return the mean of `losses` `[n]` over the tokens of each example, `[E]`."""
-    example = batch.segment_examples
     zeros = losses.new_zeros(batch.num_examples)
-    sums = zeros.index_add(0, example, by_segment(batch, losses))
-    no_tokens = torch.zeros_like(batch.example_ids)
-    token_counts = no_tokens.index_add(0, example, segment_token_counts(batch))
-    return sums / token_counts.clamp(min=1)
+    sums = zeros.index_add(0, batch.segment_examples, by_segment(batch, losses))
+    return sums / batch.num_targets.clamp(min=1)
 
 
 def _token_weights(batch: PackedBatch) -> Tensor:
