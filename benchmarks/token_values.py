@@ -84,9 +84,8 @@ def id_map(model: Path, tokenizer: Path) -> Any:
         for path in (model, tokenizer)
     ]
     ids, other_ids = (vocabulary["vocab"] for vocabulary in vocabularies)
-    size = 1 + max(
-        json.loads((model / "config.json").read_text())["vocab_size"], max(ids.values())
-    )
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    size = max(config["vocab_size"], 1 + max(ids.values()))
     mapped = np.full(size, -1)
     for text, token_id in ids.items():
         mapped[token_id] = other_ids.get(text, -1)
