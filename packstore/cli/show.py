@@ -201,8 +201,8 @@ def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
         labels = np.where(signed_ids < 0, IGNORE_INDEX, signed_ids)
         sequence["input_ids"] = ids
         sequence["labels"] = labels.tolist()
-        for name, of_tokens in values.items():
-            part = of_tokens[sequence["start"] : sequence["stop"]]
+        for name, values_of_tokens in values.items():
+            part = values_of_tokens[sequence["start"] : sequence["stop"]]
             sequence["values"][name] = part
         if reader.decode is not None:
             sequence["text"] = reader.decode(ids)

@@ -385,11 +385,11 @@ def _polars_type(type_name: str) -> Any:
     """Return the Polars type of a column of a side dataset."""
     import polars as pl
 
-    of_tokens = token_type(type_name)
-    if of_tokens is not None and of_tokens.k is not None:
+    type_of_tokens = token_type(type_name)
+    if type_of_tokens is not None and type_of_tokens.k is not None:
         top = pl.Struct({"ids": pl.List(pl.Int32), "logps": pl.List(pl.Float32)})
         return pl.List(pl.List(top))
-    if of_tokens is not None:
+    if type_of_tokens is not None:
         return pl.List(pl.List(pl.Float32))
     return {
         "float32": pl.Float32,

@@ -138,8 +138,8 @@ def token_type(name: str) -> TokenType | None:
 
 def side_type(name: str) -> pa.DataType | None:
     """Return the Arrow type of a column's type; None: this release does not know it."""
-    of_tokens = token_type(name)
-    return SIDE_TYPES.get(name) if of_tokens is None else of_tokens.arrow
+    type_of_tokens = token_type(name)
+    return SIDE_TYPES.get(name) if type_of_tokens is None else type_of_tokens.arrow
 
 
 _LINEAGE = re.compile("[0-9a-f]{64}")

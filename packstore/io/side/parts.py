@@ -96,8 +96,8 @@ def _open_parts(
         lineages: names of its subfolders.
         manifest: manifest of the dataset.
     """
-    wanted = _lineages_to_open(lineages, manifest)
-    if not wanted:
+    folders = _lineages_to_open(lineages, manifest)
+    if not folders:
         raise CompatibilityError(
             sentence(
                 where=location.display,
@@ -106,7 +106,7 @@ def _open_parts(
                 remedy="Name the folder of this dataset's values",
             )
         )
-    return _open_folders(location, wanted)
+    return _open_folders(location, folders)
 
 
 def _open_folders(
@@ -125,9 +125,9 @@ def _lineages_to_open(lineages: Set[str], manifest: Manifest) -> list[str]:
     """Return the lineages of the dataset or of its parts, in their order."""
     if manifest.lineage in lineages:
         return [manifest.lineage]
-    of_parts = list(dict.fromkeys(part.lineage for part in parts_of(manifest)))
-    if lineages >= set(of_parts):
-        return of_parts
+    part_lineages = list(dict.fromkeys(part.lineage for part in parts_of(manifest)))
+    if lineages >= set(part_lineages):
+        return part_lineages
     # A subfolder may be of several parts that were combined before. To look for these
     # takes time quadratic in the number of parts.
     return list(spans_of_lineages(lineages, manifest))

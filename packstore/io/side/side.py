@@ -239,10 +239,10 @@ class SideWriter:
         arrays = [pa.array(ids)]
         for name, type_name in self._manifest.columns.items():
             type_ = schema.field(name).type
-            of_tokens = token_type(type_name)
-            if of_tokens is not None:
+            type_of_tokens = token_type(type_name)
+            if type_of_tokens is not None:
                 rows = ColumnRows(name, ids, token_counts)
-                array = token_lists(values[name], of_tokens, rows)
+                array = token_lists(values[name], type_of_tokens, rows)
             elif pa.types.is_list(type_):
                 rows = ColumnRows(name, ids, sequence_counts)
                 array = sequence_lists(np.asarray(values[name]), rows)

@@ -112,10 +112,10 @@ def _of_responses(value: Any) -> Sequence[Any]:
     return value if has_lists else [value]
 
 
-def _wrong_count(rule: str, place: str, found: int, expected: int) -> Stop:
-    detail = f"{place}{found} for {expected} supervised tokens"
+def _wrong_count(rule: str, place: str, count: int, expected_count: int) -> Stop:
+    detail = f"{place}{count} for {expected_count} supervised tokens"
     remedy = "Give the token ids that were sampled, and a number for each of them"
-    if abs(found - expected) == 1:
+    if abs(count - expected_count) == 1:
         remedy += "; an EOS token may be among them (setting append_eos)"
     return Stop(rule, detail, remedy)
 
