@@ -214,7 +214,7 @@ def write_side(url: Path, dataset: Dataset) -> None:
             responses = packs.num_responses
             tokens = packs.num_targets
             place = np.concatenate([np.arange(n) for n in tokens])
-            numbers = np.repeat(ids % 16, tokens) + place / 8
+            numbers = -np.repeat(ids % 16, tokens) - place / 8
             top_ids = place[:, None] + [0, 1000]
             values = {
                 "text": np.array([f"text {i}" for i in ids], np.object_),
@@ -251,7 +251,7 @@ def test_values_of_tokens_stand_where_their_tokens_stand(
                     assert number is None
                     assert top is None
                     continue
-                assert number == example_id % 16 + place / 8
+                assert number == -(example_id % 16) - place / 8
                 assert top["ids"] == [place, 1000 + place]
                 assert top["logps"] == pytest.approx([-2, -2])
                 place += 1
