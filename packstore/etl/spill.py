@@ -14,6 +14,7 @@ before, to others of examples that begin alike, and read one by one for the plan
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -354,7 +355,7 @@ class _Store:
         if not self._column_dtypes:
             return {}
         batches: list[pa.RecordBatch] = []
-        with pa.OSFile(str(self._columns_path)) as file:
+        with pa.OSFile(os.fsencode(self._columns_path)) as file:
             # The file holds one stream after another, as `_append_columns` wrote them.
             while file.tell() < file.size():
                 stream = pa.ipc.open_stream(file)

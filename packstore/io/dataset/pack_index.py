@@ -139,7 +139,8 @@ def _write_index(
     """
     encodings = dict.fromkeys(SCHEMA.names, "DELTA_BINARY_PACKED")
     options = {"column_encoding": encodings, "store_schema": False, **OPTIONS}
-    sink = pa.OSFile(file.name, "wb")
+    path = os.fsencode(file.name)  # Arrow would encode it as UTF-8
+    sink = pa.OSFile(path, "wb")
     with sink, pq.ParquetWriter(sink, SCHEMA, **options) as writer:
         # The writer has written the first word, and asks the sink for its position.
         sink.write(memoryview(row_groups)[len(b"PAR1") :])
@@ -150,7 +151,8 @@ def _write_index(
     if metadata is None:
         return
 
-    added_metadata = pq.read_metadata(file.name)
+    with pa.OSFile(path) as source:
+        added_metadata = pq.read_metadata(source)
     metadata.append_row_groups(added_metadata)
     footer = io.BytesIO()
     metadata.write_metadata_file(footer)

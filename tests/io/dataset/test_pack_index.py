@@ -5,6 +5,7 @@ of it.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import shutil
 from dataclasses import replace
@@ -291,3 +292,10 @@ def test_an_append_writes_the_index_that_is_written_at_once(tmp_path: Path) -> N
     assert grown.manifest.pack_index is not None
     assert len(grown.pack_index) == len(grown)
     assert grown.verify().ok
+
+
+def test_the_folder_may_have_a_name_that_is_not_utf8(tmp_path: Path) -> None:
+    records = [{"prompt": [1], "chosen": [2] * n, "rejected": [3]} for n in (1, 2, 3)]
+    url = str(tmp_path / os.fsdecode(b"caf\xe9"))
+    packed = packstore.pack(records, url, pack_size=16)
+    assert packstore.append(packed, records[:1]).verify().ok
