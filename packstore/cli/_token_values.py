@@ -32,7 +32,7 @@ NUMBER_STYLE = "dim"
 
 @dataclass(frozen=True, kw_only=True)
 class ValueDrawing:
-    """How values of tokens are drawn.
+    """A way to draw values of tokens: as numbers, or as colours.
 
     Attributes:
         column: the column of tokens.

@@ -211,7 +211,7 @@ def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Drawing:
-    """How packs are drawn.
+    """A way to draw packs as text.
 
     Attributes:
         marks_supervised: supervised text stands in brackets, as there are no colours.

@@ -166,8 +166,8 @@ def _read_values(
             m = dataset.manifest
             part = _values_of(packs, m.kind, m.pack_size)
             if side is not None:
-                (joined,) = side.join([packs])
-                part |= distributions_of_packs(joined, side_names)
+                (packs_with_side,) = side.join([packs])
+                part |= distributions_of_packs(packs_with_side, side_names)
             parts.append(part)
             progress("read", number, len(dataset.row_groups), "row groups")
     return concat_distributions(parts)

@@ -52,11 +52,12 @@ def values_location(
     if config.values_out is not None:
         folder = Location(config.values_out, dataset.storage_options)
         return folder if split is None else folder.join(split)
-    url, mark, query = dataset.url.partition("?")
     if "://" not in dataset.url:
-        url, mark, query = os.path.abspath(dataset.url), "", ""
-    beside = f"{url.rstrip('/')}-values{mark}{query}"
-    return Location(beside, dataset.storage_options)
+        local_folder = f"{os.path.abspath(dataset.url)}-values"
+        return Location(local_folder, dataset.storage_options)
+    url, mark, query = dataset.url.partition("?")
+    values_url = f"{url.rstrip('/')}-values{mark}{query}"
+    return Location(values_url, dataset.storage_options)
 
 
 def put_token_values(
@@ -81,11 +82,11 @@ def put_token_values(
     """
     manifest = dataset.manifest
     folder = values.join(manifest.lineage)
-    stored = _find_side(folder)
+    stored_side = _find_side(folder)
     packed_ids = _packed_ids(dataset)
-    stored_ids, stored_counts = _stored_counts(stored)
+    stored_ids, stored_counts = _stored_counts(stored_side)
     new_ids = np.setdiff1d(packed_ids, stored_ids, assume_unique=True)
-    if stored is not None and not len(new_ids):
+    if stored_side is not None and not len(new_ids):
         return
 
     # Another choice of the same records, as by another pack_size, may be stored: its
@@ -97,11 +98,11 @@ def put_token_values(
         replace(manifest, totals=totals),
         dict.fromkeys(config.token_values, TYPE),
         provenance=_provenance(config),
-        overwrite=stored is not None,
+        overwrite=stored_side is not None,
         storage_options=folder.storage_options,
     ) as writer:
-        if stored is not None:
-            for batch in stored.iter_batches():
+        if stored_side is not None:
+            for batch in stored_side.iter_batches():
                 _write_batch(writer, batch)
         blocks = reader.read_again(manifest.provenance["sources"])
         for ids, counts, columns in _read_values(blocks, config, new_ids):

@@ -146,12 +146,12 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
     fields = list(type_.arrow)
     arrays = [_lists(offsets_of_values, ids, fields[0].type)]
     if type_.dtype == "uint8":
-        stored, scales = _to_gaps(logps, offsets)
-        _check_scales(stored, scales, rows)
-        arrays += [_lists(offsets_of_values, stored, fields[1].type), pa.array(scales)]
+        gaps, scales = _to_gaps(logps, offsets)
+        _check_scales(gaps, scales, rows)
+        arrays += [_lists(offsets_of_values, gaps, fields[1].type), pa.array(scales)]
     else:
-        stored = _rounded(logps, type_, rows)
-        arrays.append(_lists(offsets_of_values, stored, fields[1].type))
+        rounded_logps = _rounded(logps, type_, rows)
+        arrays.append(_lists(offsets_of_values, rounded_logps, fields[1].type))
     return pa.StructArray.from_arrays(arrays, fields=fields)
 
 
@@ -160,8 +160,8 @@ def _number_lists(
 ) -> pa.Array:
     _require_shape(rows.column, values, (int(rows.counts.sum()),))
     rows.require(np.isfinite(values), rule, values)
-    stored = _rounded(values, type_, rows)
-    return _lists(to_offsets(rows.counts), stored, type_.arrow)
+    rounded_values = _rounded(values, type_, rows)
+    return _lists(to_offsets(rows.counts), rounded_values, type_.arrow)
 
 
 def _checked_ids(ids: npt.NDArray[Any], rows: ColumnRows) -> npt.NDArray[np.int32]:
@@ -213,11 +213,11 @@ def _rounded(
 ) -> npt.NDArray[Any]:
     """Return finite values in the dtype of the column; raise if one overflows."""
     with np.errstate(over="ignore"):
-        stored = values.astype(type_.dtype)
+        rounded_values = values.astype(type_.dtype)
     largest = np.finfo(type_.dtype).max
     rule = f"its values must lie in the range of {type_.dtype}, -{largest} to {largest}"
-    rows.require(np.isfinite(stored), rule, values)
-    return stored
+    rows.require(np.isfinite(rounded_values), rule, values)
+    return rounded_values
 
 
 def _to_gaps(
@@ -358,8 +358,8 @@ def _check_top_k(
         row = int(wrong_rows[0])
         rule = f"it must have {k} ids, and as many log-probs, for each token"
         rule += " [token-count]"
-        found = f"{num_ids[row]} ids and {num_logps[row]} log-probs"
-        raise rows.error_at(row, rule, found)
+        counts = f"{num_ids[row]} ids and {num_logps[row]} log-probs"
+        raise rows.error_at(row, rule, counts)
 
     ids, logps = top_k_of(array, k)
     rows.require(ids >= 0, rule_text("top-ids"), ids)
