@@ -57,8 +57,13 @@ def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
 def _run_ref_logps(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
     with process_group(args) as device:
-        from packstore.torch.reference.reference import write_ref_logps
+        from packstore.torch.reference.reference import (
+            Outputs,
+            check_outputs,
+            write_ref_logps,
+        )
 
+        check_outputs(Outputs(args.per_token, args.top_k, args.top_k_dtype))
         model = load_on_device(args, args.model, device)
         with show_progress("ref-logps", args) as progress:
             side = write_ref_logps(

@@ -235,7 +235,7 @@ def write_ref_logps(
         UnsupportedFormatError: a pack of the dataset has more than `max_keys`.
     """
     outputs = Outputs(per_token, top_k, top_k_dtype)
-    _check_outputs(outputs)
+    check_outputs(outputs)
     check_keys(dataset, max_keys)
     check_model(dataset, model)
     policy = PackedPolicy(model, backend=head, per_token=True)
@@ -288,12 +288,13 @@ class _Run(NamedTuple):
     columns: dict[str, str]
 
 
-def _check_outputs(outputs: Outputs) -> None:
+def check_outputs(outputs: Outputs) -> None:
+    """Raise ConfigError if `top_k` is out of range, or its dtype unknown."""
     choice("top_k_dtype", outputs.top_k_dtype, get_args(TopDtype))
     k = outputs.top_k
     if k is not None and not 1 <= k <= MAX_TOP:
-        rule = f"top_k must be from 1 to {MAX_TOP}"
-        raise ConfigError(sentence("write_ref_logps", rule=rule, found=str(k)))
+        rule = f"must be from 1 to {MAX_TOP}"
+        raise ConfigError(sentence("top_k", rule=rule, found=str(k)))
 
 
 def _remaining_parts(
