@@ -579,6 +579,11 @@ class RecordExampleReader:
         for _ in self._blocks:
             pass
 
+    @property
+    def sources(self) -> Sequence[Mapping[str, Any]]:
+        """Path, bytes, sha256 and records of each input that was read to its end."""
+        return self._input_reader.sources
+
     @cached_property
     def file_sizes(self) -> list[int]:
         """Bytes of each file."""
@@ -614,7 +619,7 @@ class RecordExampleReader:
                 that this reader has read.
         """
         if sources is None:
-            sources = self._input_reader.sources
+            sources = self.sources
         tokenizer: dict[str, Any] | None = None
         if self.tokenizer is not None:
             tokenizer = {}

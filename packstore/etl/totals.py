@@ -18,6 +18,7 @@ from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_SPLIT
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
+from packstore.etl.repeated_files import find_repeated_files
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.io.manifest.manifest import Records
 from packstore.io.versions.write_job import AppendedBefore, WriteJob
@@ -242,7 +243,7 @@ class RecordTotals(ProgressCounter):
         )
         if not is_repeated:
             self._rejects.publish()
-        _log_copies(self._sources.values())
+        _log_repeated_files(self._sources)
         log_forms(self._tally, self._reader.kind)
         _log_drops(self._tally)
         _log_events(self._tally)
@@ -300,24 +301,16 @@ class RecordTotals(ProgressCounter):
 # Logs.
 
 
-def _log_copies(sources: Collection[Mapping[str, Any]]) -> None:
-    """Warn about files with the same bytes, as when a glob matches a link and its
-    target.
+def _log_repeated_files(sources: Mapping[int, Mapping[str, Any]]) -> None:
+    """Warn once about files with the same bytes.
 
     Args:
-        sources: path, bytes, sha256 and records of each input.
+        sources: ordinal of each input -> its path, bytes, sha256 and records.
     """
-    paths_by_hash: dict[str, list[str]] = {}
-    for source in sources:
-        if source["records"]:
-            paths_by_hash.setdefault(source["sha256"], []).append(source["path"])
-    for paths in paths_by_hash.values():
-        if len(paths) > 1:
-            log.warning(
-                "files with the same bytes, whose records count for each "
-                "(dedup=pair: once): %s",
-                ", ".join(paths),
-            )
+    in_input_order = [sources[ordinal] for ordinal in sorted(sources)]
+    repeated = find_repeated_files(in_input_order)
+    if repeated is not None:
+        log.warning("%s: %s", repeated.text, ", ".join(repeated.examples))
 
 
 def count_records(tally: Tally) -> Records:

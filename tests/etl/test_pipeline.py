@@ -55,32 +55,6 @@ def do_pack(tokenizer: Tokenizer, tmp_path: Path) -> Pack:
     return run
 
 
-def test_files_with_the_same_bytes_are_named(
-    do_pack: Pack, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As one that two globs match, or a link beside its target; not files without
-    records.
-    """
-    names = ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
-    for name, rows in zip(names, (PAIRS[:9], PAIRS[9:], [], []), strict=True):
-        write_jsonl(tmp_path / name, rows)
-    (tmp_path / "link.jsonl").symlink_to("a.jsonl")
-    paths = [str(tmp_path / name) for name in names]
-    do_pack(paths)
-    assert "the same bytes" not in caplog.text
-    do_pack([*paths, str(tmp_path / "link.jsonl"), paths[1]])
-    told = [
-        text.partition(": once): ")[::2]
-        for text in caplog.messages
-        if "same bytes" in text
-    ]
-    link = str(tmp_path / "link.jsonl")
-    assert [last for _, last in told] == [
-        f"{paths[0]}, {link}",
-        f"{paths[1]}, {paths[1]}",
-    ]
-
-
 def by_id(dataset: packstore.Dataset) -> dict[int, dict[str, Any]]:
     """Everything of each example, under its id."""
     frame = packstore.scan(dataset, tokens=True).collect().drop("pack", "shard")

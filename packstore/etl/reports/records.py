@@ -17,6 +17,7 @@ from typing import Any, Literal
 from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.pipeline import with_adapter
+from packstore.etl.repeated_files import find_repeated_files
 from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
 from packstore.etl.reports.projection import Choice, Projection, Report
@@ -398,6 +399,17 @@ def _read(
         ]
         tally.samples = [*other_samples, *broken_lines]
     findings = list(find_in_tally(tally, config))
+    if isinstance(reader, RecordExampleReader):
+        repeated = find_repeated_files(reader.sources)
+        if repeated is not None:
+            findings.append(
+                Finding(
+                    "repeated_files",
+                    "remark",
+                    text=repeated.text,
+                    examples=repeated.examples,
+                )
+            )
     return Report(kind=reader.kind, tally=tally, findings=findings)
 
 
