@@ -181,14 +181,18 @@ def any_prefixes_of(
 
 
 def forest_packs(
-    seed: int, kind: str, *, num_packs: int = 2, size: int = 14
+    seed: int, kind: str, *, num_packs: int = 2, size: int = 14, longest_turn: int = 4
 ) -> tuple[Examples, Packs]:
     """Return the examples of a random forest, and packs of layout ``shared_prefix``
     that share prefixes over all examples of a pack, in any way that the format allows.
     """
     rng = np.random.default_rng(seed)
     parts = [
-        examples_of(random_forest(seed * num_packs + i, size=size), kind, seed)
+        examples_of(
+            random_forest(seed * num_packs + i, size=size, longest_turn=longest_turn),
+            kind,
+            seed,
+        )
         for i in range(num_packs)
     ]
     examples = Examples.concat(parts)

@@ -47,6 +47,7 @@ from packstore.torch.batch.layout import (
     range_indices,
     segment_ids,
 )
+from packstore.torch.batch.ranges import KeyRanges, compute_key_ranges
 
 Style = Literal["hf", "flash", "megatron", "padded"]
 
@@ -281,11 +282,11 @@ class PackedBatch:
 
     @cached_outside_inference_mode
     def key_runs(self) -> Tensor | None:
-        """int32 `[2, R]`, the runs of the row that make up the logical sequences.
+        """int32 `[3, R]`, the runs of the row that make up the logical sequences.
 
         Each run starts at the beginning of a segment: first those of the ancestors,
-        then the sequence's own.
-        The first row has the segments, the second the tokens of the runs: 0 for an own
+        then the sequence's own. The first row has the sequences, in ascending order,
+        the second the segments, and the third the tokens of the runs: 0 for an own
         segment, which is whole, with its padding. None if no segment omits tokens.
 
         It is computed on the CPU, as the number of runs depends on the parents.
@@ -299,7 +300,9 @@ class PackedBatch:
         omitted = self.lengths.cpu().numpy() - own_lengths
         parents = np.arange(len(omitted)) - self.parent_distances.cpu().numpy()
         segments, tokens = key_runs(parents, omitted, np.zeros_like(omitted))
-        runs = np.array([segments, tokens], np.int32)
+        is_own = tokens == 0
+        sequences = np.cumsum(is_own) - is_own
+        runs = np.array([sequences, segments, tokens], np.int32)
         return torch.from_numpy(runs).to(self.cu_seqlens.device)
 
     @cached_outside_inference_mode
@@ -312,10 +315,25 @@ class PackedBatch:
         runs = self.key_runs
         if runs is None:
             return None
-        segments = runs[0].long()
+        _, segments, tokens = runs.long()
         starts = self.cu_seqlens.long()
-        lengths = torch.where(runs[1] == 0, starts.diff()[segments], runs[1])
+        lengths = torch.where(tokens == 0, starts.diff()[segments], tokens)
         return range_indices(starts[segments], lengths, self.num_keys)
+
+    @cached_outside_inference_mode
+    def key_ranges(self) -> KeyRanges:
+        """The rows that each segment reads, for kernels that copy no keys.
+
+        They are computed on the CPU, as their sizes vary with the data.
+        """
+        runs = self.key_runs
+        ranges = compute_key_ranges(
+            self.cu_seqlens.cpu(),
+            self.cu_seqlens_k.cpu(),
+            None if runs is None else runs.cpu(),
+        )
+        device = self.cu_seqlens.device
+        return ranges.map_tensors(lambda tensor: tensor.to(device))
 
     @cached_outside_inference_mode
     def layout(self) -> AttentionLayout:
@@ -331,6 +349,7 @@ class PackedBatch:
             num_queries=self.num_tokens,
             kv_index=self.kv_index,
             lengths=self.lengths,
+            ranges=self.key_ranges,
         )
 
     @property
@@ -446,6 +465,8 @@ class PackedBatch:
             outdated |= {"position_ids", "segment_ids", "cu_seqlens_k", "kv_index"}
         if "parent_distances" in changes:
             outdated |= {"key_runs", "kv_index"}
+        if changes.keys() & {"cu_seqlens", "parent_distances", "key_runs"}:
+            outdated.add("key_ranges")
         if "rewards" in changes or "num_responses" in changes:
             outdated.add("cpu_rewards_and_counts")
 
@@ -559,7 +580,7 @@ class PackedBatch:
         # Computed now, while the batch may still be on the CPU: on a GPU the numbers of
         # targets and of runs would need a synchronisation, and weights and sources come
         # from arrays on the CPU.
-        _ = self.target_index, self.key_runs, self.weights, self.sources
+        _ = self.target_index, self.key_ranges, self.weights, self.sources
         if self.kind == "scored":
             _ = self.cpu_rewards_and_counts
 
@@ -571,6 +592,7 @@ class PackedBatch:
             *self.columns.values(),
             *self.sequence_columns.values(),
             *_tensors_of_tokens(self.token_columns),
+            *self.key_ranges,
         ]
         tensors = {id(value): value for value in values if isinstance(value, Tensor)}
         changed = {key: change(tensor) for key, tensor in tensors.items()}
@@ -591,6 +613,7 @@ class PackedBatch:
             name: map_token_values(values, lambda x: changed[id(x)])
             for name, values in self.token_columns.items()
         }
+        batch.key_ranges = self.key_ranges.map_tensors(lambda x: changed[id(x)])
         return batch
 
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from packstore.torch.batch.ranges import KeyRanges
+
 T = TypeVar("T")
 
 
@@ -98,6 +100,8 @@ class AttentionLayout:
             `kv_index` of row 0, then of row 1, and so on.
         place_offsets: int64 `[R + 1]`, computed from `kv_index`: offsets of the rows in
             `places`.
+        ranges: the same keys as ranges of rows; None under context parallelism, where
+            a rank has rows of its own only.
     """
 
     cu_seqlens_q: Tensor
@@ -110,6 +114,7 @@ class AttentionLayout:
     num_rows: int | None = None
     places: Tensor | None = None
     place_offsets: Tensor | None = None
+    ranges: KeyRanges | None = None
 
     def __post_init__(self) -> None:
         if self.kv_index is None:

@@ -238,8 +238,8 @@ def _append_segments(batch: PackedBatch, lengths: Tensor, tokens: int) -> Packed
     key_runs = batch.key_runs
     if key_runs is not None:
         # Their keys are their own tokens: one run each, from the start of the segment.
-        own_runs = torch.zeros_like(lengths).repeat(2, 1)
-        own_runs[0] = torch.arange(batch.num_segments, S, device=lengths.device)
+        new_segments = torch.arange(batch.num_segments, S, device=lengths.device)
+        own_runs = torch.stack([new_segments, new_segments, new_segments * 0]).int()
         key_runs = torch.cat([key_runs, own_runs], dim=1)
 
     unpadded = batch.cu_seqlens_unpadded
