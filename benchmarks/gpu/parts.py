@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -17,12 +17,42 @@ from gpu.predictions import HEADS, Work
 from gpu.right_kernels import distance, random_head, random_heads
 from gpu.session import Figures, Session
 
-SORTS = {
-    "products": ("gemm", "nvjet", "cutlass", "xmma", "mm_", "splitk", "::mm", "addmm"),
+KINDS = {
+    "elementwise": ("triton_",),
     "attention": ("flash", "fmha", "attention", "flex"),
+    "products": ("gemm", "nvjet", "cutlass", "xmma", "mm_", "splitk", "::mm", "addmm"),
+    "head sums": ("reduce_kernel",),
+    "gathered keys": ("indexfunc", "gather", "sum_kernel"),
     "copies": ("memcpy", "memset", "copy_"),
 }
-"""Kinds of kernels, by parts of their names; all others count as elementwise."""
+"""Kinds of kernels, by parts of their names, in the order of their tests: the names of
+the compiler's elementwise kernels list operators, and those of FlashAttention contain
+``cutlass``. Kernels of no kind are elementwise, too.
+
+With compiled layers, torch's reductions are those of FlashAttention 2, which sums the
+gradients of keys over the query heads of a group.
+"""
+
+
+def kind_of_kernel(name: str) -> str:
+    """Return the kind of a kernel, a key of `KINDS`."""
+    lower_name = name.lower()
+    for kind, parts in KINDS.items():
+        if any(part in lower_name for part in parts):
+            return kind
+    return "elementwise"
+
+
+def sum_by_kind(milliseconds: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Return the milliseconds of each kind of kernel.
+
+    Args:
+        milliseconds: names of kernels and their times.
+    """
+    sums = dict.fromkeys(KINDS, 0.0)
+    for name, ms in milliseconds:
+        sums[kind_of_kernel(name)] += ms
+    return sums
 
 
 def device(session: Session) -> None:
@@ -91,7 +121,7 @@ def profiles(session: Session, model: str) -> None:
 
 
 def profile(session: Session, model: str) -> Figures:
-    """One step of forward and backward by kernel: the longest, and the share of each
+    """One step of forward and backward by kernel: the longest, and milliseconds of each
     kind.
 
     ``ms`` is the time of the kernels, ``wall_ms`` that of the step without a profiler:
@@ -118,12 +148,7 @@ def profile(session: Session, model: str) -> Figures:
     }
     counts = {e.key: e.count for e in found}
     total = sum(times.values()) or 1
-    shares = dict.fromkeys((*SORTS, "elementwise"), 0.0)
-    for name, took in times.items():
-        sort = next(
-            (s for s, parts in SORTS.items() if any(x in name for x in parts)), None
-        )
-        shares[sort or "elementwise"] += took / total
+    by_kind = sum_by_kind((name, took / 1e3) for name, took in times.items())
     longest = sorted(times, key=lambda name: -times[name])[:40]
     table = [(name[:100], times[name] / 1e3, counts[name]) for name in longest]
     for name, ms, count in table[: 20 if cuda else 3]:
@@ -133,7 +158,7 @@ def profile(session: Session, model: str) -> Figures:
         "wall_ms": 1e3 * wall,
         "kernels": sum(counts.values()),
     }
-    return {**figures, "shares": shares, "table": table, "host": host}
+    return {**figures, "ms_by_kind": by_kind, "table": table, "host": host}
 
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:

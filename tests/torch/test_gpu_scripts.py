@@ -155,6 +155,34 @@ def test_compiled_layers_that_are_not_compiled_fail(
     fast.group(Session(tmp_path, DRY, "qwen3", 4e9), *group)
 
 
+def stored_results() -> dict[str, Any]:
+    """Return the cases of the run on an H200 by name."""
+    path = BENCHMARKS / "results" / "gpu_session.json"
+    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
+    return results
+
+
+PROFILE = "profile/qwen3-0.6b/shared_prefix/triton/compiled"
+
+
+def test_kernels_of_a_stored_profile_have_their_kinds() -> None:
+    from gpu.parts import sum_by_kind
+
+    table = stored_results()[PROFILE]["table"]
+    milliseconds = sum_by_kind((name, ms) for name, ms, _ in table)
+    assert milliseconds == pytest.approx(
+        {
+            "attention": 14.06,
+            "products": 34.31,
+            "head sums": 3.14,
+            "gathered keys": 6.54,
+            "copies": 2.26,
+            "elementwise": 4.20,
+        },
+        abs=0.01,
+    )
+
+
 def test_the_page_gives_what_is_counted() -> None:
     from gpu.predictions import ratios
     from gpu.sizes import PROFILES
