@@ -46,7 +46,9 @@ PASS_COUNT = (
 
 @dataclass(frozen=True)
 class StepDivisor:
-    """Divisors of the sums of a :class:`~packstore.torch.LossOutput`.
+    """Divisors of the sums of a :class:`~packstore.torch.LossOutput`: numbers, or
+    tensors of one, whose values are not read. A CUDA graph, which keeps numbers as they
+    were when it was captured, needs tensors.
 
     Attributes:
         count: divides `loss_sum`; the sum of ``LossOutput.count`` over the step.
@@ -54,9 +56,9 @@ class StepDivisor:
         examples: divides `router_sum`; None: take `count`, if it counts examples.
     """
 
-    count: float
-    sft_count: float | None = None
-    examples: float | None = None
+    count: Tensor | float
+    sft_count: Tensor | float | None = None
+    examples: Tensor | float | None = None
 
     def averaged(self, times: int) -> StepDivisor:
         """Return the divisor for a trainer that averages over `times` parts instead of
@@ -74,9 +76,9 @@ class StepDivisor:
     def without_zeros(self) -> StepDivisor:
         """Return the divisor with 1 in place of 0, which a step of fillers counts."""
         return StepDivisor(
-            count=self.count or 1.0,
-            sft_count=None if self.sft_count is None else self.sft_count or 1.0,
-            examples=None if self.examples is None else self.examples or 1.0,
+            count=_replace_zero(self.count),
+            sft_count=None if self.sft_count is None else _replace_zero(self.sft_count),
+            examples=None if self.examples is None else _replace_zero(self.examples),
         )
 
 
@@ -97,8 +99,8 @@ class BatchDivisors:
     """
 
     count: Tensor | float | None = None
-    sft_count: float | None = None
-    examples: float | None = None
+    sft_count: Tensor | float | None = None
+    examples: Tensor | float | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -300,7 +302,7 @@ class StepLoss(ABC):
             return BatchDivisors()
         if not isinstance(divisor, StepDivisor):
             _check_number(divisor)
-            divisor = StepDivisor(divisor)  # type: ignore[arg-type]
+            divisor = StepDivisor(divisor)
         if self.sft_weight and divisor.sft_count is None:
             raise ConfigError(
                 sentence(
@@ -310,7 +312,11 @@ class StepLoss(ABC):
                     remedy=PASS_COUNT,
                 )
             )
-        return BatchDivisors(divisor.count, divisor.sft_count, divisor.examples)
+        return BatchDivisors(
+            count=_like_sums(divisor.count, logps),
+            sft_count=_like_sums(divisor.sft_count, logps),
+            examples=_like_sums(divisor.examples, logps),
+        )
 
     def _step_divisor(self, batch: PackedBatch, step: StepInfo) -> StepDivisor | None:
         """Return the divisor of a planned step; None for a step of one batch.
@@ -403,6 +409,20 @@ def _planned_counts(kind: str, step: StepInfo) -> dict[str, float]:
     return counts
 
 
+def _replace_zero(count: Tensor | float) -> Tensor | float:
+    """Return 1 in place of 0, without reading the value of a tensor."""
+    if isinstance(count, Tensor):
+        return count.masked_fill(count == 0, 1)
+    return count or 1.0
+
+
+def _like_sums(divisor: Tensor | float | None, logps: Tensor) -> Tensor | float | None:
+    """Return a divisor in the dtype of the losses; another one would widen them."""
+    if isinstance(divisor, Tensor):
+        return divisor.to(logps).reshape(())
+    return divisor
+
+
 def _check_number(divisor: Any) -> None:
     """Raise ConfigError unless a divisor is a number above 0, or a tensor of one.
 
@@ -457,17 +477,13 @@ def count_step(
         device = None  # the counts are numbers already
     elif device is None and batches:
         device = batches[0].weights.device
-    count = 0.0
-    sft_count = 0.0
-    examples = 0.0
-    for batch in batches:
-        batch_counts = loss_fn.count(batch)
-        count += batch_counts.count
-        sft_count += batch_counts.sft_count or 0
-        examples += batch_counts.examples or 0
-    count, sft_count, examples = all_reduce_sums(
-        [count, sft_count, examples], group, device
-    )
+    counts = [loss_fn.count(batch) for batch in batches]
+    sums = [
+        sum(float(part.count) for part in counts),
+        sum(float(part.sft_count or 0) for part in counts),
+        sum(float(part.examples or 0) for part in counts),
+    ]
+    count, sft_count, examples = all_reduce_sums(sums, group, device)
     divisor = StepDivisor(
         count=count,
         sft_count=sft_count if loss_fn.sft_weight else None,

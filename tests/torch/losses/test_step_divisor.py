@@ -125,6 +125,30 @@ def test_divisors(kit: SimpleNamespace, tmp_path: Path) -> None:
             loss_of("sft term by token")(ref_logps, first, ref_logps, divisor=divisor)
 
 
+def test_divisors_may_be_tensors_on_a_device(kit: SimpleNamespace) -> None:
+    """Their values are not read, as a CUDA graph has none when it is captured."""
+    loss_fn = loss_of("sft term by token")
+    batch = kit.row(4)
+    logps = torch.linspace(-20, -10, batch.num_segments).requires_grad_()
+    numbers = StepDivisor(7, 30, 5)
+    tensors = StepDivisor(
+        *(torch.tensor(float(x), dtype=torch.float64) for x in (7, 30, 5))
+    )
+    losses = [
+        loss_fn(logps, batch, logps, divisor=divisor.averaged(2).without_zeros()).loss
+        for divisor in (numbers, tensors)
+    ]
+    assert torch.equal(*losses)
+    assert losses[1].dtype == torch.float32
+
+    zeros = StepDivisor(*torch.tensor([0, 3, 0])).without_zeros()
+    assert [int(x) for x in (zeros.count, zeros.sft_count, zeros.examples)] == [1, 3, 1]
+    on_meta = StepDivisor(*torch.ones(3, device="meta")).averaged(2).without_zeros()
+    moved = logps.detach().to("meta")
+    loss = loss_fn(moved, batch.to("meta"), moved, divisor=on_meta).loss
+    assert loss.is_meta
+
+
 def test_a_rank_without_batches(
     kit: SimpleNamespace, request: pytest.FixtureRequest
 ) -> None:
