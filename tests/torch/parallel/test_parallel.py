@@ -4,9 +4,9 @@ move.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from itertools import pairwise, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch.nn.functional import pad
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from packstore.errors import ConfigError
 from packstore.testing import random_examples
@@ -27,6 +28,7 @@ from packstore.torch import (
     PreferenceLoss,
     collate,
     context_shard,
+    packed_logps,
     pad_batch,
     pad_segments,
     padding_multiple,
@@ -40,6 +42,7 @@ from packstore.torch.attention import ATTENTION, Settings
 KINDS = st.sampled_from(["preference", "sft", "scored"])
 LAYOUTS = st.sampled_from(["concat", "shared_prefix", "forest"])
 SEEDS = st.integers(0, 1000)
+DATASETS = itertools.count()
 
 
 def make(
@@ -299,46 +302,109 @@ def test_losses_do_not_see_what_fills_up(
     assert not counts[real:].any()
 
 
-@pytest.mark.parametrize(
-    ("kind", "multiple", "layout"),
-    [
-        ("preference", 1, "concat"),
-        ("sft", 8, "concat"),
-        ("scored", 8, "shared_prefix"),
-        ("sft", 8, "forest"),
-        ("scored", 1, "forest"),
-    ],
-)
+def shapes_of(batch: PackedBatch) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every tensor of a batch and its layout; cached ones too."""
+    shapes = {}
+    for owner in (batch, batch.layout):
+        leaves, _ = tree_flatten_with_path(dict(sorted(vars(owner).items())))
+        for path, value in leaves:
+            if isinstance(value, Tensor):
+                shapes[type(owner).__name__ + keystr(path)] = tuple(value.shape)
+    return shapes
+
+
+@settings(max_examples=30, deadline=None)
+@given(SEEDS, KINDS, LAYOUTS, st.sampled_from([1, 3, 8]))
 def test_sizes_from_the_manifest(
-    kit: SimpleNamespace, tmp_path: Path, kind: str, multiple: int, layout: str
+    kit: SimpleNamespace, seed: int, kind: str, layout: str, multiple: int
 ) -> None:
+    """Every batch of a dataset fits them, and has the shapes of every other."""
     if layout == "forest":
         layout = "shared_prefix"
-        _, packs = forest_packs(3, kind, num_packs=8)
+        _, packs = forest_packs(seed, kind, num_packs=4)
     else:
-        examples = random_examples(24, seed=3, kind=kind)
-        packs = kit.packed(examples, [1, 3, 5, 2, 4, 3, 2, 4], layout)
-    manifest = kit.write(str(tmp_path / "data"), packs, kind, layout).manifest
-    shapes = set()
-    sizes = static_sizes(manifest, 2, multiple=multiple)
+        examples = random_examples(12, seed=seed, kind=kind)
+        packs = kit.packed(examples, [1, 3, 5, 3], layout)
+    url = f"memory://sizes-{next(DATASETS)}"
+    dataset = kit.write(url, packs, kind, layout)
+    sizes = static_sizes(dataset.manifest, 2, multiple=multiple)
     assert sizes["num_tokens"] % multiple == sizes["max_seqlen"] % multiple == 0
-    for i in range(0, 8, 2):
-        for pair in ((i, i + 1), (i, i), (0, i)):
-            batch = pad_segments(collate([packs.row(p) for p in pair], kind), multiple)
-            batch = pad_batch(batch, **sizes)
-            assert (batch.cu_seqlens.diff() % multiple == 0).all()
-            shapes.add(
-                (
-                    batch.num_tokens,
-                    batch.num_segments,
-                    batch.max_seqlen,
-                    len(batch.target_index),
-                    batch.max_seqlen_k,
-                )
-            )
-    assert shapes == {(*sizes.values(), sizes["max_seqlen"])}
+    shapes = []
+    for first, second in ((0, 1), (1, 1), (2, 3), (3, 0)):
+        packs_of_batch = [packs.row(first), packs.row(second)]
+        batch = pad_segments(collate(packs_of_batch, kind), multiple)
+        padded = pad_batch(batch, **sizes).to("cpu")
+        assert (padded.cu_seqlens.diff() % multiple == 0).all()
+        assert padded.max_seqlen == padded.max_seqlen_k == sizes["max_seqlen"]
+        assert int(padded.cu_seqlens_k.diff().max()) <= sizes["max_seqlen"]
+        assert int(padded.num_responses.sum()) == sizes["num_segments"]
+        assert (padded.kv_index is None) == (layout == "concat")
+        shapes.append(shapes_of(padded))
+    assert shapes == [shapes[0]] * 4
+    assert len(shapes[0]) > 20
+
+
+def test_a_dataset_without_packs_has_no_sizes(kit: SimpleNamespace) -> None:
+    examples = random_examples(4)
+    packs = kit.packed(examples, [2, 2], "concat")
+    dataset = kit.write("memory://no-sizes", packs, "preference", "concat")
     with pytest.raises(ConfigError, match="static_sizes"):
-        static_sizes(manifest, 0)
+        static_sizes(dataset.manifest, 0)
+
+
+def test_sizes_of_a_mix_fit_packs_of_all(kit: SimpleNamespace) -> None:
+    batches = []
+    manifests = []
+    for layout, length in (("concat", 60), ("shared_prefix", 9)):
+        examples = random_examples(6, seed=length, max_prompt=length)
+        packs = kit.packed(examples, [4, 2], layout)
+        url = f"memory://mix-sizes-{layout}"
+        manifests.append(kit.write(url, packs, "preference", layout).manifest)
+        batches += [packs.row(0), packs.row(1)]
+    sizes = static_sizes(manifests, 2)
+    shapes = [
+        shapes_of(pad_batch(collate([one, other], "preference"), **sizes))
+        for one, other in product(batches, repeat=2)
+    ]
+    assert shapes == [shapes[0]] * len(shapes)
+
+
+@pytest.mark.parametrize("backend", ["reference", "sdpa"])
+@pytest.mark.parametrize("layout", ["shared_prefix", "forest"])
+def test_padding_keys_change_no_loss(
+    kit: SimpleNamespace, layout: str, backend: str
+) -> None:
+    """Nor a gradient: no query sees them."""
+    model = use_packed_attention(kit.tiny_model().double(), backend)
+    loss_fn = PreferenceLoss("dpo", sft_weight=0.5)
+    for seed in range(3):
+        batch = make(kit, seed, "preference", layout)
+        sizes = SIZES | {"num_keys": 3 * SIZES["num_tokens"], "num_segments": 80}
+        padded = pad_batch(batch, **sizes, num_runs=500)
+        values = []
+        for one in (batch, padded):
+            model.zero_grad()
+            loss = loss_fn(packed_logps(model, one), one).loss
+            loss.backward()
+            gradients = [p.grad.flatten() for p in model.parameters()]
+            values.append(torch.cat([loss.detach()[None], *gradients]))
+        assert (values[0] - values[1]).abs().max() < 1e-12
+        assert values[0].abs().max() > 1e-3
+
+
+def test_padding_keys_are_spread(kit: SimpleNamespace) -> None:
+    """No token has many more copies than others: their gradients are summed in turn."""
+    batch = make(kit, 0, "preference", "shared_prefix")
+    sizes = {"num_tokens": 300, "num_segments": 200, "max_seqlen": 40}
+    few = pad_batch(batch, **sizes, num_keys=batch.num_keys + 300)
+    many = pad_batch(batch, **sizes, num_keys=5000, num_runs=1000)
+    assert many.key_runs.shape == (3, 1000)
+    copies = [one.kv_index.bincount(minlength=300) for one in (few, many)]
+    assert copies[0].max() <= copies[1].max() <= 5000 / 300 * 2
+    assert (many.key_runs[0].diff() >= 0).all()
+    for name, size in (("num_keys", 300), ("num_runs", 30)):
+        with pytest.raises(ConfigError, match=f"{name}={size}"):
+            pad_batch(batch, **sizes, **{"num_keys": 5000, name: size})
 
 
 @pytest.mark.slow
