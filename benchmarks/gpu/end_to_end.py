@@ -99,8 +99,8 @@ def run_process(task: dict[str, Any]) -> Figures:
         raise RuntimeError(
             f"the training ended with {done.returncode}: {done.stderr[-600:]}"
         )
-    found: Figures = json.loads(done.stdout.splitlines()[-1])
-    return found
+    results: Figures = json.loads(done.stdout.splitlines()[-1])
+    return results
 
 
 def _model(session: Session, scratch: Path) -> Path:
@@ -108,15 +108,15 @@ def _model(session: Session, scratch: Path) -> Path:
     return saved_model(session, family, config, scratch / name)
 
 
-def _rates(session: Session, found: Figures, first: int = FIRST) -> Figures:
+def _rates(session: Session, results: Figures, first: int = FIRST) -> Figures:
     """Pairs a second after the first steps, by the same clock for all trainers."""
     first = first if session.sizes.cuda else 1
-    taken = found["times"][-1] - found["times"][first - 1]
+    seconds = results["times"][-1] - results["times"][first - 1]
     pairs = [
         r.get("examples", session.sizes.pairs_per_step)
-        for r in found["records"][first:]
+        for r in results["records"][first:]
     ]
-    return {"pairs_per_second": sum(pairs) / taken, "peak_gib": found["peak_gib"]}
+    return {"pairs_per_second": sum(pairs) / seconds, "peak_gib": results["peak_gib"]}
 
 
 def _trl(session: Session, scratch: Path) -> Figures:
@@ -143,14 +143,14 @@ def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
     if settings.get("ref_logps"):
         settings["ref_logps"] = str(scratch / "ref")
         figures["reference_tokens_per_second"] = _ref_logps(session, settings)
-    found = run_process({"settings": settings, "kill_at": session.sizes.steps})
-    steady = found["records"][FIRST if session.sizes.cuda else 1 :]
+    results = run_process({"settings": settings, "kill_at": session.sizes.steps})
+    steady = results["records"][FIRST if session.sizes.cuda else 1 :]
     middle = {
         name: statistics.median(r[name] for r in steady)
         for name in ("fill", "data_wait")
     }
     quick = {"right": middle["data_wait"] < 0.01} if session.sizes.cuda else {}
-    return {**quick, **_rates(session, found), **middle, **figures}
+    return {**quick, **_rates(session, results), **middle, **figures}
 
 
 def _ref_logps(session: Session, settings: dict[str, Any]) -> float:

@@ -70,15 +70,15 @@ def group(
     trial = Trial(session, model, profile, tokens, compiled)
     least = 40 if compiled and session.sizes.cuda else 8
     ready: dict[str, str] = {}
-    for some in (list(cases)[:2], list(cases)[2:]):
-        for case in some:
-            known = not session.wants(case)
+    for group_of_cases in (list(cases)[:2], list(cases)[2:]):
+        for case in group_of_cases:
+            was_measured = not session.wants(case)
             if session.case(case, partial(trial.warm, way := cases[case]), least):
                 ready[case] = way
-                if known:  # a process before this one has measured it
+                if was_measured:  # by a process before this one
                     trial.warm(way)
         trial.seconds.clear()
-        for _ in range(session.sizes.rounds if some else 0):
+        for _ in range(session.sizes.rounds if group_of_cases else 0):
             for case, way in list(ready.items()):
                 if session.left < 3:
                     break
@@ -117,7 +117,7 @@ class Trial:
         runs = cut(rows, "shared_prefix", tokens)[: -(-volume // tokens)]
         self.rows = np.concatenate(runs)
         self.seconds: dict[str, list[float]] = {}
-        self.made: dict[str, list[Any]] = {}
+        self._batches: dict[str, list[Any]] = {}
 
     @cached_property
     def model(self) -> Any:
@@ -134,10 +134,10 @@ class Trial:
     def batches(self, way: str) -> list[Any]:
         """The pairs of a round as batches on the device."""
         packing = way.partition("/")[0]
-        if packing not in self.made:
+        if packing not in self._batches:
             runs = cut(self.rows, packing, self.tokens)
-            self.made[packing] = [self._batch(run, packing) for run in runs]
-        return self.made[packing]
+            self._batches[packing] = [self._batch(run, packing) for run in runs]
+        return self._batches[packing]
 
     def _batch(self, rows: np.ndarray, packing: str) -> Any:
         layout = "shared_prefix" if packing == "shared_prefix" else "concat"
@@ -150,9 +150,9 @@ class Trial:
         packing, _, head = way.partition("/")
         padded = packing.startswith("padded")
         model = self.model
-        wanted = "sdpa" if padded else self.packed
-        if model.config._attn_implementation != wanted:
-            model.set_attn_implementation(wanted)
+        implementation = "sdpa" if padded else self.packed
+        if model.config._attn_implementation != implementation:
+            model.set_attn_implementation(implementation)
         if head in ("triton", "eager"):
             backend = head if self.sizes.cuda else "eager"
             sums = packed_logps(model, batch, backend=backend)

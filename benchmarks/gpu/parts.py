@@ -65,16 +65,16 @@ def device(session: Session) -> None:
 
 def about(session: Session) -> Figures:
     packages = "torch transformers accelerate triton numpy pyarrow trl liger-kernel"
-    found: Figures = {"device": "cpu"}
+    properties: Figures = {"device": "cpu"}
     if session.sizes.cuda:
         card = torch.cuda.get_device_properties(0)
-        found = {
+        properties = {
             "device": card.name,
             "capability": f"{card.major}.{card.minor}",
             "memory_gib": card.total_memory / 2**30,
             "cuda": torch.version.cuda,
         }
-    return {**found, **provenance(*packages.split())}
+    return {**properties, **provenance(*packages.split())}
 
 
 def ceilings(session: Session) -> Figures:
@@ -96,7 +96,7 @@ def seconds_of(
     """Median seconds of a call, on the device's clock."""
     for _ in range(warm if cuda else 1):
         work()
-    found = []
+    seconds = []
     for _ in range(times if cuda else 1):
         if cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -104,12 +104,12 @@ def seconds_of(
             work()
             end.record()
             end.synchronize()
-            found.append(begin.elapsed_time(end) / 1e3)
+            seconds.append(begin.elapsed_time(end) / 1e3)
         else:
             start = time.perf_counter()
             work()
-            found.append(time.perf_counter() - start)
-    return sorted(found)[len(found) // 2]
+            seconds.append(time.perf_counter() - start)
+    return sorted(seconds)[len(seconds) // 2]
 
 
 def profiles(session: Session, model: str) -> None:
@@ -139,14 +139,14 @@ def profile(session: Session, model: str) -> Figures:
         trial.step(OURS, batch)
     # On a GPU kernels only: an operator's time is that of its kernels.
     events = p.key_averages()
-    found = [e for e in events if not cuda or e.device_type.name == "CUDA"]
+    kernels = [e for e in events if not cuda or e.device_type.name == "CUDA"]
     calls = sorted(events, key=lambda e: -e.self_cpu_time_total)[:20]
     host = [(e.key[:60], e.self_cpu_time_total / 1e3, e.count) for e in calls]
     times = {
         e.key: e.self_device_time_total if cuda else e.self_cpu_time_total
-        for e in found
+        for e in kernels
     }
-    counts = {e.key: e.count for e in found}
+    counts = {e.key: e.count for e in kernels}
     total = sum(times.values()) or 1
     by_kind = sum_by_kind((name, took / 1e3) for name, took in times.items())
     longest = sorted(times, key=lambda name: -times[name])[:40]
@@ -223,11 +223,10 @@ def _head(
         figures["peak_mib"] = (torch.cuda.max_memory_allocated() - before) / 2**20
     if out.ndim:
         with torch.no_grad():
-            exact = hidden[:64].double() @ weight.double().T
-            wanted = exact.gather(-1, targets[:64, None]).squeeze(-1) - exact.logsumexp(
-                -1
-            )
-        figures["error"] = distance(out[:64], wanted)
+            logits = hidden[:64].double() @ weight.double().T
+            scores = logits.gather(-1, targets[:64, None]).squeeze(-1)
+            exact = scores - logits.logsumexp(-1)
+        figures["error"] = distance(out[:64], exact)
     if name in HEADS:
         (vocab, width), (times, passes) = shape, HEADS[name]
         counted = Work(0, 2 * n * vocab * width, 0, times, n * vocab * passes)
@@ -270,5 +269,5 @@ def attention(session: Session) -> None:
 
     for length in (128, 512, 2048, 8192) if sizes.cuda else (32,):
         for backend in sizes.backends:
-            told = f"attention by length/{backend}/{length}"
-            session.case(told, partial(rate, backend, length))
+            case = f"attention by length/{backend}/{length}"
+            session.case(case, partial(rate, backend, length))

@@ -21,22 +21,22 @@ FLOOR = 1e-4
 """Errors below are right without a comparison with plain arithmetic."""
 
 
-def distance(found: Tensor, exact: Tensor) -> float:
+def distance(actual: Tensor, exact: Tensor) -> float:
     """The norm of the error as a share of the norm of the exact values; both may be
     empty.
     """
-    found, exact = found.detach().double(), exact.detach().double()
-    if not bool(found.isfinite().all()):
+    actual, exact = actual.detach().double(), exact.detach().double()
+    if not bool(actual.isfinite().all()):
         return math.inf
     scale = float(exact.norm())
-    return float((found - exact).norm()) / scale if scale else float(found.norm())
+    return float((actual - exact).norm()) / scale if scale else float(actual.norm())
 
 
 def verdict(
-    found: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+    actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> Figures:
     """Errors by norm: at most `LIMIT`, and at most twice those of plain arithmetic."""
-    errors = {name: distance(found[name], exact[name]) for name in exact}
+    errors = {name: distance(actual[name], exact[name]) for name in exact}
     allowed = {
         name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact
     }
@@ -95,19 +95,19 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
     from packstore.torch import pad_batch
 
     rows = cut(lengths("hh", 100, sizes.row // 4), "concat", sizes.row)[0]
-    found = {}
+    layout_of = {}
     for name in ("concat", "shared_prefix"):
         batch = batch_of(rows, name, 100)
-        found[name] = batch.to(sizes.device).layout
-        more = {"num_tokens": sizes.row + 100, "num_segments": batch.num_segments + 20}
-        found[f"{name} padded to a shape"] = (
-            pad_batch(batch, **more).to(sizes.device).layout
+        layout_of[name] = batch.to(sizes.device).layout
+        shape = {"num_tokens": sizes.row + 100, "num_segments": batch.num_segments + 20}
+        layout_of[f"{name} padded to a shape"] = (
+            pad_batch(batch, **shape).to(sizes.device).layout
         )
         empty = pad_batch(
             batch, num_tokens=batch.num_tokens, num_segments=batch.num_segments + 6
         )
-        found[f"{name} with empty segments"] = empty.to(sizes.device).layout
-    return {**found, "ragged": ragged(sizes.device)}
+        layout_of[f"{name} with empty segments"] = empty.to(sizes.device).layout
+    return {**layout_of, "ragged": ragged(sizes.device)}
 
 
 def run(
@@ -127,13 +127,13 @@ def attention(
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
-    made = layouts(sizes)
+    layout_of = layouts(sizes)
 
     def compare(
         backend: str, name: str, heads: tuple[int, int, int], window: int | None
     ) -> Any:
         attend, exact = ATTENTION.load(backend), ATTENTION.load("reference")
-        layout, settings = made[name], Settings(heads[2] ** -0.5, window)
+        layout, settings = layout_of[name], Settings(heads[2] ** -0.5, window)
         qkv, up = random_heads(sizes, layout.num_queries, *heads)
         return verdict(
             run(lambda *x: attend(*x, layout, settings), qkv, up),
@@ -152,11 +152,11 @@ def attention(
             session.case(f"attention/{backend}", lambda b=backend: ATTENTION.load(b))
             continue
         for shape in heads:
-            for name in made:
+            for name in layout_of:
                 for window in (None, sizes.window):
-                    told = f"attention/{backend}/{name}/{shape}/window {window}"
+                    case = f"attention/{backend}/{name}/{shape}/window {window}"
                     args = (backend, name, shape, window)
-                    session.case(told, partial(compare, *args))
+                    session.case(case, partial(compare, *args))
 
 
 def random_heads(
@@ -269,14 +269,18 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
     chunk = default_chunk(torch.device(sizes.device)) if sizes.cuda else 512
 
     def ours(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        made = Projection(softcap=softcap, chunk_size=chunk, backend=how["backend"])
-        return HeadLogProbs.apply(h, w, b, targets, made)
+        projection = Projection(
+            softcap=softcap, chunk_size=chunk, backend=how["backend"]
+        )
+        return HeadLogProbs.apply(h, w, b, targets, projection)
 
     def logits(h: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        made = torch.nn.functional.linear(h, w, b)
-        made = made if made.dtype == torch.float64 else made.float()
-        made = made if softcap is None else softcap * torch.tanh(made / softcap)
-        return made.gather(-1, targets[:, None]).squeeze(-1) - made.logsumexp(-1)
+        rows = torch.nn.functional.linear(h, w, b)
+        if rows.dtype != torch.float64:
+            rows = rows.float()
+        if softcap is not None:
+            rows = softcap * torch.tanh(rows / softcap)
+        return rows.gather(-1, targets[:, None]).squeeze(-1) - rows.logsumexp(-1)
 
     def graded(way: Callable[..., Tensor], wide: bool) -> dict[str, Tensor]:
         inputs = [
@@ -295,8 +299,8 @@ def _head(session: Session, n: int, how: dict[str, Any]) -> Figures:
             for name, x in zip(("hidden", "weight", "bias"), inputs, strict=True)
             if x is not None and x.requires_grad
         }
-        made = torch.autograd.grad(out, list(leaves.values()), up.to(out.dtype))
-        return {"logps": out.detach(), **dict(zip(leaves, made, strict=True))}
+        gradients = torch.autograd.grad(out, list(leaves.values()), up.to(out.dtype))
+        return {"logps": out.detach(), **dict(zip(leaves, gradients, strict=True))}
 
     exact = graded(logits, wide=True)
     return verdict(graded(ours, wide=False), graded(logits, wide=False), exact)

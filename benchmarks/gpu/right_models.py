@@ -29,8 +29,10 @@ def _rows(session: Session) -> np.ndarray:
 
 
 def _config(session: Session, family: str) -> dict[str, Any]:
-    own = {"sliding_window": session.sizes.window} if family == "Gemma2" else {}
-    return {**session.sizes.small, **own}
+    family_config = (
+        {"sliding_window": session.sizes.window} if family == "Gemma2" else {}
+    )
+    return {**session.sizes.small, **family_config}
 
 
 def packed_is_padded(
@@ -55,9 +57,9 @@ def _packed_is_padded(
 
     sizes, config = session.sizes, _config(session, family)
     rows, vocab = _rows(session), config["vocab_size"]
-    whole = batch_of(rows, "concat", vocab).to(sizes.device)
+    concat_batch = batch_of(rows, "concat", vocab).to(sizes.device)
     batch = batch_of(rows, layout, vocab).to(sizes.device)
-    found: dict[str, dict[str, Tensor]] = {}
+    results: dict[str, dict[str, Tensor]] = {}
     for name, dtype in (
         ("exact", torch.float32),
         ("padded", sizes.dtype),
@@ -74,22 +76,22 @@ def _packed_is_padded(
             logits = logits if batch.kv_index is None else logits[batch.kv_index]
         else:
             model.set_attn_implementation("eager")
-            made = model(**whole.model_inputs("padded")).logits
-            logits = whole.unpad(made)
-            logps = _sums(logits, whole)
+            padded_logits = model(**concat_batch.model_inputs("padded")).logits
+            logits = concat_batch.unpad(padded_logits)
+            logps = _sums(logits, concat_batch)
         loss = PreferenceLoss("dpo", beta=BETA)(
-            logps, whole, torch.zeros_like(logps)
+            logps, concat_batch, torch.zeros_like(logps)
         ).loss
         loss.backward()
         grads = torch.cat([p.grad.flatten().float() for p in model.parameters()])
-        found[name] = {
+        results[name] = {
             "logits": logits.detach().float(),
             "logps": logps.detach().float(),
             "loss": loss.detach().float()[None],
             "gradient": grads,
         }
-    errors = {n: distance(x, found["exact"][n]) for n, x in found["ours"].items()}
-    plain = {n: distance(x, found["exact"][n]) for n, x in found["padded"].items()}
+    errors = {n: distance(x, results["exact"][n]) for n, x in results["ours"].items()}
+    plain = {n: distance(x, results["exact"][n]) for n, x in results["padded"].items()}
     floor = {"loss": 2e-3, "logps": 2e-3}
     right = all(e <= max(2 * plain[n], floor.get(n, 1e-3)) for n, e in errors.items())
     return {"right": right, "errors": errors, "errors_of_padded": plain}
@@ -129,11 +131,11 @@ def _waits(session: Session, family: str, layout: str) -> Figures:
     batch = batch.pin_memory() if sizes.cuda else batch
 
     def step() -> None:
-        here = batch.to(sizes.device, non_blocking=True)
+        device_batch = batch.to(sizes.device, non_blocking=True)
         with torch.no_grad():
-            reference = policy(here)
-        divisor = StepDivisor(float(here.num_examples))
-        out = loss_fn(policy(here), here, reference, divisor=divisor)
+            reference = policy(device_batch)
+        divisor = StepDivisor(float(device_batch.num_examples))
+        out = loss_fn(policy(device_batch), device_batch, reference, divisor=divisor)
         out.loss.backward()
         metrics.add(out.metrics)
 
@@ -147,9 +149,9 @@ def _waits(session: Session, family: str, layout: str) -> Figures:
         finally:
             if sizes.cuda:
                 torch.cuda.set_sync_debug_mode("default")
-    told = [w for w in caught if "called a synchronizing" in str(w.message)]
-    places = [f"{Path(w.filename).name}:{w.lineno}" for w in told]
-    return {"right": not told, "waits": len(told), "places": sorted(set(places))}
+    waits = [w for w in caught if "called a synchronizing" in str(w.message)]
+    places = [f"{Path(w.filename).name}:{w.lineno}" for w in waits]
+    return {"right": not waits, "waits": len(waits), "places": sorted(set(places))}
 
 
 def cuda_graph(session: Session) -> None:
@@ -213,13 +215,13 @@ def _cuda_graph(session: Session) -> Figures:
     with torch.cuda.graph(graph):
         loss = forward_backward(batches[0])
     static, errors = _tensors(batches[0]), []
-    for batch, wanted in zip(batches, expected, strict=True):
+    for batch, expected_state in zip(batches, expected, strict=True):
         for name, x in _tensors(batch).items():
             static[name].copy_(x)
         for parameter in model.parameters():
             parameter.grad.zero_()
         graph.replay()
-        errors.append(distance(state(loss), wanted))
+        errors.append(distance(state(loss), expected_state))
     return {"right": max(errors) <= LIMIT, "captured": True, "errors": errors}
 
 
@@ -244,14 +246,16 @@ def resumed(session: Session, data: Path, scratch: Path) -> None:
         base = settings_of(session, model, data, steps)
         base |= {"save_steps": 2, "examples_per_step": 4, "compile": "none"}
         base |= {"dtype": "bfloat16"}
-        whole, killed = (
-            base | {"output_dir": str(scratch / n)} for n in ("whole", "killed")
+        undisturbed, killed = (
+            base | {"output_dir": str(scratch / name)}
+            for name in ("undisturbed", "killed")
         )
         run_process({"settings": killed, "exact": True, "kill_at": cut_at})
-        whole, found = (
-            run_process({"settings": s, "exact": True}) for s in (whole, killed)
-        )
-        losses = [[record["loss"] for record in r["records"]] for r in (whole, found)]
+        results = [
+            run_process({"settings": settings, "exact": True})
+            for settings in (undisturbed, killed)
+        ]
+        losses = [[record["loss"] for record in r["records"]] for r in results]
         return {
             "right": losses[0] == losses[1] and len(losses[0]) == steps,
             "losses": losses,

@@ -29,7 +29,7 @@ def main(task: dict[str, Any]) -> None:
     history: list[dict[str, float]] = []
     times: list[float] = []
 
-    def told() -> None:
+    def print_records() -> None:
         peak = torch.cuda.max_memory_allocated() / 2**30 if cuda else None
         records = [record for record in history if "loss" in record]
         print(
@@ -46,7 +46,7 @@ def main(task: dict[str, Any]) -> None:
         def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             history[:] = state.log_history
             if state.global_step == task.get("kill_at"):
-                told()
+                print_records()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     if "pairs" in task:
@@ -55,7 +55,7 @@ def main(task: dict[str, Any]) -> None:
         from packstore.torch import train
 
         train(**task["settings"], callbacks=[Keep()])
-    told()
+    print_records()
 
 
 def trl(
@@ -90,10 +90,10 @@ def trl(
         [" " + " ".join(map(str, rng.integers(2, vocab, n))) for n in row]
         for row in pairs
     ]
-    each = min(4, step)
+    batch_size = min(4, step)
     settings = DPOConfig(
-        output_dir=output_dir, per_device_train_batch_size=each, bf16=cuda, use_cpu=not cuda,
-        gradient_accumulation_steps=step // each, max_length=None, gradient_checkpointing=False,
+        output_dir=output_dir, per_device_train_batch_size=batch_size, bf16=cuda, use_cpu=not cuda,
+        gradient_accumulation_steps=step // batch_size, max_length=None, gradient_checkpointing=False,
         learning_rate=1e-6, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     DPOTrainer(

@@ -15,7 +15,7 @@ def _config(
     inner: int,
     layers: int,
     heads: tuple[int, int, int],
-    **own: Any,
+    **further: Any,
 ) -> dict[str, Any]:
     """A config by vocabulary, widths, layers; query heads, key heads and their size."""
     return {
@@ -26,7 +26,7 @@ def _config(
         "num_attention_heads": heads[0],
         "num_key_value_heads": heads[1],
         "head_dim": heads[2],
-        **own,
+        **further,
     }
 
 
@@ -217,7 +217,7 @@ def make_model(
     import transformers
 
     torch.manual_seed(0)
-    made = getattr(transformers, f"{family}Config")(**config, use_cache=False)
+    settings = getattr(transformers, f"{family}Config")(**config, use_cache=False)
     kind = getattr(transformers, f"{family}ForCausalLM")
     with torch.device(sizes.device):
-        return kind(made).to(dtype or sizes.dtype).train()
+        return kind(settings).to(dtype or sizes.dtype).train()
