@@ -176,17 +176,18 @@ class Trial:
         hidden = self.model.model(**inputs).last_hidden_state[seen]
         return trl(hidden, self.model.lm_head.weight, ids)
 
-    def step(self, way: str, batch: Any) -> float:
-        """Forward and backward; returns the loss once the device is idle."""
+    def backward(self, way: str, batch: Any) -> Tensor:
+        """Queue forward and backward pass of a batch; returns the loss."""
         loss = self.loss(way, batch)
         loss.backward()
-        return float(loss.detach())
+        return loss.detach()
 
     def warm(self, way: str) -> Figures:
         """The loss of the same few pairs; a round to warm up, and its peak of
         memory.
         """
-        loss = self.step(way, self._batch(self.rows[:4], way.partition("/")[0]))
+        batch = self._batch(self.rows[:4], way.partition("/")[0])
+        loss = float(self.backward(way, batch))
         if self.sizes.cuda:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -211,17 +212,22 @@ class Trial:
         return {"frames": frames["total"], "graph_breaks": breaks}
 
     def round(self, way: str) -> None:
-        """Times all pairs, step by step: each begins and ends with an idle device."""
-        for batch in self.batches(way):
-            start = time.perf_counter()
-            self.step(way, batch)
-            self.seconds.setdefault(way, []).append(time.perf_counter() - start)
+        """Time a round, all pairs in micro-batches.
+
+        As in training, the host waits for the device at the end only: a wait in each
+        micro-batch would count the launches of its first kernels.
+        """
+        batches = self.batches(way)
+        start = time.perf_counter()
+        for batch in batches:
+            loss = self.backward(way, batch)
+        float(loss)  # waits
+        self.seconds.setdefault(way, []).append(time.perf_counter() - start)
         self._compiled()
 
     def rate(self, way: str) -> float:
-        """Pairs a second."""
-        steps = self.seconds[way]
-        return len(self.rows) * len(steps) / len(self.batches(way)) / sum(steps)
+        """Return pairs a second, by the median of the rounds."""
+        return len(self.rows) / statistics.median(self.seconds[way])
 
     def work(self, way: str) -> list[Work]:
         """Returns the work of each batch."""
@@ -251,14 +257,14 @@ class Trial:
         return {**measured, "expected": same}
 
     def figures(self, way: str) -> Figures:
-        steps = self.seconds[way]
-        rounds = len(steps) / len(self.batches(way))
-        needed = sum(w.needed for w in self.work(way)) * rounds
+        """Return rates by the median of the rounds; ``ms`` is of a micro-batch."""
+        seconds = statistics.median(self.seconds[way])
+        needed = sum(w.needed for w in self.work(way))
         measured = {
             "pairs_per_second": self.rate(way),
-            "ms": 1e3 * statistics.median(steps),
-            "mfu": needed / sum(steps) / PEAK if self.sizes.cuda else None,
-            "steps": len(steps),
+            "ms": 1e3 * seconds / len(self.batches(way)),
+            "mfu": needed / seconds / PEAK if self.sizes.cuda else None,
+            "rounds": len(self.seconds[way]),
         }
         if way.startswith("padded"):
             return measured

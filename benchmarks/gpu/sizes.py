@@ -75,7 +75,7 @@ class Sizes:
     ]  # a few, many, and sizes at the edges of tiles
     head_shapes: tuple[tuple[int, int], ...]  # vocabulary and width of the head
     longest: dict[str, int]  # longest prompt or response by length profile
-    rounds: int  # timed
+    rounds: int  # timed, each with all pairs
     micro_batches: int  # those with shared prefixes in a round
     pairs: int  # packed
     pairs_per_step: int
@@ -111,7 +111,7 @@ GPU = Sizes(
     head_tokens=(7, 4105, (1, 8193)),
     head_shapes=((128256, 2048), (151936, 1024)),
     longest={"hh": 2048, "ultrafeedback": 2048, "long": 8192},
-    rounds=3,
+    rounds=5,
     micro_batches=8,
     pairs=1200,
     pairs_per_step=64,

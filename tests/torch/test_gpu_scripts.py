@@ -155,6 +155,21 @@ def test_compiled_layers_that_are_not_compiled_fail(
     fast.group(Session(tmp_path, DRY, "qwen3", 4e9), *group)
 
 
+def test_a_round_has_all_pairs_and_one_time(tmp_path: Path) -> None:
+    from gpu import fast
+    from gpu.session import Session
+    from gpu.sizes import DRY
+
+    session = Session(tmp_path, DRY, "", 4e9)
+    trial = fast.Trial(session, "llama-1.2b", "hh", 256, compiled=False)
+    trial.round(fast.OURS)
+    assert len(trial.batches(fast.OURS)) == DRY.micro_batches
+    (seconds,) = trial.seconds[fast.OURS]
+    assert trial.rate(fast.OURS) == len(trial.rows) / seconds
+    batches = trial.batches(fast.OURS)
+    assert sum(batch.num_examples for batch in batches) == len(trial.rows)
+
+
 def stored_results() -> dict[str, Any]:
     """Return the cases of the run on an H200 by name."""
     path = BENCHMARKS / "results" / "gpu_session.json"
