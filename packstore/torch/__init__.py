@@ -48,12 +48,14 @@ from packstore.torch.parallel import (
     reduce_segment_sums,
     static_sizes,
 )
+from packstore.torch.training.graphs import GraphedStep
 
 __all__ = [
     "ContextShard",
     "ContextSplit",
     "DistillLoss",
     "FirstStepCheck",
+    "GraphedStep",
     "Head",
     "LossOutput",
     "Metrics",

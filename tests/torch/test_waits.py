@@ -17,14 +17,19 @@ import torch
 
 from packstore.testing import random_examples
 from packstore.torch import (
+    GraphedStep,
     Metrics,
     PackedPolicy,
+    PolicyLoss,
     PreferenceLoss,
+    StepDivisor,
     count_step,
     pack_in_memory,
+    pad_batch,
     use_packed_attention,
 )
 from packstore.torch.attention import flash
+from packstore.torch.losses.step_loss import StepLoss
 
 
 @pytest.fixture
@@ -90,3 +95,52 @@ def test_a_step_of_scores_that_is_counted_before_it_is_copied(
         ref_logps = trained(batch)
         loss_fn.per_example(ref_logps, batch, ref_logps)
     loss_fn(trained(batch), batch, ref_logps, divisor=divisor).loss.backward()
+
+
+class UncapturedGraph:
+    """Runs what a CUDA graph would capture."""
+
+    def __init__(self, device: torch.device) -> None:
+        assert device.type == "meta"
+
+    def warm_up(self, function: Callable[[], Any]) -> None:
+        function()
+
+    def capture(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+    def replay(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
+@pytest.mark.parametrize(
+    ("loss_fn", "kind"),
+    [
+        (PreferenceLoss("dpo", sft_weight=0.2, weight_field="w"), "preference"),
+        (PreferenceLoss("simpo", reduction="pack_mean"), "preference"),
+        (PreferenceLoss("sft"), "sft"),
+        (PreferenceLoss("kto"), "scored"),
+        (PolicyLoss(average="group"), "scored"),
+    ],
+)
+def test_a_captured_step(
+    policy: Any, loss_fn: StepLoss, kind: str, layout: Any
+) -> None:
+    """Neither capture nor replay reads a value, which would end the capture."""
+    trained = policy("llama")
+    trained.settings = dict(loss_fn.head_settings)
+    frozen = policy("llama").requires_grad_(False)
+    frozen.settings = trained.settings
+    step = GraphedStep(trained, loss_fn, reference=frozen, graph=UncapturedGraph)
+    sizes = {"num_tokens": 500, "num_segments": 80, "num_keys": 900, "num_runs": 300}
+    if kind == "scored":
+        sizes["num_examples"] = 30
+    if layout == "concat":
+        del sizes["num_keys"], sizes["num_runs"]
+    for batch in pack_in_memory(random_examples(7, kind=kind), 100, layout, kind=kind):
+        weights = torch.ones(batch.num_examples)
+        batch = batch.replace(columns={"w": weights})
+        batch = pad_batch(batch, **sizes, num_targets=300, max_seqlen=60, num_packs=1)
+        output = step(batch, divisor=StepDivisor(5, 5, 5))
+        assert output.loss.is_meta

@@ -190,6 +190,10 @@ class PreferenceLoss(StepLoss):
         is_sft_loss = not self.rows.needs_judged_responses
         return is_sft_loss and self.sft_average == "token"
 
+    def ranks_on_host(self, kind: str) -> bool:
+        """See :meth:`StepLoss.ranks_on_host`."""
+        return kind == "scored" and self.rows.ranks_scored
+
     def __repr__(self) -> str:
         terms = " + ".join(str(term) for term in self.terms)
         return f"PreferenceLoss({terms})"

@@ -209,6 +209,8 @@ class PairRows:
         takes_scores: True if scores of a reward model take the place of log-probs.
         needs_judged_responses: False if kind ``sft``, which has none, will do.
         takes_single_answers: True if a row is one answer, good or bad.
+        ranks_scored: True if rows of kind ``scored`` follow from a ranking by reward,
+            on the host.
         weighs_examples_equally: True if an example counts 1, however many rows it has.
         sums_over_example: True if the loss of an example is the sum over its rows, not
             their mean.
@@ -219,6 +221,7 @@ class PairRows:
     takes_scores = False
     needs_judged_responses = True
     takes_single_answers = False
+    ranks_scored = True
     weighs_examples_equally = False
     sums_over_example = False
     no_pack_mean = ""
@@ -352,6 +355,7 @@ class Answers(PairRows):
     """Single answers, good or bad, each of which is both sides of its row."""
 
     takes_single_answers = True
+    ranks_scored = False
     weighs_examples_equally = True
     no_pack_mean = "each example must weigh the same"
     no_sft_term = "bad answers must not be learned"

@@ -182,6 +182,13 @@ class StepLoss(ABC):
         """True if the exponential of the mean loss is a perplexity."""
         return False
 
+    def ranks_on_host(self, kind: str) -> bool:
+        """Return True if the host ranks the responses of this kind of dataset.
+
+        What the loss compares is then not part of a CUDA graph.
+        """
+        return False
+
     def check_data(self, dataset: Dataset) -> None:  # noqa: B027  (most take any)
         """Raise :class:`CompatibilityError` if the loss has no use for a dataset."""
 

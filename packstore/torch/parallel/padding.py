@@ -115,9 +115,9 @@ def static_sizes(
 ) -> dict[str, int]:
     """Return sizes for :func:`pad_batch` that every batch of a dataset fits.
 
-    They are `num_tokens`, `num_segments`, `max_seqlen` and `num_targets`, with shared
-    prefixes also `num_keys` and `num_runs`, and for kind ``scored`` `num_examples`.
-    All follow from the statistics of the manifest.
+    They are `num_packs`, `num_tokens`, `num_segments`, `max_seqlen` and `num_targets`,
+    with shared prefixes also `num_keys` and `num_runs`, and for kind ``scored``
+    `num_examples`. All follow from the statistics of the manifest.
 
     Args:
         manifests: manifest of the dataset, or those of the datasets of a mix.
@@ -156,6 +156,7 @@ def static_sizes(
     padding_segments = math.ceil(most_padding / max_seqlen)
     real_segments = packs_per_batch * most_segments
     sizes = {
+        "num_packs": packs_per_batch,
         "num_tokens": num_tokens,
         "num_segments": real_segments,
         "max_seqlen": max_seqlen,
@@ -198,6 +199,7 @@ def pad_batch(
     num_keys: int | None = None,
     num_runs: int | None = None,
     num_examples: int | None = None,
+    num_packs: int | None = None,
 ) -> PackedBatch:
     """Pad the batch to fixed sizes; losses, log-probs and metrics do not change.
 
@@ -220,6 +222,7 @@ def pad_batch(
             keys need.
         num_examples: E, for kind ``scored``, where the number of examples does not
             follow from the number of segments; default: one more, for all padding.
+        num_packs: P, as the last batch of a step may have fewer; default: unchanged.
 
     Raises:
         ConfigError: the batch does not fit.
@@ -258,6 +261,9 @@ def pad_batch(
     if num_keys is not None or batch.key_runs is not None:
         padded["key_runs"] = _append_runs(batch, lengths, missing, num_runs)
     changes: dict[str, Any] = {}
+    if num_packs is not None:
+        _check_fits("num_packs", num_packs, batch.num_packs)
+        changes["num_packs"] = num_packs
     if max_seqlen is not None:
         changes["max_seqlen"] = changes["max_seqlen_k"] = max_seqlen
     if num_targets is not None:

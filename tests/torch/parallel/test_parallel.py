@@ -330,8 +330,8 @@ def test_sizes_from_the_manifest(
     sizes = static_sizes(dataset.manifest, 2, multiple=multiple)
     assert sizes["num_tokens"] % multiple == sizes["max_seqlen"] % multiple == 0
     shapes = []
-    for first, second in ((0, 1), (1, 1), (2, 3), (3, 0)):
-        packs_of_batch = [packs.row(first), packs.row(second)]
+    for rows in ((0, 1), (1, 1), (3, 0), (2,)):
+        packs_of_batch = [packs.row(row) for row in rows]
         batch = pad_segments(collate(packs_of_batch, kind), multiple)
         padded = pad_batch(batch, **sizes).to("cpu")
         assert (padded.cu_seqlens.diff() % multiple == 0).all()
@@ -339,6 +339,7 @@ def test_sizes_from_the_manifest(
         assert int(padded.cu_seqlens_k.diff().max()) <= sizes["max_seqlen"]
         assert int(padded.num_responses.sum()) == sizes["num_segments"]
         assert (padded.kv_index is None) == (layout == "concat")
+        assert padded.num_packs == 2
         shapes.append(shapes_of(padded))
     assert shapes == [shapes[0]] * 4
     assert len(shapes[0]) > 20
