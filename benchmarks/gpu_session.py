@@ -6,17 +6,18 @@ three.
     python benchmarks/gpu_session.py --cpu-dry-run --out /tmp/dry
     python benchmarks/gpu_session.py --counted       # what is expected, without a GPU
 
-Parts in the order of their value (``gpu/plan.py``): kernels, head, packed and compiled
-models against float32; pairs a second with compiled layers, beside padding-free and
-padded batches with TRL's head; TRL's trainer beside ``packstore train``; other models,
-lengths and heads; a profile; a run that is killed and resumed; then other backends and
-settings.
+Parts in the order of their value (``gpu/plan.py``). The first call has ``packstore
+train`` beside TRL's trainer; kernels, head and packed models against float32; attention
+by length profile; pairs a second of three models with compiled layers, beside
+padding-free and padded batches. The second has routes of the head, a profile, and a run
+that is killed and resumed. Other models, lengths and settings follow if there is time.
 
 Each case prints its verdict and is written to ``results.json`` when it ends, in
 ``--out`` and in ``$OUT``; none begins after ``--end``. One that raises, hangs or kills
-its process is recorded, and the rest goes on. What was expected
-(``gpu/predictions.py``) is printed beside it. Nothing is deleted: another call runs the
-cases that were skipped or not reached, ``--again`` also others.
+its process is recorded, and the rest goes on. What was expected is printed beside it
+(``gpu/predictions.py``; on an H200, ``results/gpu_predictions.json``). Nothing is
+deleted: another call runs the cases that were skipped or not reached, ``--again`` also
+others.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def main() -> None:
         "--cpu-dry-run", action="store_true", help="every path, tiny, on CPU"
     )
     parser.add_argument(
-        "--counted", action="store_true", help="print what is expected, and end"
+        "--counted",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print what is expected, and end; FILE: also write it, as JSON",
     )
     parser.add_argument(
         "--only", default="", help="regular expression of names of cases to run"
@@ -73,9 +78,9 @@ def main() -> None:
 
     sizes = DRY if args.cpu_dry_run else GPU
     if args.counted:
-        from gpu.predictions import show
+        from gpu.counted import show
 
-        show()
+        show(args.counted)
         return
     if args.prepare:
         from gpu.prepare import prepare

@@ -23,6 +23,9 @@ import torch
 from gpu.session import Figures, Session
 from gpu.sizes import lengths, make_model
 
+TRL_STEPS = 4
+"""Steps of TRL's trainer, two of which are timed: it took 4.8 s a step on an H200."""
+
 FIRST = 5
 """Steps that are left out: kernels are chosen and compiled there."""
 
@@ -125,7 +128,7 @@ def _trl(session: Session, scratch: Path) -> Figures:
     """
     step = session.sizes.pairs_per_step
     pairs = lengths(
-        "hh", min(session.sizes.steps, 6) * step, session.sizes.longest["hh"]
+        "hh", min(session.sizes.steps, TRL_STEPS) * step, session.sizes.longest["hh"]
     ).tolist()
     task = {"model": str(_model(session, scratch)), "output_dir": str(scratch / "trl")}
     return _rates(session, run_process({**task, "pairs": pairs, "step": step}), first=2)

@@ -7,15 +7,27 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from common import provenance
 from logprobs import logsumexp, packstore, trl
 from torch import Tensor
 
-from gpu.fast import OURS, Trial
-from gpu.predictions import HEADS, Work
+from gpu.fast import Trial
+from gpu.predictions import HEADS, count_attention, count_head
 from gpu.right_kernels import distance, random_head, random_heads
+from gpu.rounds import OURS, Group, parse_way
 from gpu.session import Figures, Session
+from gpu.sizes import (
+    PROFILES,
+    Lengths,
+    Segments,
+    Sizes,
+    batch_of,
+    cut,
+    lengths,
+    segments_of,
+)
 
 KINDS = {
     "elementwise": ("triton_",),
@@ -127,15 +139,14 @@ def seconds_of_steps(work: Callable[[], Tensor], cuda: bool, steps: int = 8) -> 
     return (time.perf_counter() - start) / steps
 
 
-def profiles(session: Session, model: str) -> None:
-    """A model with shared prefixes and compiled layers."""
-    case = f"profile/{model}/{OURS}/compiled"
-    session.case(
-        case, partial(profile, session, model), seconds=20 if session.sizes.cuda else 3
-    )
+def profiles(session: Session, model: str, way: str = OURS) -> None:
+    """Profile a step of a model with compiled layers, on pairs like hh."""
+    case = f"profile/{model}/{way}/compiled"
+    seconds = 20 if session.sizes.cuda else 3
+    session.case(case, partial(profile, session, model, way), seconds)
 
 
-def profile(session: Session, model: str) -> Figures:
+def profile(session: Session, model: str, way: str) -> Figures:
     """One step of forward and backward by kernel: the longest, and milliseconds of each
     kind.
 
@@ -144,14 +155,14 @@ def profile(session: Session, model: str) -> Figures:
     operator is ``host``.
     """
     cuda = session.sizes.cuda
-    trial = Trial(session, model, "hh", session.sizes.tokens[0], compiled=True)
-    batch = trial.batches(OURS)[0]
-    wall = seconds_of_steps(partial(trial.backward, OURS, batch), cuda)
+    trial = Trial(session, Group(model, "hh", session.sizes.tokens[0], (way,), 0))
+    batch = trial.batches(way)[0]
+    wall = seconds_of_steps(partial(trial.backward, way, batch), cuda)
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(
         activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]
     ) as p:
-        float(trial.backward(OURS, batch))
+        float(trial.backward(way, batch))
     # On a GPU kernels only: an operator's time is that of its kernels.
     events = p.key_averages()
     kernels = [e for e in events if not cuda or e.device_type.name == "CUDA"]
@@ -172,8 +183,20 @@ def profile(session: Session, model: str) -> Figures:
         "ms": total / 1e3,
         "wall_ms": 1e3 * wall,
         "kernels": sum(counts.values()),
+        "ms_by_kind": by_kind,
+        "expected": profile_expected(trial, way),
     }
-    return {**figures, "ms_by_kind": by_kind, "table": table, "host": host}
+    return {**figures, "table": table, "host": host}
+
+
+def profile_expected(trial: Trial, way: str) -> dict[str, float]:
+    """Return the milliseconds that are expected of a profile."""
+    work = trial.work(parse_way(way))[0]
+    return {
+        "ms": 1e3 * work.device_seconds(trial.ceilings),
+        "wall_ms": 1e3 * work.seconds(trial.ceilings),
+        "kernels": work.kernels,
+    }
 
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
@@ -242,47 +265,99 @@ def _head(
             scores = logits.gather(-1, targets[:64, None]).squeeze(-1)
             exact = scores - logits.logsumexp(-1)
         figures["error"] = distance(out[:64], exact)
-    if name in HEADS:
-        (vocab, width), (times, passes) = shape, HEADS[name]
-        counted = Work(0, 2 * n * vocab * width, 0, times, n * vocab * passes)
-        figures["expected"] = {"ms": 1e3 * counted.seconds(session.ceilings)}
+    counted_name = "logsumexp" if name == "logits" else name
+    if counted_name in HEADS:
+        work = count_head(n, *shape, counted_name)
+        figures["expected"] = {"ms": 1e3 * work.device_seconds(session.ceilings)}
     return {"ms": 1e3 * seconds_of(step, sizes.cuda), **figures}
 
 
-def attention(session: Session) -> None:
-    """Attention by segment length: operations a second of causal attention, forward +
-    backward.
-    """
-    from packstore.torch.attention import ATTENTION, Settings
+LENGTHS = (128, 512, 2048, 8192)
+"""Tokens of sequences, for attention by length."""
+
+
+def uniform(length: int, num_tokens: int) -> Segments:
+    """Return the segments of a row of sequences of one length, without a prefix."""
+    lengths = np.full(num_tokens // length, length)
+    return Segments(lengths, lengths, lengths, np.zeros_like(lengths))
+
+
+def profile_rows(sizes: Sizes, profile: str) -> Lengths:
+    """Return the pairs of a row like a profile, in the larger micro-batch."""
+    rows = lengths(profile, 1000, sizes.longest[profile])
+    return cut(rows, "shared_prefix", sizes.tokens[-1])[0]
+
+
+def attention_by_profile(session: Session) -> None:
+    """Time backends on rows of each profile, shared prefixes."""
+    for profile in PROFILES:
+        rows = profile_rows(session.sizes, profile)
+        batch = batch_of(rows, "shared_prefix", 100).to(session.sizes.device)
+        segments = segments_of(rows, "shared_prefix")
+        name = f"attention of {profile}"
+        time_attention(session, name, batch.layout, segments)
+
+
+def attention_by_length(session: Session) -> None:
+    """Time backends on rows of sequences of one length."""
     from packstore.torch.batch.layout import AttentionLayout
 
     sizes = session.sizes
-    total = sizes.tokens[-1]
-    heads, kv_heads, size = sizes.heads[0]
-
-    def rate(backend: str, length: int) -> Figures:
+    num_tokens = sizes.tokens[-1]
+    for length in LENGTHS if sizes.cuda else (32,):
+        segments = uniform(length, num_tokens)
         ends = torch.arange(
-            0, total + 1, length, dtype=torch.int32, device=sizes.device
+            0, num_tokens + 1, length, dtype=torch.int32, device=sizes.device
         )
-        layout = AttentionLayout(ends, ends, length, length, total)
-        attend = ATTENTION.load(backend)
-        qkv, up = random_heads(sizes, total, heads, kv_heads, size)
-        qkv = [x.requires_grad_() for x in qkv]
+        layout = AttentionLayout(ends, ends, length, length, num_tokens)
+        time_attention(session, f"attention by length {length}", layout, segments)
 
-        def forward() -> Tensor:
-            return attend(*qkv, layout, Settings(size**-0.5))
 
-        one = seconds_of(forward, sizes.cuda)
-        both = seconds_of(lambda: torch.autograd.grad(forward(), qkv, up), sizes.cuda)
-        work = total // length * (length * (length + 1) / 2) * heads * size * 4
-        return {
-            "forward_ms": 1e3 * one,
-            "both_ms": 1e3 * both,
-            "forward_tflops": work / one / 1e12,
-            "both_tflops": 3.5 * work / both / 1e12,
-        }
+def time_attention(
+    session: Session, name: str, layout: Any, segments: Segments
+) -> None:
+    """Time forward and backward pass of each backend, with the heads of each model."""
+    for model in session.sizes.timed_models:
+        _, config = session.sizes.models[model]
+        for backend in session.sizes.timed_backends:
+            work = partial(_attention, session, backend, config, layout, segments)
+            session.case(f"{name}/{backend}/{model}", work)
 
-    for length in (128, 512, 2048, 8192) if sizes.cuda else (32,):
-        for backend in sizes.backends:
-            case = f"attention by length/{backend}/{length}"
-            session.case(case, partial(rate, backend, length))
+
+def _attention(
+    session: Session,
+    backend: str,
+    config: dict[str, Any],
+    layout: Any,
+    segments: Segments,
+) -> Figures:
+    """Return milliseconds, and operations a second of the scores that are seen."""
+    from packstore.torch.attention import ATTENTION, Settings
+
+    sizes = session.sizes
+    size = config["head_dim"]
+    heads = (config["num_attention_heads"], config["num_key_value_heads"], size)
+    attend = ATTENTION.load(backend)
+    qkv, up = random_heads(sizes, layout.num_queries, *heads)
+    qkv = [x.requires_grad_() for x in qkv]
+
+    def forward() -> Tensor:
+        output: Tensor = attend(*qkv, layout, Settings(size**-0.5))
+        return output
+
+    def both() -> None:
+        torch.autograd.grad(forward(), qkv, up)
+
+    forward_seconds = seconds_of(forward, sizes.cuda)
+    both_seconds = seconds_of(both, sizes.cuda)
+    figures = {"forward_ms": 1e3 * forward_seconds, "both_ms": 1e3 * both_seconds}
+    try:
+        counted = count_attention(config, segments, backend)
+    except KeyError:  # a backend whose kernels were never counted
+        return figures
+    return {
+        **figures,
+        "forward_tflops": counted.attention / forward_seconds / 1e12,
+        "both_tflops": 3.5 * counted.attention / both_seconds / 1e12,
+        "expected": {"both_ms": 1e3 * counted.device_seconds(session.ceilings)},
+    }

@@ -1,5 +1,8 @@
 """The plan: which cases run, in which order, in which processes, for how many seconds
 at most.
+
+The parts of the first call and of the second have a budget, which the seconds of the
+parts exhaust. The spare parts run if others end early, or in further calls.
 """
 
 from __future__ import annotations
@@ -8,45 +11,98 @@ from functools import partial
 from pathlib import Path
 
 from gpu import end_to_end, fast, parts, right_kernels, right_models
+from gpu.rounds import OURS, SAME_HEAD, WAYS, Group
 from gpu.session import Part
 from gpu.sizes import Sizes
+
+CALLS = (540, 170)
+"""Seconds of the two calls, of which `ENDING` are for the start and the end."""
+
+ENDING = 25
 
 ALWAYS, SOFT = ("plain", "frozen", "autocast"), ("softcap", "bias", "float32")
 
 
-def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
-    """All parts by their value: is it right, is the claim true as users run it, then
-    the rest.
-    """
-    auto, *others, slowest = sizes.backends
-    few, many, edges = sizes.head_tokens
+def first_groups(sizes: Sizes) -> list[Group]:
+    """Return the ways to train that the first call measures."""
+    big, small, adapted = sizes.models
+    short, _ = sizes.tokens
+    ours = (OURS, SAME_HEAD)
+    return [
+        Group(big, "hh", short, (*ours, "padding_free/trl"), 100),
+        Group(small, "hh", short, ours, 80),
+        Group(adapted, "hh", short, ours, 65),
+    ]
+
+
+def spare_groups(sizes: Sizes) -> list[Group]:
+    """Return the ways to train that are measured if there is time."""
+    big, small, _ = sizes.models
     short, long = sizes.tokens
-    big, small = sizes.models
-    attention, head = right_kernels.attention, right_kernels.head
-    padded, training = right_models.packed_is_padded, end_to_end.training
-    training = partial(training, data=data, scratch=scratch)
+    ours = (OURS, SAME_HEAD)
+    groups = [Group(small, "hh", short, WAYS, 110, is_compiled=False)]
+    if sizes.cuda:  # a dry run has tried their paths
+        groups += [
+            Group(small, "ultrafeedback", short, ours, 80),
+            Group(big, "agents", long, ours, 100),
+            Group(big, "long", long, ours, 110),
+            Group(big, "hh", short, ours, 60, is_compiled=False),
+            Group(big, "ultrafeedback", short, ours, 110),
+            Group(big, "hh", long, (*ours, "padded_grouped/trl"), 110),
+        ]
+    return groups
 
-    def group(
-        model: str, profile: str, tokens: int, ways: int, compiled: bool = True
-    ) -> Part:
-        """The first of the ways; a process for each, which has compiled for no other
-        model.
-        """
-        works = partial(
-            fast.group, tokens=tokens, ways=fast.WAYS[:ways], compiled=compiled
-        )
-        name = f"{model}/{profile}/{tokens}{'/compiled' if compiled else ''}"
-        return Part(name, 110, (partial(works, model=model, profile=profile),))
 
+def groups(sizes: Sizes) -> list[Group]:
+    """Return all ways to train that are measured."""
+    return first_groups(sizes) + spare_groups(sizes)
+
+
+def first_call(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
+    """Return what decides, in the order of its value: training as users run it, is it
+    right, attention, then whole models.
+    """
+    auto, *_ = sizes.backends
+    few, many, _ = sizes.head_tokens
+    training = partial(end_to_end.training, data=data, scratch=scratch)
+    head = partial(right_kernels.head, tokens=(few, many), ways=ALWAYS)
+    attention = partial(right_kernels.attention, backends=(auto,))
     right = (
-        parts.device,
-        partial(attention, backends=(auto,), heads=sizes.heads[:2]),
-        partial(head, tokens=(few, many), ways=ALWAYS),
+        partial(attention, heads=sizes.heads[:2]),
+        head,
         right_kernels.chosen,
-        partial(padded, families=("Llama", "Qwen3")),
+        partial(right_models.packed_is_padded, families=("Llama", "Qwen3")),
         right_models.waits,
     )
-    more = (
+    return [
+        Part("device", 10, (parts.device,)),
+        Part("trainers", 185, (partial(training, ways=("bfloat16", "trl")),)),
+        Part("right", 45, right),
+        Part("attention", 30, (parts.attention_by_profile,)),
+        *map(_group_part, first_groups(sizes)),
+    ]
+
+
+def second_call(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
+    """Return the head, a profile, and a run that is killed and resumed."""
+    _, small, _ = sizes.models
+    resumed = partial(right_models.resumed, data=data, scratch=scratch)
+    return [
+        Part("heads", 30, (parts.heads,)),
+        Part(f"profile of {small}", 45, (partial(parts.profiles, model=small),)),
+        Part("resumed", 70, (resumed,)),
+    ]
+
+
+def spare(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
+    """Return what is measured if there is time."""
+    auto, *others, slowest = sizes.backends
+    few, many, edges = sizes.head_tokens
+    big, *_ = sizes.models
+    attention, head = right_kernels.attention, right_kernels.head
+    padded = right_models.packed_is_padded
+    training = partial(end_to_end.training, data=data, scratch=scratch)
+    right = (
         partial(attention, backends=(auto,), heads=sizes.heads[2:]),
         partial(head, tokens=(few, many), ways=SOFT),
         partial(head, tokens=edges, ways=ALWAYS[:1]),
@@ -56,35 +112,29 @@ def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
         partial(attention, backends=others, heads=sizes.heads),
         partial(attention, backends=(slowest,), heads=sizes.heads[:1]),
     )
-    last = [group(big, "ultrafeedback", short, 3), group(small, "long", long, 2)]
-    last.append(group(big, "hh", long, 4))
+    compiled = partial(padded, families=("Llama",), compiled=True)
+    further_ways = ("own precision", "ref-logps", "lora")
     return [
-        Part("right", 80, right),
-        Part(
-            "compiled is right",
-            50,
-            (partial(padded, families=("Llama",), compiled=True),),
-        ),
-        group(big, "hh", short, 4),
-        Part(
-            "trainers",
-            130,
-            (partial(training, ways=("bfloat16", "trl", "own precision")),),
-        ),
-        group(small, "ultrafeedback", short, 3),
-        group(big, "long", long, 2),
-        group(big, "hh", short, 2, compiled=False),
-        Part("heads", 60, (parts.heads,)),
-        *(
-            Part(f"profile of {m}", 60, (partial(parts.profiles, model=m),))
-            for m in sizes.models
-        ),
-        Part(
-            "resumed", 70, (partial(right_models.resumed, data=data, scratch=scratch),)
-        ),
-        Part("more is right", 110, more),
-        Part("attention", 40, (parts.attention,)),
-        group(small, "hh", short, 9, compiled=False),
-        Part("more training", 110, (partial(training, ways=("ref-logps", "lora")),)),
-        *(last if sizes.cuda else ()),  # a dry run has tried their paths
+        Part("more is right", 110, right),
+        Part("compiled is right", 50, (compiled,)),
+        Part(f"profile of {big}", 60, (partial(parts.profiles, model=big),)),
+        Part("attention by length", 40, (parts.attention_by_length,)),
+        Part("more training", 160, (partial(training, ways=further_ways),)),
+        *map(_group_part, spare_groups(sizes)),
     ]
+
+
+def plan(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
+    """Return all parts by their value."""
+    return [
+        part
+        for parts_of_call in (first_call, second_call, spare)
+        for part in parts_of_call(sizes, data, scratch)
+    ]
+
+
+def _group_part(group: Group) -> Part:
+    """Return a part for a group, whose process has compiled for no other model."""
+    name = f"{group.name}{group.end}"
+    measure = partial(fast.measure_group, group=group)
+    return Part(name, group.seconds, (measure,))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from gpu.plan import CALLS, ENDING
 from gpu.sizes import Sizes, lengths
 
 WHEELS = (
@@ -30,6 +31,9 @@ needs.
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
 LIMIT = 64 << 20
 """Bytes that may travel."""
+
+WHEN = ("", ", at once, while the machine is warm")
+"""Of the two calls."""
 
 FOLDER = Path(__file__).parents[2] / "gpu-files"
 CALL = """
@@ -68,8 +72,8 @@ def prepare(sizes: Sizes) -> None:
             f"{FOLDER} is larger than {LIMIT >> 20} MiB, which is what may travel."
         )
     print(f'In the root of the repository, with carry=["{FOLDER.name}"]:')
-    for timeout, when in ((540, ""), (170, ", at once, while the machine is warm")):
-        print(CALL.format(timeout=timeout, when=when, seconds=timeout - 25))
+    for timeout, when in zip(CALLS, WHEN, strict=True):
+        print(CALL.format(timeout=timeout, when=when, seconds=timeout - ENDING))
 
 
 def write_data(folder: Path, sizes: Sizes) -> None:

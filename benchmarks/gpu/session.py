@@ -40,6 +40,10 @@ BAD = ("unfinished", "WRONG", "FAILED")
 VERDICTS = (*GOOD, "does not fit", "absent", "skipped", *BAD)
 
 
+class AbsentError(Exception):
+    """What a case needs is not there."""
+
+
 class Session:
     """The cases of a session, of which some may have run before.
 
@@ -179,7 +183,7 @@ def failure(error: BaseException) -> Figures:
     failure.
     """
     verdict = "FAILED"
-    if isinstance(error, ModuleNotFoundError | MissingExtraError):
+    if isinstance(error, AbsentError | ModuleNotFoundError | MissingExtraError):
         verdict = "absent"
     elif isinstance(error, torch.OutOfMemoryError):
         verdict = "does not fit"

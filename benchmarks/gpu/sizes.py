@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
+
+Lengths = npt.NDArray[np.int64]
+"""Tokens of prompt, chosen and rejected: of pairs, `[n, 3]`, or of rollouts,
+`[n, turns, 3]`. From the second turn on, the prompt is what a tool answered.
+"""
 
 
 def _config(
@@ -50,8 +56,14 @@ PROFILES = {
     "hh": (94, 32, 32),
     "ultrafeedback": (121, 288, 288),
     "long": (4096, 256, 256),
+    "agents": (200, 80, 80),
 }
 """Medians of the tokens of prompt, chosen and rejected; log-normal with sigma 0.9."""
+
+TURNS = {"agents": 6}
+"""Profile -> turns of a rollout: each is a pair whose prompt is all that was chosen
+before, so that a pack has a tree of prefixes as deep.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +75,14 @@ class Sizes:
     backends: tuple[
         str, ...
     ]  # of attention: that of `auto` first, the slowest to compile last
+    timed_backends: tuple[str, ...]  # beside each other
     heads: tuple[
         tuple[int, int, int], ...
     ]  # query heads, key heads and head size, for kernels
     row: int  # tokens of the rows in cases of correctness
     models: dict[str, tuple[str, dict[str, Any]]]  # name -> model family and config
+    timed_models: tuple[str, ...]  # those whose parts are timed
+    adapted_models: tuple[str, ...]  # those trained by LoRA, their weights frozen
     small: dict[str, Any]  # config of the models in cases of correctness
     tokens: tuple[int, int]  # of a micro-batch, the smaller and the larger
     head_tokens: tuple[
@@ -103,14 +118,21 @@ GPU = Sizes(
         "flash_attn_3",
         "flex",
     ),
+    timed_backends=("torch_varlen", "flash_attn", "flash_attn_3"),
     heads=((32, 8, 64), (8, 8, 128), (16, 1, 128), (8, 2, 256)),
     row=2000,
-    models={"llama-1.2b": ("Llama", LLAMA), "qwen3-0.6b": ("Qwen3", QWEN3)},
+    models={
+        "llama-1.2b": ("Llama", LLAMA),
+        "qwen3-0.6b": ("Qwen3", QWEN3),
+        "llama-8b": ("Llama", LLAMA_8B),
+    },
+    timed_models=("llama-1.2b", "qwen3-0.6b"),
+    adapted_models=("llama-8b",),
     small=SMALL,
     tokens=(8192, 32768),
     head_tokens=(7, 4105, (1, 8193)),
     head_shapes=((128256, 2048), (151936, 1024)),
-    longest={"hh": 2048, "ultrafeedback": 2048, "long": 8192},
+    longest={"hh": 2048, "ultrafeedback": 2048, "long": 8192, "agents": 2048},
     rounds=5,
     micro_batches=8,
     pairs=1200,
@@ -122,14 +144,21 @@ GPU = Sizes(
 DRY = Sizes(
     device="cpu",
     backends=("sdpa", "flash_attn", "reference"),
+    timed_backends=("sdpa", "flash_attn"),
     heads=((4, 2, 16),),
     row=80,
-    models={"llama-1.2b": ("Llama", TINY), "qwen3-0.6b": ("Qwen3", TINY)},
+    models={
+        "llama-1.2b": ("Llama", TINY),
+        "qwen3-0.6b": ("Qwen3", TINY),
+        "llama-8b": ("Llama", TINY),
+    },
+    timed_models=("llama-1.2b", "qwen3-0.6b"),
+    adapted_models=("llama-8b",),
     small=TINY,
     tokens=(256, 512),
     head_tokens=(7, 33, (1,)),
     head_shapes=((100, 32),),
-    longest={"hh": 40, "ultrafeedback": 40, "long": 60},
+    longest={"hh": 40, "ultrafeedback": 40, "long": 60, "agents": 12},
     rounds=1,
     micro_batches=2,
     pairs=32,
@@ -140,60 +169,99 @@ DRY = Sizes(
 )
 
 
-def lengths(profile: str, n: int, longest: int, seed: int = 0) -> np.ndarray:
-    """Tokens of prompt, chosen and rejected of `n` pairs, int `[n, 3]`."""
+def lengths(profile: str, n: int, longest: int, seed: int = 0) -> Lengths:
+    """Return the tokens of `n` pairs or rollouts, each part at most `longest`."""
     rng = np.random.default_rng(seed)
-    drawn = rng.lognormal(np.log(PROFILES[profile]), 0.9, (n, 3))
+    turns = TURNS.get(profile)
+    shape = (n, 3) if turns is None else (n, turns, 3)
+    drawn = rng.lognormal(np.log(PROFILES[profile]), 0.9, shape)
     return np.clip(np.rint(drawn), 2, longest).astype(np.int64)
 
 
-def batch_of(rows: np.ndarray, layout: str, vocab_size: int) -> Any:
-    """One pack of these pairs; the tokens follow from the lengths, the same in every
-    layout.
+class Segments(NamedTuple):
+    """Segments of a row, `[S]` each.
+
+    Attributes:
+        queries: tokens in the row.
+        keys: tokens of the whole sequence, which the last query sees.
+        targets: supervised tokens, the last ones.
+        parents: distance to the segment whose sequence it begins like; 0: none.
+    """
+
+    queries: Lengths
+    keys: Lengths
+    targets: Lengths
+    parents: Lengths
+
+
+def segments_of(rows: Lengths, packing: str) -> Segments:
+    """Return the segments of a row with these pairs, or turns of rollouts, in order."""
+    turns = rows.reshape(len(rows), -1, 3)
+    prompt, chosen, rejected = np.moveaxis(turns, 2, 0)
+    ends = np.cumsum(prompt + chosen, axis=1)
+    starts = ends - prompt - chosen  # tokens before a turn
+    contexts = starts + prompt
+
+    targets = np.stack([chosen, rejected], axis=2)
+    keys = contexts[..., None] + targets
+    omitted = np.zeros_like(keys)
+    if packing == "shared_prefix":
+        # The last token of a context is stored again, to predict the first rejected.
+        omitted = np.stack([starts, contexts - 1], axis=2)
+    elif packing.startswith("padded"):
+        keys = np.full_like(keys, keys.max())
+    parents = np.where(omitted > 0, np.array([2, 1]), 0)
+    queries = keys - omitted
+    return Segments(*(x.ravel() for x in (queries, keys, targets, parents)))
+
+
+def tokens_of(rows: Lengths, packing: str) -> int:
+    """Return the tokens that pairs fill; of padded rows, their padding counts."""
+    return int(segments_of(rows, packing).queries.sum())
+
+
+def batch_of(rows: Lengths, layout: str, vocab_size: int) -> Any:
+    """Return one pack of these pairs, or of the pairs of these rollouts.
+
+    The tokens follow from the lengths, the same in every layout.
     """
     from packstore.format.arrays import Packs, to_offsets
     from packstore.torch import collate
 
-    ids, labels, whole = [], [], []
-    for prompt, *responses in rows.tolist():
-        rng = np.random.default_rng([prompt, *responses])
-        shared = rng.integers(0, vocab_size, prompt)
-        for i, response in enumerate(responses):
-            own = rng.integers(0, vocab_size, response)
-            start = prompt - 1 if i and layout == "shared_prefix" else 0
-            ids.append(np.concatenate([shared, own])[start:])
-            labels.append(np.concatenate([np.full(prompt, -100), own])[start:])
-            whole.append(prompt + response)
-    segments, pairs, tokens = len(ids), len(rows), np.concatenate(ids)
-    is_shared = layout == "shared_prefix" and rows[:, 0] > 1
-    distances = np.stack([np.zeros(pairs), np.ones(pairs) * is_shared], axis=1)
+    segments = segments_of(rows, layout)
+    ids, labels = [], []
+    for turns in rows.reshape(len(rows), -1, 3).tolist():
+        rng = np.random.default_rng(turns[0])
+        context = np.zeros(0, np.int64)
+        for prompt, *responses in turns:
+            context = np.concatenate([context, rng.integers(0, vocab_size, prompt)])
+            answers = [rng.integers(0, vocab_size, n) for n in responses]
+            for answer in answers:
+                ids.append(np.concatenate([context, answer]))
+                labels.append(np.concatenate([np.full(len(context), -100), answer]))
+            context = np.concatenate([context, answers[0]])
+    stored = list(zip(segments.queries.tolist(), ids, labels, strict=True))
+    row_ids = np.concatenate([x[-n:] for n, x, _ in stored])
+    row_labels = np.concatenate([x[-n:] for n, _, x in stored])
+    num_segments = len(ids)
+    num_pairs = num_segments // 2
     packs = Packs(
-        signed_ids=np.where(np.concatenate(labels) >= 0, tokens, ~tokens).astype(
-            np.int32
-        ),
-        reward=np.tile(np.array([1, 0], np.float32), pairs),
-        lengths=np.array(whole, np.int32),
-        seq_boundaries=to_offsets(np.array([len(x) for x in ids])).astype(np.int32),
-        parent_distances=distances.ravel().astype(np.int32),
-        example_ids=np.arange(pairs),
-        num_responses=np.full(pairs, 2, np.int32),
-        token_offsets=np.array([0, sum(map(len, ids))]),
-        sequence_offsets=np.array([0, segments]),
-        example_offsets=np.array([0, pairs]),
+        signed_ids=np.where(row_labels >= 0, row_ids, ~row_ids).astype(np.int32),
+        reward=np.tile(np.array([1, 0], np.float32), num_pairs),
+        lengths=segments.keys.astype(np.int32),
+        seq_boundaries=to_offsets(segments.queries).astype(np.int32),
+        parent_distances=segments.parents.astype(np.int32),
+        example_ids=np.arange(num_pairs),
+        num_responses=np.full(num_pairs, 2, np.int32),
+        token_offsets=np.array([0, len(row_ids)]),
+        sequence_offsets=np.array([0, num_segments]),
+        example_offsets=np.array([0, num_pairs]),
     )
     return collate(packs, "preference")
 
 
-def tokens_of(rows: np.ndarray, packing: str) -> int:
-    """Tokens that pairs fill; of padded rows, their padding counts."""
-    p, c, r = rows.T
-    if packing.startswith("padded"):
-        return 2 * len(p) * int((p + np.maximum(c, r)).max())
-    return int((p + 1 + c + r if packing == "shared_prefix" else 2 * p + c + r).sum())
-
-
-def cut(rows: np.ndarray, packing: str, size: int) -> list[np.ndarray]:
-    """Runs of pairs, as many in each as `size` tokens hold.
+def cut(rows: Lengths, packing: str, size: int) -> list[Lengths]:
+    """Return runs of pairs or rollouts, as many in each as `size` tokens hold.
 
     ``padded_grouped`` are pairs of similar length, the runs in random order.
     """

@@ -78,8 +78,9 @@ def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
     ways = ("trl", "bfloat16", "own precision", "ref-logps", "lora")
     assert {f"train/{way}" for way in ways} <= cases.keys()
     assert {n for n in cases if "ratio" in n} >= {
-        "qwen3-0.6b/hh/256/ratio to padding-free",
-        "llama-1.2b/hh/256/ratio to padding-free/compiled",
+        "qwen3-0.6b/hh/256/ratios",
+        "llama-1.2b/hh/256/ratios/compiled",
+        "llama-8b/hh/256/ratios/compiled",
     }
 
 
@@ -131,19 +132,20 @@ def test_compiled_layers_that_are_not_compiled_fail(
 ) -> None:
     """And a model of which nothing was asked is not made."""
     from gpu import fast
+    from gpu.rounds import OURS, Group
     from gpu.session import Session
     from gpu.sizes import DRY
     from torch._dynamo.utils import counters
 
     from packstore.torch.models import compiled
 
-    group = ("llama-1.2b", "hh", 256, (fast.OURS, "shared_prefix/eager"))
+    group = Group("llama-1.2b", "hh", 256, (OURS, "shared_prefix/eager"), 0)
     session = Session(tmp_path, DRY, "", 4e9)
     torch._dynamo.reset()
     counters.clear()
     monkeypatch.setattr(compiled, "MAX_GRAPHS", 1)
     with torch._dynamo.config.patch(recompile_limit=1):  # the limit of an older torch
-        fast.group(session, *group, compiled=True)
+        fast.measure_group(session, group)
     reasons = [
         case["why"] for case in session.cases.values() if case["verdict"] == "FAILED"
     ]
@@ -152,35 +154,31 @@ def test_compiled_layers_that_are_not_compiled_fail(
         re.search(r"RuntimeError: \d+ of \d+ frames", reason) for reason in reasons
     )
     monkeypatch.delattr(fast, "Trial")
-    fast.group(Session(tmp_path, DRY, "qwen3", 4e9), *group)
+    fast.measure_group(Session(tmp_path, DRY, "qwen3", 4e9), group)
 
 
 def test_a_round_has_all_pairs_and_one_time(tmp_path: Path) -> None:
     from gpu import fast
+    from gpu.rounds import OURS, Group
     from gpu.session import Session
     from gpu.sizes import DRY
 
     session = Session(tmp_path, DRY, "", 4e9)
-    trial = fast.Trial(session, "llama-1.2b", "hh", 256, compiled=False)
-    trial.round(fast.OURS)
-    assert len(trial.batches(fast.OURS)) == DRY.micro_batches
-    (seconds,) = trial.seconds[fast.OURS]
-    assert trial.rate(fast.OURS) == len(trial.rows) / seconds
-    batches = trial.batches(fast.OURS)
+    group = Group("llama-1.2b", "hh", 256, (OURS,), 0, is_compiled=False)
+    trial = fast.Trial(session, group)
+    trial.round(OURS)
+    assert len(trial.batches(OURS)) == DRY.micro_batches
+    (seconds,) = trial.seconds[OURS]
+    assert trial.rate(OURS) == len(trial.rows) / seconds
+    batches = trial.batches(OURS)
     assert sum(batch.num_examples for batch in batches) == len(trial.rows)
-
-
-def stored_results() -> dict[str, Any]:
-    """Return the cases of the run on an H200 by name."""
-    path = BENCHMARKS / "results" / "gpu_session.json"
-    results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["results"]
-    return results
 
 
 PROFILE = "profile/qwen3-0.6b/shared_prefix/triton/compiled"
 
 
 def test_kernels_of_a_stored_profile_have_their_kinds() -> None:
+    from gpu.counted import stored_results
     from gpu.parts import sum_by_kind
 
     table = stored_results()[PROFILE]["table"]
@@ -198,13 +196,75 @@ def test_kernels_of_a_stored_profile_have_their_kinds() -> None:
     )
 
 
+def test_counted_milliseconds_are_those_of_a_stored_run() -> None:
+    """Steps in which the device did not wait for the host."""
+    from gpu.counted import STORED_WAYS, StoredCase
+
+    for arguments in STORED_WAYS:
+        if arguments[0] == "llama-1.2b":
+            case = StoredCase(*arguments)
+            counted = sum(case.milliseconds().values())
+            assert counted == pytest.approx(case.measured_milliseconds(), rel=0.05)
+
+
+def test_counted_kernels_are_those_of_a_stored_profile() -> None:
+    from gpu.counted import PROFILED, StoredCase, stored_results
+    from gpu.predictions import LAUNCH_SECONDS
+
+    profile = stored_results()[PROFILE]
+    case = StoredCase(*PROFILED)
+    parts = case.works[0].parts(case.ceilings)
+    assert 1e3 * sum(parts.values()) == pytest.approx(profile["ms"], rel=0.05)
+    assert 1e3 * parts["attention"] == pytest.approx(14.06, rel=0.05)
+    assert 1e3 * parts["head sums"] == pytest.approx(3.14, rel=0.05)
+    launch_seconds = profile["wall_ms"] / 1e3 / profile["kernels"]
+    assert pytest.approx(launch_seconds, rel=0.01) == LAUNCH_SECONDS
+
+
+def test_flash_attention_counts_whole_tiles() -> None:
+    """Published rates on an H100, TFLOP/s of a causal forward pass, heads of 128."""
+    from gpu.parts import uniform
+    from gpu.predictions import CEILINGS, FLASH, tile_scores, tiles_of_queries
+
+    forward, _ = FLASH[128]
+    for length, tflops in ((512, 191), (2048, 298), (8192, 333)):
+        queries = uniform(length, 16384).queries.astype(float)
+        tiles = tiles_of_queries(forward, queries, queries)
+        share = (queries**2 / 2).sum() / tile_scores(forward, *tiles)
+        assert share * CEILINGS["product_tflops"] == pytest.approx(tflops, rel=0.2)
+
+
+def test_stored_expectations_are_those_that_are_counted() -> None:
+    from gpu.counted import expected_cases, rounded
+
+    path = BENCHMARKS / "results" / "gpu_predictions.json"
+    stored = json.loads(path.read_text(encoding="utf-8"))["expected"]
+    counted = rounded(expected_cases())
+    assert stored.keys() == counted.keys()
+    for name, figures in counted.items():
+        assert figures == pytest.approx(stored[name], rel=1e-3), name
+
+
+def test_calls_of_the_plan_have_the_seconds_that_their_parts_need(
+    tmp_path: Path,
+) -> None:
+    from gpu.plan import CALLS, ENDING, first_call, second_call
+    from gpu.sizes import GPU
+
+    for seconds, parts_of_call in zip(CALLS, (first_call, second_call), strict=True):
+        parts = parts_of_call(GPU, tmp_path, tmp_path)
+        assert sum(part.seconds for part in parts) == seconds - ENDING
+
+
 def test_the_page_gives_what_is_counted() -> None:
-    from gpu.predictions import ratios
-    from gpu.sizes import PROFILES
+    from gpu.counted import ratios
+    from gpu.sizes import PROFILES, TURNS
 
     page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     compiled, eager = ratios(True), ratios(False)
     for profile, medians in PROFILES.items():
+        if profile in TURNS:
+            continue
         over = [
             f"{x['triton']:.2f} ({eager[names]['triton']:.2f})"
             for names, x in compiled.items()
@@ -214,5 +274,8 @@ def test_the_page_gives_what_is_counted() -> None:
         assert re.search("{}, {}, {}".format(*medians) + r"[^|]*\| " + row, page), (
             profile
         )
+    readme = (BENCHMARKS.parent / "README.md").read_text(encoding="utf-8")
+    over = [x["triton"] for (_, name), x in compiled.items() if name == "ultrafeedback"]
+    assert f"counted {min(over):.2f} to {max(over):.2f} times" in readme
     over = [x["trainer"] for x in compiled.values()]
     assert f"counted {min(over):.1f} to {max(over):.1f} times" in page
