@@ -96,6 +96,7 @@ class TrainModelConfig(Settings):
     compile: Literal["auto", "none", "layers"] = setting(
         "auto", "what to compile; auto: layers on CUDA"
     )
+    cuda_graphs: bool = setting(False, "replay batches as CUDA graphs")
     storage_options: Mapping[str, Any] = setting(
         dict,
         "option for fsspec, e.g. endpoint_url=… (repeatable)",

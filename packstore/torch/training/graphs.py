@@ -15,18 +15,16 @@ what follows from it, such as the layout, is computed inside the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils._pytree import TreeSpec, keystr, tree_flatten_with_path, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from packstore.errors import BackendError, ConfigError, quote, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.step_loss import LossOutput, StepDivisor, StepLoss
-from packstore.torch.metrics import wide_dtype
 
 T = TypeVar("T")
 
@@ -65,6 +63,9 @@ TENSORS = (
 
 REDUCERS = ("torch.nn.parallel", "torch.distributed")
 """Modules of DDP and FSDP, which reduce gradients outside the graph."""
+
+ALIGNMENT = 64
+"""Bytes that inputs begin at multiples of; kernels load up to 16 at once."""
 
 PAD = "Pad all batches: pad_batch(batch, **static_sizes(manifest, packs_per_batch))"
 
@@ -129,27 +130,81 @@ class CudaGraph:
         self._graph.replay()
 
 
-@dataclass(frozen=True, eq=False)
 class _Inputs:
-    """The tensors that a captured function reads.
+    """The tensors that a graph reads, in one allocation, which one copy fills.
 
-    Attributes:
-        leaves: tensors and numbers of a batch.
-        spec: how they make up the fields of the batch.
-        divisor: the fields of a StepDivisor that are not None.
+    Args:
+        fields: the first batch and its divisor, as :func:`_fields_of` returns them.
+        device: device of the graph.
     """
 
-    leaves: list[Any]
-    spec: TreeSpec
-    divisor: dict[str, Tensor]
+    def __init__(self, fields: dict[str, Any], device: torch.device) -> None:
+        paths_and_leaves, self._spec = tree_flatten_with_path(fields)
+        self._names = [_name_of(path) for path, _ in paths_and_leaves]
+        self._first_leaves = [leaf for _, leaf in paths_and_leaves]
+        self._descriptions = [_describe(leaf) for leaf in self._first_leaves]
+        self._places: list[slice] = []
+        size = 0
+        for tensor in _tensors(self._first_leaves):
+            self._places.append(slice(size, size + tensor.nbytes))
+            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._tensors = self._views(self._memory)
+        self.copy(fields)
 
-    def make_batch(self) -> PackedBatch:
-        """Return a batch of the tensors, without values computed before."""
-        fields = tree_unflatten(self.leaves, self.spec)
+    def copy(self, fields: dict[str, Any]) -> None:
+        """Copy the values of another batch; raise ConfigError if its sizes differ."""
+        paths_and_leaves, spec = tree_flatten_with_path(fields)
+        if spec != self._spec:
+            names = [_name_of(path) for path, _ in paths_and_leaves]
+            differing = sorted({*names} ^ {*self._names})
+            raise _shape_error(", ".join(differing), "one batch that has it")
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        for name, leaf, expected in zip(
+            self._names, leaves, self._descriptions, strict=True
+        ):
+            if _describe(leaf) != expected:
+                raise _shape_error(name, f"{_describe(leaf)} after {expected}")
+
+        # Copies from other than page-locked memory would wait for the replay before.
+        is_pinned = self._memory.is_cuda
+        size = len(self._memory)
+        on_host = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+        on_device = []
+        for tensor, host_view, view in zip(
+            _tensors(leaves), self._views(on_host), self._tensors, strict=True
+        ):
+            if tensor.device.type == "cpu":
+                host_view.copy_(tensor)
+            else:
+                on_device.append((view, tensor))
+        self._memory.copy_(on_host, non_blocking=True)
+        for view, tensor in on_device:
+            view.copy_(tensor, non_blocking=True)
+
+    def read(self) -> tuple[PackedBatch, StepDivisor]:
+        """Return a new batch and divisor of the tensors that the graph reads."""
+        tensors = iter(self._tensors)
+        leaves = [
+            next(tensors) if isinstance(leaf, Tensor) else leaf
+            for leaf in self._first_leaves
+        ]
+        fields = tree_unflatten(leaves, self._spec)
+        divisor = StepDivisor(**fields.pop("divisor"))
         # What the host reads of scored batches would be that of the first.
-        return PackedBatch(
+        batch = PackedBatch(
             **fields, step=None, _signed_ids=None, cpu_rewards_and_counts=None
         )
+        return batch, divisor
+
+    def _views(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors that lie in an allocation."""
+        return [
+            memory[place].view(tensor.dtype).view(tensor.shape)
+            for place, tensor in zip(
+                self._places, _tensors(self._first_leaves), strict=True
+            )
+        ]
 
 
 class GraphedStep:
@@ -229,66 +284,23 @@ class GraphedStep:
                 another value.
         """
         if self._inputs is None:
-            self._capture(batch, divisor)
+            check_graphed_loss(self._loss_fn, batch.kind)
+        fields = _fields_of(batch, divisor)
+        if self._inputs is None:
+            self._inputs = self._capture(fields)
         else:
-            self._copy_inputs(self._inputs, batch, divisor)
+            self._inputs.copy(fields)
         self._attach_gradients()
         self._graph.replay()
         return self._read_results()
 
-    # Inputs.
-
-    def _make_inputs(self, batch: PackedBatch, divisor: StepDivisor) -> _Inputs:
-        """Return new tensors with the values of the first batch and divisor."""
-        paths_and_leaves, spec = tree_flatten_with_path(_fields_of(batch))
-        leaves = [
-            leaf.to(self._device, copy=True) if isinstance(leaf, Tensor) else leaf
-            for _, leaf in paths_and_leaves
-        ]
-        dtype = wide_dtype(self._device)
-        numbers = {
-            name: torch.as_tensor(value).to(self._device, dtype, copy=True)
-            for name, value in vars(divisor).items()
-            if value is not None
-        }
-        return _Inputs(leaves, spec, numbers)
-
-    def _copy_inputs(
-        self, inputs: _Inputs, batch: PackedBatch, divisor: StepDivisor
-    ) -> None:
-        """Copy the values of a batch to the memory that the graph reads."""
-        paths_and_leaves, spec = tree_flatten_with_path(_fields_of(batch))
-        if spec != inputs.spec:
-            raise _shape_error("its fields", "others than in the first batch")
-        for (path, leaf), first in zip(paths_and_leaves, inputs.leaves, strict=True):
-            if _describe(leaf) != _describe(first):
-                name = keystr(path).replace("['", ".").replace("']", "")
-                raise _shape_error(
-                    name.lstrip("."), f"{_describe(leaf)} after {_describe(first)}"
-                )
-        for (_, leaf), first in zip(paths_and_leaves, inputs.leaves, strict=True):
-            if isinstance(leaf, Tensor):
-                first.copy_(leaf, non_blocking=True)
-
-        values = {x: value for x, value in vars(divisor).items() if value is not None}
-        if values.keys() != inputs.divisor.keys():
-            raise _shape_error(
-                "divisor", f"{', '.join(values)} after {', '.join(inputs.divisor)}"
-            )
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                inputs.divisor[name].copy_(value, non_blocking=True)
-            else:
-                inputs.divisor[name].fill_(value)
-
     # The captured work.
 
-    def _capture(self, batch: PackedBatch, divisor: StepDivisor) -> None:
+    def _capture(self, fields: dict[str, Any]) -> _Inputs:
         """Warm up, and capture the graph; gradients are afterwards as before."""
-        check_graphed_loss(self._loss_fn, batch.kind)
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         gradients_before = [p.grad for p in parameters]
-        inputs = self._make_inputs(batch, divisor)
+        inputs = _Inputs(fields, self._device)
 
         def run() -> dict[str, Tensor]:
             return self._run(inputs)
@@ -318,11 +330,11 @@ class GraphedStep:
             ) from error
         for parameter, gradient in zip(parameters, gradients_before, strict=True):
             parameter.grad = gradient
-        self._inputs = inputs
+        return inputs
 
     def _run(self, inputs: _Inputs) -> dict[str, Tensor]:
         """Run forward pass, loss and backward pass; return the scalar results."""
-        batch = inputs.make_batch()
+        batch, divisor = inputs.read()
         # Weights that autocast has cast before would stay in the graph, and those that
         # it casts here belong to the graph.
         torch.clear_autocast_cache()
@@ -331,9 +343,7 @@ class GraphedStep:
             with torch.no_grad():
                 ref_logps = self._reference(batch)
         logps = self._model(batch)
-        output = self._loss_fn(
-            logps, batch, ref_logps=ref_logps, divisor=StepDivisor(**inputs.divisor)
-        )
+        output = self._loss_fn(logps, batch, ref_logps=ref_logps, divisor=divisor)
         with torch.autocast(self._device.type, enabled=False):
             self._backward(output.loss)
         torch.clear_autocast_cache()
@@ -420,15 +430,31 @@ def _check_model(model: nn.Module) -> None:
         )
 
 
-def _fields_of(batch: PackedBatch) -> dict[str, Any]:
-    """Return the inputs of a graph: fields of the batch, without texts."""
+def _fields_of(batch: PackedBatch, divisor: StepDivisor) -> dict[str, Any]:
+    """Return the inputs of a graph by name: fields of the batch, without texts, and
+    tensors of the divisor.
+    """
     fields = {name: getattr(batch, name) for name in (*NUMBERS, *TENSORS)}
     fields["columns"] = {
         name: values
         for name, values in batch.columns.items()
         if isinstance(values, Tensor)
     }
+    fields["divisor"] = {
+        name: torch.as_tensor(value, dtype=torch.float64)
+        for name, value in vars(divisor).items()
+        if value is not None
+    }
     return fields
+
+
+def _tensors(leaves: list[Any]) -> list[Tensor]:
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def _name_of(path: Any) -> str:
+    """Return the name of a field, such as ``columns.weight``."""
+    return keystr(path).replace("['", ".").replace("']", "").lstrip(".")
 
 
 def _describe(leaf: Any) -> Any:

@@ -62,6 +62,7 @@ from packstore.torch.training.arguments import (
 from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_column, is_packed
 from packstore.torch.training.evaluate import check_evaluated, warn_about_unused
+from packstore.torch.training.graphs import check_graphed_loss
 from packstore.torch.training.trainer_steps import (
     PackedSteps,
     release_copy,
@@ -116,6 +117,8 @@ class PackedTrainer(PackedSteps):
         attention: backend of packed attention, as for `load_model`.
         head: backend of log-probs, as for :func:`~packstore.torch.segment_logps`.
         compile: ``layers``, ``none``; ``auto``: layers on CUDA devices with Triton.
+        cuda_graphs: pad the batches of training to one size, and replay them as a CUDA
+            graph, see :class:`~packstore.torch.GraphedStep`; on one rank.
         storage_options: options of fsspec, for datasets.
         callbacks: callbacks of transformers' Trainer.
         trainer_arguments: further arguments of transformers' Trainer.
@@ -146,6 +149,7 @@ class PackedTrainer(PackedSteps):
         attention: str = "auto",
         head: str = "auto",
         compile: str = "auto",
+        cuda_graphs: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         callbacks: Sequence[Any] | None = None,
         **trainer_arguments: Any,
@@ -159,6 +163,7 @@ class PackedTrainer(PackedSteps):
         settings = TrainModelConfig.validate(
             examples_per_step=examples_per_step,
             packs_per_batch=packs_per_batch,
+            cuda_graphs=cuda_graphs,
             loss_parameters=loss_parameters or {},
             ref_logps=ref_logps or (),
             eval_ref_logps=eval_ref_logps or (),
@@ -217,6 +222,9 @@ class PackedTrainer(PackedSteps):
             **trainer_arguments,
         )
         self.train_dataset = train_data
+        self._uses_graphs = cuda_graphs
+        if cuda_graphs:
+            self._check_graphs()
         self._finish_init()
         self._probe_and_compile(compile)
 
@@ -235,6 +243,33 @@ class PackedTrainer(PackedSteps):
         )
         if self._has_compiled_layers and self._reference is not None:
             compile_layers(self._reference)
+
+    def _check_graphs(self) -> None:
+        """Raise if steps cannot be replayed as CUDA graphs."""
+        accelerator = self.accelerator
+        if accelerator.num_processes > 1 or self._is_sharded():
+            raise ConfigError(
+                sentence(
+                    where="setting cuda_graphs",
+                    rule="there must be one rank, without FSDP and DeepSpeed",
+                    found=f"{accelerator.distributed_type.value}, "
+                    f"{accelerator.num_processes} ranks",
+                    remedy="Leave it out",
+                )
+            )
+        if type(self).compute_loss is not PackedSteps.compute_loss:
+            raise ConfigError(
+                sentence(
+                    where="setting cuda_graphs",
+                    rule="compute_loss must not be overridden, as a replay calls no "
+                    "Python",
+                    found=type(self).__name__,
+                    remedy="Leave it out, or give a function as loss",
+                )
+            )
+        self._make_graph(accelerator.device)  # raises without CUDA
+        for dataset in datasets_of(self.train_dataset):
+            check_graphed_loss(self.loss_fn, dataset.manifest.kind)
 
     # Data.
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -65,6 +65,7 @@ from packstore.torch.models.unwrap import (
     peft_model_of,
     unwrapped,
 )
+from packstore.torch.parallel.padding import pad_batch, static_sizes
 from packstore.torch.training.arguments import hide_tokens, naming_settings
 from packstore.torch.training.checkpoint_files import (
     newest_checkpoint,
@@ -72,12 +73,13 @@ from packstore.torch.training.checkpoint_files import (
     remove_torn_checkpoints,
 )
 from packstore.torch.training.checkpoints import CheckpointMixin, diverged_error
-from packstore.torch.training.data import DataMixin, Steps, is_packed
+from packstore.torch.training.data import DataMixin, Steps, datasets_of, is_packed
 from packstore.torch.training.evaluate import (
     check_evaluated,
     check_kind,
     evaluate_batches,
 )
+from packstore.torch.training.graphs import CudaGraph, GraphedStep, StepGraph
 
 logger = logging.getLogger("packstore")
 
@@ -354,6 +356,10 @@ class PackedSteps(DataMixin, CheckpointMixin):
     # Arguments of PackedPolicy, for the log-probs of the model.
     _head_settings: Mapping[str, Any] = MappingProxyType({})
     _first_step_check: FirstStepCheck | None = None
+    # Batches of training are replayed as CUDA graphs.
+    _uses_graphs = False
+    _make_graph: Callable[[torch.device], StepGraph] = CudaGraph
+    _graphed_step: GraphedStep | None = None
     # True while the Trainer makes optimizer and schedule from its settings.
     _is_preparing = False
     _evaluation_prefix = ""
@@ -478,6 +484,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
         finally:
             # `_prepare_end` has changed it.
             self.args.save_total_limit = save_total_limit
+            self._graphed_step = None
             self._release_model()
         self._remove_all_but_best()
         return output
@@ -612,10 +619,52 @@ class PackedSteps(DataMixin, CheckpointMixin):
                 # The Trainer takes the whole step for one batch. DeepSpeed's engine
                 # would run an optimizer step for each batch that syncs gradients.
                 gradient_state._set_sync_gradients(is_last)
+            if self._uses_graphs:
+                total += self._replay(model, batch, num_items_in_batch)
+                continue
             with self._gradient_reduction(model, is_last=is_last):
                 placed = self._to_device(batch)
                 total += super().training_step(model, placed, num_items_in_batch)
         return total
+
+    def _replay(self, model: Any, batch: PackedBatch, divisor: StepDivisor) -> Tensor:
+        """Add the gradients of a batch by a replay of the graph; return its part of the
+        loss.
+        """
+        check_ids(batch, self.model)
+        model.train()
+        if hasattr(self.optimizer, "train"):
+            self.optimizer.train()  # of a schedule-free optimizer
+        if self._graphed_step is None:
+            self._check_first_batch(model, batch)
+            self._graphed_step = GraphedStep(
+                model,
+                self.loss_fn,
+                reference=partial(self._reference_logps, model),
+                backward=self.accelerator.backward,
+                graph=self._make_graph,
+            )
+        output = self._graphed_step(
+            pad_batch(batch, **self._batch_sizes), divisor=divisor
+        )
+        self._step_metrics.metrics.add(output.metrics)
+        return output.loss
+
+    @cached_property
+    def _batch_sizes(self) -> dict[str, int]:
+        """Sizes that every batch of the training data fits."""
+        datasets = datasets_of(self.train_dataset)
+        manifests = [dataset.manifest for dataset in datasets]
+        return static_sizes(manifests, self.packs_per_batch or 1)
+
+    @torch.no_grad()
+    def _check_first_batch(self, model: Any, batch: PackedBatch) -> None:
+        """Compare policy and reference before the first step, outside the graph."""
+        if self._first_step_check is None:
+            return
+        placed = batch.to(self.accelerator.device)
+        ref_logps = self._reference_logps(model, placed)
+        self._first_step_check(model(placed), placed, ref_logps)
 
     def _check_whole_step(self, batches: list[PackedBatch]) -> None:
         """Raise if a loader of the user's own yields parts of a step."""

@@ -308,7 +308,7 @@ def test_other_sizes_are_refused(kit: SimpleNamespace) -> None:
         (longer, "input_ids"),
         (second.replace(max_seqlen=81), "max_seqlen"),
         (second.replace(ref_logps=None), "ref_logps"),
-        (second.replace(columns={}), "fields"),
+        (second.replace(columns={}), "columns.w"),
     ):
         with pytest.raises(ConfigError, match=rf"{name}.*pad_batch"):
             step(batch, divisor=StepDivisor(5))
