@@ -9,7 +9,7 @@ three.
 Parts in the order of their value (``gpu/plan.py``). The first call has ``packstore
 train`` beside TRL's trainer; kernels, head and packed models against float32; attention
 by length profile; pairs a second of three models with compiled layers, beside
-padding-free and padded batches. The second has routes of the head, a profile, and a run
+padding-free batches and CUDA graphs. The second has routes of the head, a profile, and a run
 that is killed and resumed. Other models, lengths and settings follow if there is time.
 
 Each case prints its verdict and is written to ``results.json`` when it ends, in

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from logprobs import trl
 from torch import Tensor
 
+from gpu.graphs import graphed_step, pad_to_one_shape
 from gpu.predictions import PEAK
 from gpu.rounds import OURS, Group, Round, Way, parse_way
 from gpu.session import Figures, Session, failure
@@ -69,14 +70,25 @@ def measure_group(session: Session, group: Group) -> None:
         session.case(case, lambda: same, seconds=-60)
 
 
+class MicroBatch(NamedTuple):
+    """A batch on the device, and its number of pairs; those of padding do not count."""
+
+    batch: Any
+    num_pairs: int
+
+
 class Trial(Round):
     """A model, the pairs of a round, and the times of each way."""
 
     def __init__(self, session: Session, group: Group) -> None:
+        from packstore.torch import PreferenceLoss
+
         super().__init__(session.sizes, group)
         self.ceilings = session.ceilings
         self.seconds: dict[str, list[float]] = {}
-        self._batches: dict[str, list[Any]] = {}
+        self._micro_batches: dict[tuple[str, bool], list[MicroBatch]] = {}
+        self._graphed_steps: dict[str, Any] = {}
+        self.loss_fn = PreferenceLoss("dpo", beta=0.1)
         self._attention = ""
 
     @cached_property
@@ -111,22 +123,31 @@ class Trial(Round):
             use_packed_attention(self.model, way.attention)
         self._attention = name
 
-    def batches(self, way: str) -> list[Any]:
-        """Return the pairs of a round as batches on the device."""
-        packing = parse_way(way).packing
-        if packing not in self._batches:
+    def micro_batches(self, way: str) -> list[MicroBatch]:
+        """Return the pairs of a round on the device, in one shape for CUDA graphs."""
+        packing, *_, has_graphs = parse_way(way)
+        key = (packing, has_graphs)
+        if key not in self._micro_batches:
             runs = self.batch_rows(packing)
-            self._batches[packing] = [self._batch(run, packing) for run in runs]
-        return self._batches[packing]
+            batches = [self._batch(rows, packing) for rows in runs]
+            if has_graphs:
+                most_tokens = max(batch.num_tokens for batch in batches)
+                batches = pad_to_one_shape(batches, most_tokens)
+            self._micro_batches[key] = [
+                MicroBatch(batch.to(self.sizes.device), rows.size // 3)
+                for batch, rows in zip(batches, runs, strict=True)
+            ]
+        return self._micro_batches[key]
 
     def _batch(self, rows: Lengths, packing: str) -> Any:
         layout = "shared_prefix" if packing == "shared_prefix" else "concat"
-        return batch_of(rows, layout, self.config["vocab_size"]).to(self.sizes.device)
+        return batch_of(rows, layout, self.config["vocab_size"])
 
-    def loss(self, way: Way, batch: Any) -> Tensor:
-        """Return the DPO loss of a batch, with a reference of log-probs 0."""
-        from packstore.torch import PreferenceLoss, StepDivisor, packed_logps
+    def loss(self, way: Way, micro_batch: MicroBatch) -> Tensor:
+        """Return the DPO loss, with a reference of log-probs 0."""
+        from packstore.torch import StepDivisor, packed_logps
 
+        batch = micro_batch.batch
         self.set_attention(way)
         if way.head in ("triton", "eager"):
             backend = way.head if self.sizes.cuda else "eager"
@@ -138,9 +159,10 @@ class Trial(Round):
             places = (owners, batch.position_ids[rows]) if way.is_padded else (0, rows)
             logps = self._head(way.head, inputs, places, ids)
             sums = logps.new_zeros(batch.num_segments).index_add(0, owners, logps)
-        divisor = StepDivisor(float(batch.num_examples))
-        loss_fn = PreferenceLoss("dpo", beta=0.1)
-        return loss_fn(sums, batch, torch.zeros_like(sums), divisor=divisor).loss
+        divisor = StepDivisor(float(micro_batch.num_pairs))
+        reference = torch.zeros_like(sums)
+        loss: Tensor = self.loss_fn(sums, batch, reference, divisor=divisor).loss
+        return loss
 
     def _head(
         self, head: str, inputs: dict[str, Any], places: Any, ids: Tensor
@@ -154,18 +176,38 @@ class Trial(Round):
         hidden = self.model.model(**inputs).last_hidden_state[places]
         return trl(hidden, self.model.lm_head.weight, ids)
 
-    def backward(self, way: str, batch: Any) -> Tensor:
-        """Queue forward and backward pass of a batch; returns the loss."""
-        loss = self.loss(parse_way(way), batch)
+    def backward(self, way: str, micro_batch: MicroBatch) -> Tensor:
+        """Queue forward and backward pass; returns the loss."""
+        parsed_way = parse_way(way)
+        if parsed_way.has_graphs:
+            return self._replay(way, micro_batch)
+        loss = self.loss(parsed_way, micro_batch)
         loss.backward()
         return loss.detach()
+
+    def _replay(self, way: str, micro_batch: MicroBatch) -> Tensor:
+        """Queue the CUDA graph of a way, which its first call captures."""
+        from packstore.torch import StepDivisor
+
+        parsed_way = parse_way(way)
+        self.set_attention(parsed_way)
+        if way not in self._graphed_steps:
+            cuda = self.sizes.cuda
+            backend = parsed_way.head if cuda else "eager"
+            step = graphed_step(self.model, self.loss_fn, cuda, backend)
+            self._graphed_steps[way] = step
+        divisor = StepDivisor(float(micro_batch.num_pairs))
+        loss: Tensor = self._graphed_steps[way](micro_batch.batch, divisor=divisor).loss
+        return loss
 
     def warm(self, way: str) -> Figures:
         """Return the loss of the same few pairs, and the peak of memory of a round,
         which warms up.
         """
-        batch = self._batch(self.rows[:4], parse_way(way).packing)
-        loss = float(self.backward(way, batch))
+        parsed_way = parse_way(way)
+        rows = self.rows[:4]
+        batch = self._batch(rows, parsed_way.packing).to(self.sizes.device)
+        loss = float(self.loss(parsed_way, MicroBatch(batch, rows.size // 3)).detach())
         if self.sizes.cuda:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -195,10 +237,10 @@ class Trial(Round):
         As in training, the host waits for the device at the end only: a wait in each
         micro-batch would count the launches of its first kernels.
         """
-        batches = self.batches(way)
+        micro_batches = self.micro_batches(way)
         start = time.perf_counter()
-        for batch in batches:
-            loss = self.backward(way, batch)
+        for micro_batch in micro_batches:
+            loss = self.backward(way, micro_batch)
         float(loss)  # waits
         self.seconds.setdefault(way, []).append(time.perf_counter() - start)
         self._compiled()
@@ -233,7 +275,7 @@ class Trial(Round):
         operations = self.needed(parse_way(way))
         return {
             "pairs_per_second": self.rate(way),
-            "ms": 1e3 * seconds / len(self.batches(way)),
+            "ms": 1e3 * seconds / len(self.micro_batches(way)),
             "mfu": operations / seconds / PEAK if self.sizes.cuda else None,
             "rounds": len(self.seconds[way]),
             "expected": self.expected(way),

@@ -156,13 +156,13 @@ def profile(session: Session, model: str, way: str) -> Figures:
     """
     cuda = session.sizes.cuda
     trial = Trial(session, Group(model, "hh", session.sizes.tokens[0], (way,), 0))
-    batch = trial.batches(way)[0]
-    wall = seconds_of_steps(partial(trial.backward, way, batch), cuda)
+    micro_batch = trial.micro_batches(way)[0]
+    wall = seconds_of_steps(partial(trial.backward, way, micro_batch), cuda)
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(
         activities=[kinds.CPU, *([kinds.CUDA] if cuda else [])]
     ) as p:
-        float(trial.backward(way, batch))
+        float(trial.backward(way, micro_batch))
     # On a GPU kernels only: an operator's time is that of its kernels.
     events = p.key_averages()
     kernels = [e for e in events if not cuda or e.device_type.name == "CUDA"]

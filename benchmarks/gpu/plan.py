@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from gpu import end_to_end, fast, parts, right_kernels, right_models
-from gpu.rounds import OURS, SAME_HEAD, WAYS, Group
+from gpu.rounds import GRAPHS, OURS, SAME_HEAD, WAYS, Group
 from gpu.session import Part
 from gpu.sizes import Sizes
 
@@ -29,8 +29,8 @@ def first_groups(sizes: Sizes) -> list[Group]:
     short, _ = sizes.tokens
     ours = (OURS, SAME_HEAD)
     return [
-        Group(big, "hh", short, (*ours, "padding_free/trl"), 100),
-        Group(small, "hh", short, ours, 80),
+        Group(big, "hh", short, (*ours, GRAPHS), 100),
+        Group(small, "hh", short, (*ours, GRAPHS), 80),
         Group(adapted, "hh", short, ours, 65),
     ]
 
@@ -48,7 +48,9 @@ def spare_groups(sizes: Sizes) -> list[Group]:
             Group(big, "long", long, ours, 110),
             Group(big, "hh", short, ours, 60, is_compiled=False),
             Group(big, "ultrafeedback", short, ours, 110),
-            Group(big, "hh", long, (*ours, "padded_grouped/trl"), 110),
+            Group(
+                big, "hh", long, (*ours, "padding_free/trl", "padded_grouped/trl"), 110
+            ),
         ]
     return groups
 
@@ -73,6 +75,7 @@ def first_call(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
         right_kernels.chosen,
         partial(right_models.packed_is_padded, families=("Llama", "Qwen3")),
         right_models.waits,
+        right_models.cuda_graph,
     )
     return [
         Part("device", 10, (parts.device,)),
@@ -108,7 +111,6 @@ def spare(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
         partial(head, tokens=edges, ways=ALWAYS[:1]),
         partial(padded, families=("Gemma2",)),
         partial(right_kernels.deterministic, backends=(auto, *others)),
-        right_models.cuda_graph,
         partial(attention, backends=others, heads=sizes.heads),
         partial(attention, backends=(slowest,), heads=sizes.heads[:1]),
     )

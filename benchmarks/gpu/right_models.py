@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gpu.end_to_end import run_process, saved_model, settings_of
+from gpu.graphs import graphed_step, pad_to_one_shape
 from gpu.right_kernels import LIMIT, distance
 from gpu.session import Figures, Session
 from gpu.sizes import batch_of, cut, lengths, make_model
@@ -155,79 +156,57 @@ def _waits(session: Session, family: str, layout: str) -> Figures:
 
 
 def cuda_graph(session: Session) -> None:
-    """A step on batches of a fixed shape as one CUDA graph: replayed on another batch,
-    the same.
-
-    Without CUDA the step runs without a graph, so that the rest of the case is tried.
+    """A step as a CUDA graph, replayed on another batch with another divisor: loss and
+    gradients are those of a step without a graph.
     """
-    session.case("CUDA graph of a step", lambda: _cuda_graph(session), seconds=20)
+    for layout in LAYOUTS:
+        case = partial(_cuda_graph, session, layout)
+        session.case(f"CUDA graph of a step/{layout}", case, seconds=20)
 
 
-def _cuda_graph(session: Session) -> Figures:
+def _cuda_graph(session: Session, layout: str) -> Figures:
+    """Compare two replays with calls; right if they differ by rounding."""
     from packstore.torch import (
+        PackedPolicy,
         PreferenceLoss,
         StepDivisor,
-        pad_batch,
         use_packed_attention,
     )
-    from packstore.torch.logprobs.head import PackedPolicy
 
     sizes, config = session.sizes, _config(session, "Llama")
     model = use_packed_attention(make_model("Llama", config, sizes))
     policy, loss_fn = PackedPolicy(model), PreferenceLoss("dpo", beta=BETA)
-    runs = cut(lengths("hh", 400, sizes.row // 4), "concat", sizes.row)[:2]
-    raw = [batch_of(rows, "concat", config["vocab_size"]) for rows in runs]
-    shape = {
-        "num_tokens": sizes.row + 50,
-        "num_segments": max(batch.num_segments for batch in raw) + 20,
-        "num_targets": max(len(batch.target_index) for batch in raw),
-        "max_seqlen": max(batch.max_seqlen_k for batch in raw),
-    }
-    batches = [pad_batch(b, **shape).to(sizes.device) for b in raw]
-
-    def forward_backward(batch: Any) -> Tensor:
-        logps = policy(batch)
-        divisor = StepDivisor(float(shape["num_segments"] // 2))
-        out = loss_fn(logps, batch, torch.zeros_like(logps), divisor=divisor)
-        out.loss.backward()
-        return out.loss.detach()
+    runs = cut(lengths("hh", 400, sizes.row // 4), layout, sizes.row)[:2]
+    batches = [batch_of(rows, layout, config["vocab_size"]) for rows in runs]
+    divisors = [StepDivisor(float(len(rows))) for rows in runs]
+    padded = pad_to_one_shape(batches, sizes.row + 100)
 
     def state(loss: Tensor) -> Tensor:
-        """Loss and gradients as one vector."""
+        """Return loss and gradients as one vector."""
         grads = [p.grad.flatten().float() for p in model.parameters()]
-        return torch.cat([loss[None], *grads])
+        return torch.cat([loss.detach()[None], *grads])
 
     expected = []
-    for batch in batches:
-        model.zero_grad(set_to_none=True)
-        expected.append(state(forward_backward(batch)))
-    if not sizes.cuda:
-        return {"right": bool(expected[0].isfinite().all()), "captured": False}
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            model.zero_grad(set_to_none=True)
-            forward_backward(batches[0])
-    torch.cuda.current_stream().wait_stream(side)
-    model.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        loss = forward_backward(batches[0])
-    static, errors = _tensors(batches[0]), []
-    for batch, expected_state in zip(batches, expected, strict=True):
-        for name, x in _tensors(batch).items():
-            static[name].copy_(x)
-        for parameter in model.parameters():
-            parameter.grad.zero_()
-        graph.replay()
-        errors.append(distance(state(loss), expected_state))
-    return {"right": max(errors) <= LIMIT, "captured": True, "errors": errors}
+    for batch, divisor in zip(batches, divisors, strict=True):
+        model.zero_grad()
+        device_batch = batch.to(sizes.device)
+        logps = policy(device_batch)
+        reference = torch.zeros_like(logps)
+        loss = loss_fn(logps, device_batch, reference, divisor=divisor).loss
+        loss.backward()
+        expected.append(state(loss))
 
-
-def _tensors(batch: Any) -> dict[str, Tensor]:
-    """The tensors of a batch by name, those of columns left out."""
-    return {name: x for name, x in vars(batch).items() if isinstance(x, Tensor)}
+    step = graphed_step(model, loss_fn, sizes.cuda)
+    errors = []
+    for i, (batch, divisor) in enumerate(zip(padded, divisors, strict=True)):
+        model.zero_grad()
+        loss = step(batch, divisor=divisor).loss
+        errors.append(distance(state(loss), expected[i]))
+    return {
+        "right": max(errors) <= LIMIT,
+        "captured": sizes.cuda,
+        "errors": errors,
+    }
 
 
 def resumed(session: Session, data: Path, scratch: Path) -> None:

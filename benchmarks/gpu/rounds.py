@@ -11,7 +11,7 @@ A way is ``packing/head``, or ``packing/head/attention``, or either with ``/grap
 - ``trl``: the head that TRL 1.16 fuses into models; ``logits``: float32 logits of all
   tokens;
 - attention: a backend; without it, that of ``auto``;
-- ``graphs``: a micro-batch is one CUDA graph.
+- ``graphs``: a micro-batch is one CUDA graph, padded to the largest of the round.
 """
 
 from __future__ import annotations

@@ -167,11 +167,11 @@ def test_a_round_has_all_pairs_and_one_time(tmp_path: Path) -> None:
     group = Group("llama-1.2b", "hh", 256, (OURS,), 0, is_compiled=False)
     trial = fast.Trial(session, group)
     trial.round(OURS)
-    assert len(trial.batches(OURS)) == DRY.micro_batches
+    micro_batches = trial.micro_batches(OURS)
+    assert len(micro_batches) == DRY.micro_batches
     (seconds,) = trial.seconds[OURS]
     assert trial.rate(OURS) == len(trial.rows) / seconds
-    batches = trial.batches(OURS)
-    assert sum(batch.num_examples for batch in batches) == len(trial.rows)
+    assert sum(x.num_pairs for x in micro_batches) == len(trial.rows)
 
 
 PROFILE = "profile/qwen3-0.6b/shared_prefix/triton/compiled"
