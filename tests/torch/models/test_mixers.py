@@ -15,6 +15,9 @@ import torch
 from gradients import recompute_layers
 from sized_pairs import LAYOUTS, alone, in_row, row_of
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 
 from packstore.errors import BackendError
 from packstore.torch import (
@@ -69,6 +72,19 @@ def test_recomputed_layers_know_their_own_row(
             assert (
                 parameter.grad - gradient
             ).abs().max() < 1e-3 * gradient.abs().max() + 1e-6
+
+
+def test_replaced_layers_know_their_own_row(kit: SimpleNamespace) -> None:
+    """Wrapped by torch, to recompute them, after a row was trained on."""
+    model = use_packed_attention(kit.tiny_family("mamba", torch.float32)).train()
+    inputs = row_of(PAIRS).model_inputs()
+    expected = gradients(model, model(**inputs).logits[0])
+    layers = model.backbone.layers
+    for number, layer in enumerate(layers):
+        layers[number] = checkpoint_wrapper(layer)
+    recomputed = gradients(model, model(**inputs).logits[0])
+    for gradient, expected_gradient in zip(recomputed, expected, strict=True):
+        assert torch.equal(gradient, expected_gradient)
 
 
 def test_an_unknown_recomputation_is_refused(kit: SimpleNamespace) -> None:
