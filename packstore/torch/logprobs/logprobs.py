@@ -152,14 +152,19 @@ def sum_logps(batch: PackedBatch | ContextShard, logps: Tensor) -> Tensor:
 
 def segment_token_counts(batch: PackedBatch | ContextShard) -> Tensor:
     """Count the supervised tokens of each segment, int64 `[S]`."""
-    return by_segment(batch, torch.ones_like(batch.targets.segments))
+    segments = batch.targets.segments
+    return _sum_by_segment(torch.ones_like(segments), segments, batch.num_segments)
 
 
 def by_segment(batch: PackedBatch | ContextShard, values: Tensor) -> Tensor:
     """Sum values of the targets, `[n]`, by segment, `[S]`."""
+    return _sum_by_segment(values, batch.targets.segments, batch.num_segments)
+
+
+def _sum_by_segment(values: Tensor, segments: Tensor, num_segments: int) -> Tensor:
     # One more for padding targets, which have segment S.
-    zeros = values.new_zeros(batch.num_segments + 1)
-    return zeros.index_add(0, batch.targets.segments, values)[:-1]
+    zeros = values.new_zeros(num_segments + 1)
+    return zeros.index_add(0, segments, values)[:-1]
 
 
 def _logps_of_logits(

@@ -398,7 +398,10 @@ class PreferenceLoss(StepLoss):
             term.weight * values
             for term, values in zip(self.terms, losses, strict=True)
         ]
-        return torch.stack(weighted).sum(0), losses
+        total = weighted[0]
+        for values in weighted[1:]:
+            total = total + values
+        return total, losses
 
     def _reduce(self, losses: Tensor, rows: Rows, batch: PackedBatch) -> SumAndCount:
         """Return the sum of the losses of all rows, and their divisor.

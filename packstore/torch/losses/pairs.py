@@ -11,6 +11,7 @@ each example.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from packstore.format.arrays import Int64, range_indices, to_offsets
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.batch.transfer import tensor_to_device
 from packstore.torch.logprobs.logprobs import segment_token_counts
-from packstore.torch.metrics import SumAndCount, wide_dtype
+from packstore.torch.metrics import SumAndCount, weighted_sums
 
 PairChoice = Literal["best_vs_rest", "all", "adjacent"]
 
@@ -49,22 +50,24 @@ class Pairs:
     chosen_reward: Tensor
     rejected_reward: Tensor
 
-    @property
+    # Loss and metrics read these several times, and each operator is a launch.
+
+    @cached_property
     def u(self) -> Tensor:
         """Log-ratio of policy and reference on the chosen response."""
         return self.chosen - self.ref_chosen
 
-    @property
+    @cached_property
     def v(self) -> Tensor:
         """Log-ratio of policy and reference on the rejected response."""
         return self.rejected - self.ref_rejected
 
-    @property
+    @cached_property
     def d(self) -> Tensor:
         """``u - v``, the implicit margin."""
         return self.u - self.v
 
-    @property
+    @cached_property
     def dr(self) -> Tensor:
         """Gap between the ground-truth rewards."""
         return self.chosen_reward - self.rejected_reward
@@ -120,17 +123,24 @@ class SequenceSums(NamedTuple):
             rewards=batch.rewards.to(logps),
         )
 
-    def pair(self, chosen: Tensor, rejected: Tensor) -> Pairs:
-        """Return the pairs of segments `chosen` and `rejected`, int64 `[n]` each."""
+    def pair(self, chosen: Tensor | slice, rejected: Tensor | slice) -> Pairs:
+        """Return the pairs of segments `chosen` and `rejected`.
+
+        Each is int64 `[n]`, or a slice of n segments.
+        """
+        # One gather of a side in place of three; log-probs alone have a gradient.
+        constants = torch.stack([self.ref_logps, self.tokens, self.rewards])
+        ref_chosen, chosen_tokens, chosen_reward = constants[:, chosen].unbind()
+        ref_rejected, rejected_tokens, rejected_reward = constants[:, rejected].unbind()
         return Pairs(
             chosen=self.logps[chosen],
             rejected=self.logps[rejected],
-            ref_chosen=self.ref_logps[chosen],
-            ref_rejected=self.ref_logps[rejected],
-            chosen_tokens=self.tokens[chosen],
-            rejected_tokens=self.tokens[rejected],
-            chosen_reward=self.rewards[chosen],
-            rejected_reward=self.rewards[rejected],
+            ref_chosen=ref_chosen,
+            ref_rejected=ref_rejected,
+            chosen_tokens=chosen_tokens,
+            rejected_tokens=rejected_tokens,
+            chosen_reward=chosen_reward,
+            rejected_reward=rejected_reward,
         )
 
 
@@ -251,12 +261,15 @@ class PairRows:
         if batch.kind == "preference":
             example = torch.arange(batch.num_examples, device=batch.lengths.device)
             chosen = 2 * example
-            rejected = 2 * example + 1
+            end = 2 * batch.num_examples
+            pairs = sums.pair(slice(0, end, 2), slice(1, end, 2))
+            weights = batch.weights
         else:
             chosen, rejected, example = self._pair_by_reward(batch)
+            pairs = sums.pair(chosen, rejected)
+            weights = batch.weights[example]
 
-        pairs = sums.pair(chosen, rejected)
-        weights = batch.weights[example].to(sums.logps.dtype)
+        weights = weights.to(sums.logps.dtype)
         return Rows(
             pairs=pairs,
             compared=pairs,
@@ -301,7 +314,7 @@ class PairRows:
 
     def metrics(self, rows: Rows) -> dict[str, SumAndCount]:
         """Return log-probs and rewards; also rewards per token if the loss averages."""
-        values = dict[str, Tensor]()
+        values: dict[str, Tensor] = {}
         if not self.takes_scores:
             values["logps/chosen"] = rows.pairs.chosen
             values["logps/rejected"] = rows.pairs.rejected
@@ -309,8 +322,7 @@ class PairRows:
         if self.averaged:
             values |= self._reward_metrics("rewards_per_token", rows.pairs.per_token())
 
-        weights = _widen(rows.weights)
-        return {name: _weighted_sum(x, weights) for name, x in values.items()}
+        return weighted_sums(values, rows.weights)
 
     def _reward_metrics(self, prefix: str, pairs: Pairs) -> dict[str, Tensor]:
         """Return the implicit rewards of both sides, `[n]` each."""
@@ -364,7 +376,8 @@ class Answers(PairRows):
         """Return the rows of a batch; the K answers of an example share its weight."""
         example = batch.segment_examples
         answer = torch.arange(len(example), device=example.device)
-        pairs = sums.pair(answer, answer)
+        every_segment = slice(None)
+        pairs = sums.pair(every_segment, every_segment)
         if batch.kind == "preference":
             # The first answer is good and the second bad, whatever their rewards.
             rewards = 1 - 2 * (answer % 2).to(sums.logps)  # 1, -1, 1, -1, ...
@@ -390,16 +403,13 @@ class Answers(PairRows):
         log_ratio = rows.pairs.u
         reward = self.beta * log_ratio
         is_right = (log_ratio > self.baseline) == rows.has_chosen
-        all_answers = _widen(rows.weights)
-        good_answers = _widen(rows.weights * rows.has_chosen)
-        bad_answers = _widen(rows.weights * rows.has_rejected)
+        all_answers = {"rewards/accuracies": is_right, "rewards/squares": reward**2}
+        good_answers = {"rewards/chosen": reward, "logps/chosen": rows.pairs.chosen}
+        bad_answers = {"rewards/rejected": reward, "logps/rejected": rows.pairs.chosen}
         return {
-            "rewards/accuracies": _weighted_sum(is_right, all_answers),
-            "rewards/squares": _weighted_sum(reward**2, all_answers),
-            "rewards/chosen": _weighted_sum(reward, good_answers),
-            "logps/chosen": _weighted_sum(rows.pairs.chosen, good_answers),
-            "rewards/rejected": _weighted_sum(reward, bad_answers),
-            "logps/rejected": _weighted_sum(rows.pairs.chosen, bad_answers),
+            **weighted_sums(all_answers, rows.weights),
+            **weighted_sums(good_answers, rows.weights * rows.has_chosen),
+            **weighted_sums(bad_answers, rows.weights * rows.has_rejected),
         }
 
 
@@ -523,16 +533,6 @@ class Sequences(PairRows):
         if self.average == "token":
             losses = losses / rows.pairs.chosen_tokens
         return losses, None
-
-
-def _widen(weights: Tensor) -> Tensor:
-    """Return the weights of a metric in the dtype that metrics are summed in."""
-    return weights.to(wide_dtype(weights.device))
-
-
-def _weighted_sum(values: Tensor, weights: Tensor) -> SumAndCount:
-    """Return sum and count of a metric; `weights` come from :func:`_widen`."""
-    return (values.to(weights) * weights).sum(), weights.sum()
 
 
 def _rank_by_reward(rewards: np.ndarray, num_responses: np.ndarray) -> Int64:

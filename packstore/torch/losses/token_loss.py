@@ -24,7 +24,7 @@ from packstore.torch.losses.step_loss import (
     divide,
     sequence_weights,
 )
-from packstore.torch.metrics import SumAndCount, wide_dtype
+from packstore.torch.metrics import SumAndCount, weighted_sums
 
 Average = Literal["token", "sequence", "group"]
 
@@ -77,12 +77,8 @@ class TokenLoss(StepLoss):
         weights = _token_weights(batch)
         loss_sum, count = self._average(losses, weights.to(losses), batch)
 
-        wide_weights = weights.to(wide_dtype(weights.device))
-        num_tokens = wide_weights.sum()
         metrics: dict[str, SumAndCount] = {"loss": (loss_sum, count)}
-        for name, value in values.items():
-            total = (value.to(wide_weights) * wide_weights).sum()
-            metrics[name] = (total, num_tokens)
+        metrics |= weighted_sums(values, weights)
         output = LossOutput(
             loss=divide((loss_sum, count), divisors.count),
             loss_sum=loss_sum,

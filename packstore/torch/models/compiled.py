@@ -3,6 +3,9 @@
 The setting `compile` is ``layers``, ``none`` or ``auto``. With ``auto``, a trial
 decides: a copy of a layer runs compiled and uncompiled on the same few packed tokens,
 and layers are compiled only if outputs and gradients agree on all ranks.
+
+The loss stays uncompiled. A graph of `dpo` and its metrics saved 0.1 ms of the host a
+batch on a CPU, and took 15 s to compile: the time of 150,000 batches.
 """
 
 from __future__ import annotations
