@@ -64,7 +64,8 @@ floors:
 kernels: $(VENV)/installed
 	$(PIP) --group kernels
 	$(BIN)/python -m pytest -rP tests/torch/logprobs/test_triton_tiles.py \
-		tests/torch/attention/test_copies.py tests/torch/models/test_layer_kernels.py
+		tests/torch/attention/test_copies.py tests/torch/attention/test_range_kernels.py \
+		tests/torch/models/test_layer_kernels.py
 
 clean:
 	rm -rf $(VENV) .venv-floors demo build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,10 +235,16 @@ def usage_for(
     kernel: Any,
     types: dict[str, str],
     fixed: dict[str, Any],
+    aligned: Sequence[str] = (),
     **options: Any,
 ) -> tuple[int, int]:
-    """The usage of one of our kernels, compiled for a GPU without one."""
-    source = ASTSource(fn=kernel, signature=types, constexprs=fixed)
+    """The usage of one of our kernels, compiled for a GPU without one.
+
+    `aligned` names arguments that are multiples of 16.
+    """
+    places = {name: i for i, name in enumerate(types)}
+    attributes = {(places[name],): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=attributes)
     target = GPUTarget("cuda", capability, 32)
     return usage(triton.compile(source, target=target, options=options))
 
