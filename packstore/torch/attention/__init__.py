@@ -50,11 +50,17 @@ ATTENTION: Registry[Attend] = Registry(
     "attention backend",
     {
         "auto": "packstore.torch.attention.auto:attend",
+        "auto_varlen": "packstore.torch.attention.auto:attend",
+        "auto_ranges": "packstore.torch.attention.auto:attend_ranges",
         "reference": "packstore.torch.attention.plain:reference",
         "sdpa": "packstore.torch.attention.plain:sdpa",
         "flex": "packstore.torch.attention.flex:attend",
         "torch_varlen": "packstore.torch.attention.torch_varlen:attend",
+        "ranges": "packstore.torch.attention.ranges:attend",
         "flash_attn": "packstore.torch.attention.flash:flash_attn",
         "flash_attn_3": "packstore.torch.attention.flash:flash_attn_3",
     },
 )
+
+AUTOMATIC = ("auto", "auto_varlen", "auto_ranges")
+"""Backends that choose another one at each call."""

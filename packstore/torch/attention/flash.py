@@ -175,6 +175,19 @@ def check(backend: str, q: Tensor, k: Tensor, v: Tensor, settings: Settings) -> 
         )
 
 
+def check_no_softcap(backend: str, settings: Settings) -> None:
+    """Raise BackendError for soft-capped scores, which only FlashAttention supports."""
+    if settings.softcap is not None:
+        raise BackendError(
+            sentence(
+                where=f"attention backend {backend!r}",
+                rule="attention scores must not be soft-capped",
+                found=f"softcap {settings.softcap}",
+                remedy="Use backend='flex' or 'flash_attn'",
+            )
+        )
+
+
 def count_keys_before(layout: AttentionLayout, window: int | None) -> int:
     """Return how many keys before its own a query sees; -1: all.
 

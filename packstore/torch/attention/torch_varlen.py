@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import varlen
 
-from packstore.errors import BackendError, quote, sentence
+from packstore.errors import quote
 from packstore.torch.attention import Settings, flash
 from packstore.torch.batch.layout import AttentionLayout
 
@@ -59,15 +59,7 @@ def attend(
 ) -> Tensor:
     """Compute attention of all segments in one call."""
     flash.check("torch_varlen", q_TNH, k_TKH, v_TKH, settings)
-    if settings.softcap is not None:
-        raise BackendError(
-            sentence(
-                where="attention backend 'torch_varlen'",
-                rule="attention scores must not be soft-capped",
-                found=f"softcap {settings.softcap}",
-                remedy="Use backend='flex' or 'flash_attn'",
-            )
-        )
+    flash.check_no_softcap("torch_varlen", settings)
     keys_before = flash.count_keys_before(layout, settings.window)
     # torch 2.15 may choose cuDNN for its varlen_attn, which has no deterministic
     # backward pass.

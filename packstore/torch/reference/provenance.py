@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,17 +25,22 @@ from packstore.errors import CompatibilityError, quote, sentence
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.side.side import Side, open_side
 from packstore.registry import choice
-from packstore.torch.attention import ATTENTION, flash
+from packstore.torch.attention import ATTENTION, AUTOMATIC, flash
 from packstore.torch.logprobs.head import find_head
 from packstore.torch.logprobs.logprobs import exact_dtype
+from packstore.torch.models.mask import PREFIX
 from packstore.torch.models.probe import few_tokens
 from packstore.torch.models.unwrap import (
+    backbone_of,
     evaluating,
     has_compiled_layers,
     peft_model_of,
     uncompiled,
     unwrapped,
 )
+
+if TYPE_CHECKING:
+    from packstore.torch.attention.auto import Call
 
 logger = logging.getLogger(__name__)
 
@@ -174,18 +179,37 @@ def _attention(
 
     If ``auto`` chooses several: their names, sorted, comma-separated.
     """
+    name = attention_of(model)
+    if name not in AUTOMATIC:
+        return name
+    calls = record_calls(model, device, autocast_dtype)
+    return ", ".join(sorted({call.backend for call in calls}))
+
+
+def attention_of(model: nn.Module) -> str:
+    """Return the name of a model's attention: a backend, or one of transformers."""
     implementation = str(unwrapped(model).config._attn_implementation)
-    name = implementation.removeprefix("packstore_")
+    name = implementation.removeprefix(PREFIX)
     if name.isdigit():
         name = list(ATTENTION)[int(name)]
-    if name != "auto":
-        return name
+    return name
 
+
+def record_calls(
+    model: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None
+) -> list[Call]:
+    """Return a call of attention for each layer, as it would run on `device`.
+
+    Args:
+        model: a model whose backend is in :data:`AUTOMATIC`, on any device.
+        device: device of the training.
+        autocast_dtype: dtype of autocast in the training; None: without.
+    """
     # Imported here, as it imports torch's compiler, which takes a second.
     from packstore.torch.attention import auto
 
-    head = find_head(model)
-    weight_device = head.weight.device
+    backbone = backbone_of(unwrapped(model))
+    weight_device = next(backbone.parameters()).device
     autocast = torch.autocast(
         weight_device.type, autocast_dtype, enabled=autocast_dtype is not None
     )
@@ -194,10 +218,10 @@ def _attention(
         uncompiled(model),
         torch.no_grad(),
         autocast,
-        auto.chosen_on(device) as names,
+        auto.calls_on(device) as calls,
     ):
-        head.backbone(**few_tokens(weight_device).model_inputs())
-    return ", ".join(sorted(names))
+        backbone(**few_tokens(weight_device).model_inputs())
+    return calls
 
 
 def _kind_of_device(device: torch.device) -> str:
@@ -373,7 +397,24 @@ def _flags_for(name: str, value: object) -> str:
     """Return how to compute log-probs with a value of a field."""
     if name == "autocast_dtype":
         value = "bf16" if value else "none"
+    if name == "attention":
+        value = attention_setting(str(value))
     return REMEDIES[name].format(value)
+
+
+def attention_setting(recorded: str) -> str:
+    """Return the setting `attention` that gives the recorded backends.
+
+    Args:
+        recorded: a name, or several of them, comma-separated: layers of different kinds
+            have different backends.
+    """
+    names = recorded.split(", ")
+    if len(names) == 1:
+        return recorded
+    if "ranges" in names:
+        return "auto_ranges"
+    return "auto_varlen" if "torch_varlen" in names else "auto"
 
 
 def check_arithmetic(

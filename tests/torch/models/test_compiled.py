@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import range_kernels
 import torch
 import varlen_kernels
 from functorch.compile import make_boxed_func, nop
@@ -38,19 +39,25 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # the compiler's
 
-SHAPES = (1, 2, 5, 3, 1)
-"""Pairs of each batch."""
+SHAPES = (5, 1, 2, 3, 4)
+"""Pairs of each batch.
+
+A first batch of up to 5 segments may cost one more graph with `ranges`: torch takes
+their number and the 2, 3 or 5 rows of a list of KeyRanges for one size.
+"""
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """`auto` chooses `torch_varlen`, whose kernels compute by definition."""
+    """`auto` chooses `torch_varlen`, `auto_ranges` chooses `ranges`; their kernels
+    compute by definition.
+    """
     monkeypatch.setattr(flash, "DEVICES", ("cpu",))
     monkeypatch.setattr(flash, "DTYPES", (torch.float64,))
     monkeypatch.setattr(flash, "runs_on", lambda _: True)
     torch._dynamo.reset()
     counters.clear()
-    with varlen_kernels.on_cpu():
+    with varlen_kernels.on_cpu(), range_kernels.backend_on_cpu(monkeypatch):
         yield
     torch._dynamo.reset()
 
@@ -76,12 +83,22 @@ def gradients(model: nn.Module, batch: PackedBatch) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "kinds", "recomputes"),
+    ("name", "settings", "kinds", "recomputes", "backend"),
     [
-        ("llama", {}, 1, False),
-        pytest.param("llama", {}, 1, True, marks=pytest.mark.slow),
+        ("llama", {}, 1, False, "auto"),
+        ("llama", {}, 1, False, "auto_ranges"),
+        pytest.param("llama", {}, 1, True, "auto", marks=pytest.mark.slow),
+        pytest.param("llama", {}, 1, True, "auto_ranges", marks=pytest.mark.slow),
         pytest.param(  # windows beyond the longest sequence are none
-            "mistral", {"sliding_window": 20}, 2, False, marks=pytest.mark.slow
+            "mistral", {"sliding_window": 20}, 2, False, "auto", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "mistral",
+            {"sliding_window": 20},
+            2,
+            False,
+            "auto_ranges",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -92,13 +109,14 @@ def test_one_graph_for_all_layers_and_shapes(
     settings: dict[str, Any],
     kinds: int,
     recomputes: bool,
+    backend: str,
 ) -> None:
     plain = use_packed_attention(kit.tiny_family(name, **settings))
-    model = use_packed_attention(kit.tiny_family(name, **settings)).train()
+    model = use_packed_attention(kit.tiny_family(name, **settings), backend).train()
     if recomputes:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    found, backend = graphs()
-    compile_layers(model, backend=backend)
+    found, compiler = graphs()
+    compile_layers(model, backend=compiler)
     layouts = (("concat", kinds), ("shared_prefix", 2 * kinds), ("forest", 2 * kinds))
     for layout, limit in layouts:
         shapes = set()
@@ -112,7 +130,8 @@ def test_one_graph_for_all_layers_and_shapes(
         assert len(shapes) == len(SHAPES)
         assert len(found) <= limit
     assert not counters["graph_break"]
-    assert all("varlen" in graph.print_readable(print_output=False) for graph in found)
+    operator = "packstore.ranges" if backend == "auto_ranges" else "varlen"
+    assert all(operator in graph.print_readable(print_output=False) for graph in found)
 
 
 @pytest.mark.slow
