@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,9 @@ from packstore.config.training import TrainModelConfig
 
 if TYPE_CHECKING:
     import torch
+
+    from packstore.io.dataset.dataset import Dataset
+    from packstore.io.side.side import Side
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -74,26 +77,54 @@ def load_on_device(
     args: argparse.Namespace,
     path: str,
     device: torch.device,
+    dataset: Dataset,
+    sides: Iterable[Side] = (),
     needs_scores: bool = False,
 ) -> Any:
-    """Load a model, probe its attention, and compile it if requested.
+    """Load a model, choose and probe its attention, and compile it if requested.
+
+    A collective call. Models that are loaded later with the same `args` get the same
+    attention.
 
     Args:
-        args: the command line, with dtype, attention, autocast and `compile`.
+        args: the command line, with dtype, attention, autocast and `compile`;
+            `attention` is replaced if it is ``auto``.
         path: folder or hub name.
         device: device to load it on.
+        dataset: the dataset that the model runs over.
+        sides: side datasets with log-probs that its own are compared with.
         needs_scores: load a reward model.
     """
     redirect_transformers_logs()
+    from packstore.torch.batch.transfer import inference_batching
     from packstore.torch.models.compiled import compile_if_requested
     from packstore.torch.models.load import load_model
     from packstore.torch.models.probe import probe_model
     from packstore.torch.reference.provenance import choose_autocast
+    from packstore.torch.training.attention_choice import (
+        choose_attention,
+        set_attention_backend,
+    )
 
     model = load_model(
         path, dtype=args.dtype, attention=args.attention, scores=needs_scores
     ).to(device)
     autocast = choose_autocast(args.mixed_precision, model)
+    if args.attention == "auto":
+        batching = inference_batching(
+            {
+                "packs_per_batch": args.packs_per_batch,
+                "tokens_per_batch": args.tokens_per_batch,
+            },
+            device,
+            dataset.manifest.pack_size,
+        )
+        with autocast():
+            args.attention = choose_attention(
+                model, device, dataset, sides=sides, batching=batching
+            )
+        if args.attention != "auto":
+            set_attention_backend(model, args.attention)
     with autocast():
         probe_model(model)
     compile_if_requested(args.compile, model, device, autocast)

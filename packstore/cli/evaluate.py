@@ -5,6 +5,8 @@ dataset.
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -21,7 +23,8 @@ from packstore.cli._model import (
 )
 from packstore.cli._output import print_facts
 from packstore.config.training import TrainModelConfig
-from packstore.errors import ConfigError
+from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.io.side.side import Side, open_side
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pages.frame import check_writable
 
@@ -64,7 +67,8 @@ def _run_ref_logps(args: argparse.Namespace) -> int:
         )
 
         check_outputs(Outputs(args.per_token, args.top_k, args.top_k_dtype))
-        model = load_on_device(args, args.model, device)
+        sides = [] if args.overwrite else _existing_sides(args)
+        model = load_on_device(args, args.model, device, dataset, sides)
         with show_progress("ref-logps", args) as progress:
             side = write_ref_logps(
                 model,
@@ -84,6 +88,12 @@ def _run_ref_logps(args: argparse.Namespace) -> int:
         result = {"url": side.url, **facts}
         print_facts(args, f"side dataset {side.url}", facts, result)
     return 0
+
+
+def _existing_sides(args: argparse.Namespace) -> Iterator[Side]:
+    """Yield the side dataset at the destination, if one is there."""
+    with suppress(DatasetNotFoundError):
+        yield open_side(args.out, args.storage_option)
 
 
 REF_LOGPS = Command(
@@ -147,10 +157,18 @@ def _run_evaluate(args: argparse.Namespace) -> int:
                 "--reference-model or --ref-logps."
             )
         warn_about_unused(loss, args.reference_model, *args.ref_logps)
-        policy = load_on_device(args, args.model, device, needs_scores=loss.scores)
+        urls = args.ref_logps if loss.reference else ()
+        policy = load_on_device(
+            args,
+            args.model,
+            device,
+            dataset,
+            sides=(open_side(url, args.storage_option) for url in urls),
+            needs_scores=loss.scores,
+        )
         reference = None
         if loss.reference and args.reference_model:
-            reference = load_on_device(args, args.reference_model, device)
+            reference = load_on_device(args, args.reference_model, device, dataset)
         with show_progress("evaluate", args) as progress:
             result: Any = evaluate(
                 policy,

@@ -32,6 +32,7 @@ from packstore.io.store.storage_errors import is_of_client
 from packstore.secrets import client_cause, client_text
 from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import check_setting_names, naming_settings
+from packstore.torch.training.attention_choice import attention_of_checkpoint
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
 from packstore.torch.training.signals import SignalRepeater
 from packstore.torch.training.trainer import PackedTrainer
@@ -156,12 +157,17 @@ def train(
 def _make_trainer(
     config: TrainConfig, checkpoint: str | None, callbacks: Sequence[Any]
 ) -> PackedTrainer:
-    """Make the trainer; a run that resumes keeps its precision and compilation."""
+    """Make the trainer; a run that resumes keeps its precision, compilation and
+    attention.
+    """
+    settings = {name: getattr(config, name) for name in TrainModelConfig.names()}
     old_settings: dict[str, Any] = {}
     if checkpoint is not None:
-        old_settings = read_position(Path(checkpoint))["settings"]
+        position = read_position(Path(checkpoint))
+        old_settings = position["settings"]
+        if settings["attention"] == "auto":
+            settings["attention"] = attention_of_checkpoint(position)
 
-    settings = {name: getattr(config, name) for name in TrainModelConfig.names()}
     settings["peft_config"] = settings["peft_config"] or None
     if settings["compile"] == "auto" and old_settings.get("compile") == "none":
         settings["compile"] = "none"

@@ -59,6 +59,11 @@ from packstore.torch.training.arguments import (
     naming_settings,
     set_step_size,
 )
+from packstore.torch.training.attention_choice import (
+    attention_of_checkpoint,
+    choose_attention,
+    set_attention_backend,
+)
 from packstore.torch.training.checkpoint_files import read_position
 from packstore.torch.training.data import datasets_of, has_column, is_packed
 from packstore.torch.training.evaluate import check_evaluated, warn_about_unused
@@ -114,7 +119,8 @@ class PackedTrainer(PackedSteps):
             linear layers. The adapter is trained in place of the weights.
         dtype: dtype of a model that is loaded, as for `load_model`; it is refused with
             a loaded model.
-        attention: backend of packed attention, as for `load_model`.
+        attention: backend of packed attention, as for `load_model`; ``auto``: the
+            faster one, see :mod:`packstore.torch.training.attention_choice`.
         head: backend of log-probs, as for :func:`~packstore.torch.segment_logps`.
         compile: ``layers``, ``none``; ``auto``: layers on CUDA devices with Triton.
         cuda_graphs: pad the batches of training to one size, and replay them as a CUDA
@@ -213,6 +219,8 @@ class PackedTrainer(PackedSteps):
         if peft_config is not None:
             model = self._add_adapter(model, peft_config)
         self._prepare_forward(model, head)
+        self._attention = attention
+        self._is_attention_automatic = attention == "auto"
 
         super().__init__(
             model,
@@ -226,12 +234,46 @@ class PackedTrainer(PackedSteps):
         if cuda_graphs:
             self._check_graphs()
         self._finish_init()
+        if self._is_attention_automatic:
+            self._set_attention(self._choose_attention())
         self._probe_and_compile(compile)
 
     def _prepare_forward(self, model: Any, head: str) -> None:
         """Let the model take packed batches, and return log-probs for the loss."""
         self._head_settings = {"backend": head, **self.loss_fn.head_settings}
         take_batches(model, **self._head_settings)
+
+    def _choose_attention(self) -> str:
+        """Return the faster backend of attention; a collective call."""
+        args = self.args
+        urls = []
+        if self.loss_fn.reference:
+            urls = [*self._side_urls["train"], *self._side_urls["eval"]]
+        with self.accelerator.autocast():
+            return choose_attention(
+                self.model,
+                self.accelerator.device,
+                next(datasets_of(self.train_dataset, self.eval_dataset), None),
+                sides=(open_side(url, self._storage_options) for url in urls),
+                batching={"packs_per_batch": self.packs_per_batch},
+                seed=args.seed if args.data_seed is None else args.data_seed,
+            )
+
+    def _set_attention(self, backend: str) -> None:
+        """Set the backend of the policy and of its reference."""
+        if backend == self._attention:
+            return
+        self._attention = backend
+        set_attention_backend(self.model, backend)
+        if self._reference is not None:
+            set_attention_backend(self._reference, backend)
+
+    def _resume_attention(self, checkpoint: Path) -> None:
+        if self._is_attention_automatic:
+            old_attention = attention_of_checkpoint(read_position(checkpoint))
+            # `auto` is of a device without a choice.
+            if old_attention != "auto":
+                self._set_attention(old_attention)
 
     def _probe_and_compile(self, compile: str) -> None:
         """Raise if segments of a row see each other; compile policy and reference."""
@@ -448,6 +490,7 @@ class PackedTrainer(PackedSteps):
         }
         compiled_part = "layers" if self._has_compiled_layers else "none"
         description["settings"]["compile"] = compiled_part
+        description["settings"]["attention"] = self._attention
         return description
 
     @cached_property

@@ -463,6 +463,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
             self._checkpoint = None if checkpoint is None else Path(checkpoint)
             if self._checkpoint is not None:
                 self._check_same_run(self._checkpoint)
+                self._resume_attention(self._checkpoint)
         if self.args.should_save:
             remove_torn_checkpoints(
                 Path(self.args.output_dir),
@@ -540,6 +541,9 @@ class PackedSteps(DataMixin, CheckpointMixin):
 
     def _check_reference(self, checkpoint: Path | None) -> None:
         """Raise for stored log-probs of another reference; a collective call."""
+
+    def _resume_attention(self, checkpoint: Path) -> None:
+        """Take over the attention backend of the checkpoint's run."""
 
     def _set_up_model(self) -> None:
         """Set the model up for this trainer: others may have used it since."""
