@@ -7,14 +7,12 @@ As in a CUDA graph, results keep their memory, and numbers of Python stay as the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-T = TypeVar("T")
 
 
 class RecordedGraph(TorchDispatchMode):
@@ -46,17 +44,16 @@ class RecordedGraph(TorchDispatchMode):
             self.num_calls += 1
             function()
 
-    def capture(self, function: Callable[[], T]) -> T:
+    def capture(self, function: Callable[[], Any]) -> None:
         """Record a call, and undo it: while a CUDA graph is captured, nothing runs."""
         self.num_calls += 1
         with torch.random.fork_rng([]), self:
-            result = function()
+            function()
         for tensor, value in self._overwritten.values():
             tensor.detach().copy_(value)
         for *_, new_results in self._operators:
             for tensor in new_results:
                 tensor.detach().zero_()
-        return result
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

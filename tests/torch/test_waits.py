@@ -106,8 +106,8 @@ class UncapturedGraph:
     def warm_up(self, function: Callable[[], Any]) -> None:
         function()
 
-    def capture(self, function: Callable[[], Any]) -> Any:
-        return function()
+    def capture(self, function: Callable[[], Any]) -> None:
+        function()
 
     def replay(self) -> None:
         pass

@@ -15,7 +15,7 @@ what follows from it, such as the layout, is computed inside the graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,6 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 from packstore.errors import BackendError, ConfigError, quote, sentence
 from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.losses.step_loss import LossOutput, StepDivisor, StepLoss
-
-T = TypeVar("T")
 
 WARM_UPS = 3
 """Calls before the capture, as torch's documentation advises: kernels are compiled and
@@ -76,8 +74,8 @@ class StepGraph(Protocol):
     def warm_up(self, function: Callable[[], Any]) -> None:
         """Call the function as often as it takes until it repeats itself."""
 
-    def capture(self, function: Callable[[], T]) -> T:
-        """Capture a call; its results have their values after a replay."""
+    def capture(self, function: Callable[[], Any]) -> None:
+        """Capture a call, without its effects."""
 
     def replay(self) -> None:
         """Repeat the captured work."""
@@ -117,13 +115,13 @@ class CudaGraph:
                 function()
         current.wait_stream(self._stream)
 
-    def capture(self, function: Callable[[], T]) -> T:
+    def capture(self, function: Callable[[], Any]) -> None:
         """See :class:`StepGraph`."""
         # Other threads, as of a loader that pins memory, may go on.
         with torch.cuda.graph(
             self._graph, stream=self._stream, capture_error_mode="thread_local"
         ):
-            return function()
+            function()
 
     def replay(self) -> None:
         """See :class:`StepGraph`."""
@@ -302,8 +300,8 @@ class GraphedStep:
         gradients_before = [p.grad for p in parameters]
         inputs = _Inputs(fields, self._device)
 
-        def run() -> dict[str, Tensor]:
-            return self._run(inputs)
+        def run() -> None:
+            self._store_results(self._run(inputs))
 
         devices = [self._device] if self._device.type == "cuda" else []
         for parameter in parameters:
@@ -317,7 +315,7 @@ class GraphedStep:
         for parameter, gradient in zip(self._trained, self._gradients, strict=True):
             parameter.grad = gradient
         try:
-            self._graph.capture(lambda: self._store_results(run()))
+            self._graph.capture(run)
         except RuntimeError as error:
             raise BackendError(
                 sentence(

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from itertools import islice
 from os import PathLike
 from pathlib import Path
@@ -360,6 +360,7 @@ class PackedSteps(DataMixin, CheckpointMixin):
     _uses_graphs = False
     _make_graph: Callable[[torch.device], StepGraph] = CudaGraph
     _graphed_step: GraphedStep | None = None
+    _batch_sizes: Mapping[str, int] = MappingProxyType({})
     # True while the Trainer makes optimizer and schedule from its settings.
     _is_preparing = False
     _evaluation_prefix = ""
@@ -641,6 +642,8 @@ class PackedSteps(DataMixin, CheckpointMixin):
             self.optimizer.train()  # of a schedule-free optimizer
         if self._graphed_step is None:
             self._check_first_batch(model, batch)
+            manifests = [data.manifest for data in datasets_of(self.train_dataset)]
+            self._batch_sizes = static_sizes(manifests, self.packs_per_batch or 1)
             self._graphed_step = GraphedStep(
                 model,
                 self.loss_fn,
@@ -653,13 +656,6 @@ class PackedSteps(DataMixin, CheckpointMixin):
         )
         self._step_metrics.metrics.add(output.metrics)
         return output.loss
-
-    @cached_property
-    def _batch_sizes(self) -> dict[str, int]:
-        """Sizes that every batch of the training data fits."""
-        datasets = datasets_of(self.train_dataset)
-        manifests = [dataset.manifest for dataset in datasets]
-        return static_sizes(manifests, self.packs_per_batch or 1)
 
     @torch.no_grad()
     def _check_first_batch(self, model: Any, batch: PackedBatch) -> None:

@@ -137,9 +137,9 @@ def test_shares_of_a_row(
     """Tokens, targets and attention of all ranks together are those of the row."""
     batch = pad_segments(make(kit, seed, "preference", layout), 2 * size)
     if static:
-        batch = pad_batch(
-            batch, num_tokens=(batch.num_tokens // 120 + 2) * 120, num_segments=60
-        )
+        num_tokens = (batch.num_tokens // 120 + 2) * 120
+        keys = {} if layout == "concat" else {"num_keys": 1500}
+        batch = pad_batch(batch, num_tokens=num_tokens, num_segments=140, **keys)
     split = getattr(ContextSplit, how)(batch.cu_seqlens, size)
     shards = [ContextShard.of(batch, split, rank) for rank in range(size)]
     if how == "zigzag":
