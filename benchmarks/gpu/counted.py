@@ -23,7 +23,7 @@ from gpu.predictions import (
     count_head,
     count_step,
 )
-from gpu.rounds import OURS, Group, Round, parse_way
+from gpu.rounds import OURS, Group, Round, expected_training, parse_way
 from gpu.sizes import GPU, PROFILES, TURNS, lengths, segments_of
 
 STORED_RUN = RESULTS / "gpu_session.json"
@@ -222,20 +222,10 @@ def expected_of_profiles() -> dict[str, Figures]:
 
 
 def expected_of_training() -> dict[str, Figures]:
-    """Return the rates of the trainers.
-
-    That of ``train`` in bfloat16 is its micro-batches, of two packs, and a reference in
-    each step; that of TRL's trainer was measured on the H200.
-    """
-    model = next(iter(GPU.models))
-    group = Group(model, "hh", 2 * GPU.pack_size, (OURS,), 0)
-    rate = Round(GPU, group).expected_rate(parse_way(OURS), stored_ceilings())
-    trl = stored_results()["train/trl"]["pairs_per_second"]
-    return {
-        "train/bfloat16": {"pairs_per_second": rate / (1 + REFERENCE)},
-        "train/ref-logps": {"pairs_per_second": rate},
-        "train/trl": {"pairs_per_second": trl},
-    }
+    """Return the rates of the trainers; that of TRL's was measured on the H200."""
+    rates = expected_training(GPU, stored_ceilings())
+    rates["trl"] = stored_results()["train/trl"]["pairs_per_second"]
+    return {f"train/{way}": {"pairs_per_second": x} for way, x in rates.items()}
 
 
 def expected_cases() -> dict[str, Figures]:

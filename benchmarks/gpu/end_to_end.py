@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from gpu.session import Figures, Session
+from gpu.rounds import expected_training
+from gpu.session import AbsentError, Figures, Session
 from gpu.sizes import lengths, make_model
 
 TRL_STEPS = 4
@@ -31,6 +32,7 @@ FIRST = 5
 
 WAYS: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
+    "graphs": {"dtype": "bfloat16", "cuda_graphs": True},
     "own precision": {},  # weights in float32, layers in bfloat16
     "ref-logps": {"dtype": "bfloat16", "ref_logps": True},
     "lora": {"dtype": "bfloat16", "peft_config": {"r": 16}, "learning_rate": 1e-4},
@@ -138,6 +140,8 @@ def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
     """Rates of a run that is killed before it saves; right if it hardly waits
     for data.
     """
+    if WAYS[way].get("cuda_graphs") and not session.sizes.cuda:
+        raise AbsentError("CUDA graphs need a GPU")
     settings = settings_of(
         session, _model(session, scratch), data, session.sizes.steps + 1
     )
@@ -153,6 +157,8 @@ def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
         for name in ("fill", "data_wait")
     }
     quick = {"right": middle["data_wait"] < 0.01} if session.sizes.cuda else {}
+    if rate := expected_training(session.sizes, session.ceilings).get(way):
+        figures["expected"] = {"pairs_per_second": rate}
     return {**quick, **_rates(session, results), **middle, **figures}
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from gpu.graphs import graphed_step, pad_to_one_shape
 from gpu.predictions import PEAK
 from gpu.rounds import OURS, Group, Round, Way, parse_way
-from gpu.session import Figures, Session, failure
+from gpu.session import Figures, Session, check_backend, failure
 from gpu.sizes import Lengths, batch_of, make_model
 
 LORA_RANK = 16
@@ -36,13 +36,15 @@ def measure_group(session: Session, group: Group) -> None:
     if not cases or all("ms" in session.cases.get(case, {}) for case in cases):
         return  # none is requested, or a process before this one has measured all
     trial = Trial(session, group)
-    seconds_to_compile = 40 if group.is_compiled and session.sizes.cuda else 8
     ready: dict[str, str] = {}
     for group_of_cases in (list(cases)[:2], list(cases)[2:]):
         for case in group_of_cases:
             way = cases[case]
             was_measured = not session.wants(case)
-            if session.case(case, partial(trial.warm, way), seconds_to_compile):
+            seconds = 15 if ready else 40
+            if not (group.is_compiled and session.sizes.cuda):
+                seconds = 8
+            if session.case(case, partial(trial.warm, way), seconds):
                 ready[case] = way
                 if was_measured:  # by a process before this one
                     trial.warm(way)
@@ -117,6 +119,7 @@ class Trial(Round):
         name = "padded" if way.is_padded else way.attention
         if name == self._attention:
             return
+        check_backend(name, self.sizes)
         if way.is_padded:
             self.model.set_attn_implementation("sdpa")
         else:

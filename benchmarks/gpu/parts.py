@@ -17,7 +17,7 @@ from gpu.fast import Trial
 from gpu.predictions import HEADS, count_attention, count_head
 from gpu.right_kernels import distance, random_head, random_heads
 from gpu.rounds import OURS, Group, parse_way
-from gpu.session import Figures, Session
+from gpu.session import Figures, Session, check_backend
 from gpu.sizes import (
     PROFILES,
     Lengths,
@@ -31,7 +31,10 @@ from gpu.sizes import (
 
 KINDS = {
     "elementwise": ("triton_",),
-    "attention": ("flash", "fmha", "attention", "flex"),
+    "attention": (
+        *("flash", "fmha", "attention", "flex"),
+        *("forward_kernel", "queries_kernel", "keys_kernel"),  # of backend ranges
+    ),
     "products": ("gemm", "nvjet", "cutlass", "xmma", "mm_", "splitk", "::mm", "addmm"),
     "head sums": ("reduce_kernel",),
     "gathered keys": ("indexfunc", "gather", "sum_kernel"),
@@ -335,6 +338,7 @@ def _attention(
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
+    check_backend(backend, sizes)
     size = config["head_dim"]
     heads = (config["num_attention_heads"], config["num_key_value_heads"], size)
     attend = ATTENTION.load(backend)

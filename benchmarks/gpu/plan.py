@@ -11,7 +11,15 @@ from functools import partial
 from pathlib import Path
 
 from gpu import end_to_end, fast, parts, right_kernels, right_models
-from gpu.rounds import GRAPHS, OURS, SAME_HEAD, WAYS, Group
+from gpu.rounds import (
+    GRAPHS,
+    OURS,
+    RANGES,
+    RANGES_AND_GRAPHS,
+    SAME_HEAD,
+    WAYS,
+    Group,
+)
 from gpu.session import Part
 from gpu.sizes import Sizes
 
@@ -27,11 +35,10 @@ def first_groups(sizes: Sizes) -> list[Group]:
     """Return the ways to train that the first call measures."""
     big, small, adapted = sizes.models
     short, _ = sizes.tokens
-    ours = (OURS, SAME_HEAD)
     return [
-        Group(big, "hh", short, (*ours, GRAPHS), 100),
-        Group(small, "hh", short, (*ours, GRAPHS), 80),
-        Group(adapted, "hh", short, ours, 65),
+        Group(big, "hh", short, (OURS, RANGES, SAME_HEAD, GRAPHS), 95),
+        Group(small, "hh", short, (OURS, RANGES, GRAPHS, RANGES_AND_GRAPHS), 75),
+        Group(adapted, "hh", short, (OURS, RANGES), 75),
     ]
 
 
@@ -43,9 +50,9 @@ def spare_groups(sizes: Sizes) -> list[Group]:
     groups = [Group(small, "hh", short, WAYS, 110, is_compiled=False)]
     if sizes.cuda:  # a dry run has tried their paths
         groups += [
-            Group(small, "ultrafeedback", short, ours, 80),
-            Group(big, "agents", long, ours, 100),
-            Group(big, "long", long, ours, 110),
+            Group(small, "ultrafeedback", short, (OURS, RANGES, SAME_HEAD), 80),
+            Group(big, "agents", long, (OURS, RANGES, SAME_HEAD), 110),
+            Group(big, "long", long, (OURS, RANGES, SAME_HEAD), 110),
             Group(big, "hh", short, ours, 60, is_compiled=False),
             Group(big, "ultrafeedback", short, ours, 110),
             Group(
@@ -64,11 +71,10 @@ def first_call(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
     """Return what decides, in the order of its value: training as users run it, is it
     right, attention, then whole models.
     """
-    auto, *_ = sizes.backends
     few, many, _ = sizes.head_tokens
     training = partial(end_to_end.training, data=data, scratch=scratch)
     head = partial(right_kernels.head, tokens=(few, many), ways=ALWAYS)
-    attention = partial(right_kernels.attention, backends=(auto,))
+    attention = partial(right_kernels.attention, backends=sizes.backends[:2])
     right = (
         partial(attention, heads=sizes.heads[:2]),
         head,
@@ -99,23 +105,23 @@ def second_call(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
 
 def spare(sizes: Sizes, data: Path, scratch: Path) -> list[Part]:
     """Return what is measured if there is time."""
-    auto, *others, slowest = sizes.backends
+    auto, ranges, *others, slowest = sizes.backends
     few, many, edges = sizes.head_tokens
     big, *_ = sizes.models
     attention, head = right_kernels.attention, right_kernels.head
     padded = right_models.packed_is_padded
     training = partial(end_to_end.training, data=data, scratch=scratch)
     right = (
-        partial(attention, backends=(auto,), heads=sizes.heads[2:]),
+        partial(attention, backends=(auto, ranges), heads=sizes.heads[2:]),
         partial(head, tokens=(few, many), ways=SOFT),
         partial(head, tokens=edges, ways=ALWAYS[:1]),
         partial(padded, families=("Gemma2",)),
-        partial(right_kernels.deterministic, backends=(auto, *others)),
+        partial(right_kernels.deterministic, backends=(auto, ranges, *others)),
         partial(attention, backends=others, heads=sizes.heads),
         partial(attention, backends=(slowest,), heads=sizes.heads[:1]),
     )
     compiled = partial(padded, families=("Llama",), compiled=True)
-    further_ways = ("own precision", "ref-logps", "lora")
+    further_ways = ("graphs", "own precision", "ref-logps", "lora")
     return [
         Part("more is right", 110, right),
         Part("compiled is right", 50, (compiled,)),

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpu.session import Figures, Session
+from gpu.session import AbsentError, Figures, Session, check_backend
 from gpu.sizes import Sizes, batch_of, cut, lengths
 
 LIMIT = 1e-2
@@ -145,14 +145,20 @@ def attention(
             ),
         )
 
+    def load(backend: str) -> None:
+        check_backend(backend, sizes)
+        ATTENTION.load(backend)
+
     for backend in backends:
         try:
-            ATTENTION.load(backend)
-        except ImportError:  # recorded once, not for each case
-            session.case(f"attention/{backend}", lambda b=backend: ATTENTION.load(b))
+            load(backend)
+        except (AbsentError, ImportError):  # recorded once, not for each case
+            session.case(f"attention/{backend}", partial(load, backend))
             continue
         for shape in heads:
-            for name in layout_of:
+            for name, layout in layout_of.items():
+                if backend == "ranges" and layout.ranges is None:
+                    continue
                 for window in (None, sizes.window):
                     case = f"attention/{backend}/{name}/{shape}/window {window}"
                     args = (backend, name, shape, window)
@@ -195,6 +201,7 @@ def deterministic(session: Session, backends: Iterable[str]) -> None:
     *heads, size = sizes.heads[0]
 
     def twice(backend: str) -> Figures:
+        check_backend(backend, sizes)
         layout = layouts(sizes)["shared_prefix"]
         attend = ATTENTION.load(backend)
         qkv, up = random_heads(sizes, layout.num_queries, *heads, size)

@@ -22,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpu.predictions import CEILINGS, Work, count_step
+from gpu.predictions import CEILINGS, REFERENCE, Work, count_step
 from gpu.sizes import Lengths, Sizes, cut, lengths, segments_of
 
 OURS = "shared_prefix/triton"
 SAME_HEAD = "padding_free/triton"
 RANGES = "shared_prefix/triton/ranges"
 GRAPHS = "shared_prefix/triton/graphs"
+RANGES_AND_GRAPHS = "shared_prefix/triton/ranges/graphs"
 WAYS = (
     OURS,
     SAME_HEAD,
@@ -166,3 +167,20 @@ class Round:
     def needed(self, way: Way) -> float:
         """Return the operations of a round that MFU counts."""
         return sum(work.needed for work in self.work(way))
+
+
+def expected_training(
+    sizes: Sizes, ceilings: Mapping[str, float] = CEILINGS
+) -> dict[str, float]:
+    """Return pairs a second of ``train`` by way, see ``end_to_end.WAYS``: those of its
+    micro-batches, which have two packs, with a reference in each or a stored one.
+    """
+    model = next(iter(sizes.models))
+    pairs = Round(sizes, Group(model, "hh", 2 * sizes.pack_size, (OURS,), 0))
+    rate = pairs.expected_rate(parse_way(OURS), ceilings)
+    graphs_rate = pairs.expected_rate(parse_way(GRAPHS), ceilings)
+    return {
+        "bfloat16": rate / (1 + REFERENCE),
+        "graphs": graphs_rate / (1 + REFERENCE),
+        "ref-logps": rate,
+    }

@@ -44,6 +44,16 @@ class AbsentError(Exception):
     """What a case needs is not there."""
 
 
+NEED_GPU = ("ranges",)
+"""Attention backends that run on GPUs only; others without a package are refused."""
+
+
+def check_backend(name: str, sizes: Sizes) -> None:
+    """Raise AbsentError for a backend that the device cannot run."""
+    if name in NEED_GPU and not sizes.cuda:
+        raise AbsentError(f"attention backend {name!r} needs a GPU")
+
+
 class Session:
     """The cases of a session, of which some may have run before.
 

@@ -113,12 +113,13 @@ GPU = Sizes(
     device="cuda",
     backends=(
         "torch_varlen",
+        "ranges",
         "sdpa",
         "flash_attn",
         "flash_attn_3",
         "flex",
     ),
-    timed_backends=("torch_varlen", "flash_attn", "flash_attn_3"),
+    timed_backends=("torch_varlen", "ranges", "flash_attn", "flash_attn_3"),
     heads=((32, 8, 64), (8, 8, 128), (16, 1, 128), (8, 2, 256)),
     row=2000,
     models={
@@ -143,8 +144,8 @@ GPU = Sizes(
 )
 DRY = Sizes(
     device="cpu",
-    backends=("sdpa", "flash_attn", "reference"),
-    timed_backends=("sdpa", "flash_attn"),
+    backends=("sdpa", "ranges", "flash_attn", "reference"),
+    timed_backends=("sdpa", "ranges", "flash_attn"),
     heads=((4, 2, 16),),
     row=80,
     models={

@@ -73,7 +73,8 @@ def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
     cases: dict[str, Any] = json.loads(kept)
     assert cases.items() >= before.items()
     absent = {name for name, case in cases.items() if case["verdict"] == "absent"}
-    assert all("/trl" in name or "flash_attn" in name for name in absent)
+    needs = ("/trl", "flash_attn", "ranges", "train/graphs")
+    assert all(any(need in name for need in needs) for name in absent)
     assert cases["killed and resumed"]["right"]
     ways = ("trl", "bfloat16", "own precision", "ref-logps", "lora")
     assert {f"train/{way}" for way in ways} <= cases.keys()
@@ -254,6 +255,33 @@ def test_calls_of_the_plan_have_the_seconds_that_their_parts_need(
     for seconds, parts_of_call in zip(CALLS, (first_call, second_call), strict=True):
         parts = parts_of_call(GPU, tmp_path, tmp_path)
         assert sum(part.seconds for part in parts) == seconds - ENDING
+
+
+def test_the_page_gives_what_is_expected() -> None:
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    path = BENCHMARKS / "results" / "gpu_predictions.json"
+    expected = json.loads(path.read_text(encoding="utf-8"))["expected"]
+    for way in ("", "/ranges", "/graphs", "/ranges/graphs"):
+        cells = []
+        for model in ("qwen3-0.6b", "llama-1.2b", "llama-8b"):
+            case = f"{model}/hh/8192/shared_prefix/triton{way}/compiled"
+            rate = expected.get(case, {}).get("pairs_per_second")
+            cells.append("–" if rate is None else f"{rate:.0f}")
+        assert f" | {' | '.join(cells)} |\n" in page, way
+
+
+def test_rollouts_are_trees_with_the_log_probs_of_whole_sequences() -> None:
+    from gpu.sizes import DRY, TINY, batch_of, lengths, make_model
+
+    from packstore.torch import packed_logps, use_packed_attention
+
+    rows = lengths("agents", 3, 12)
+    tree, whole = (batch_of(rows, name, 100) for name in ("shared_prefix", "concat"))
+    assert tree.num_tokens < whole.num_tokens / 2
+    model = make_model("Llama", TINY, DRY, torch.float64)
+    use_packed_attention(model, "reference")
+    expected = packed_logps(model, whole)
+    torch.testing.assert_close(packed_logps(model, tree), expected)
 
 
 def test_the_page_gives_what_is_counted() -> None:
