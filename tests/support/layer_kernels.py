@@ -57,7 +57,7 @@ def hint(size: Any) -> int:
 
 
 def trace(
-    name: str, layout: str
+    name: str, layout: str, attention: str = "auto"
 ) -> tuple[list[tuple[str, GraphModule, list[Any]]], int]:
     """Graphs of a layer's forward and backward pass with their inputs; tokens of the
     row.
@@ -111,7 +111,7 @@ def trace(
         partition_fn=min_cut_rematerialization_partition,
         decompositions=select_decomp_table(),
     )
-    compile_layers(use_packed_attention(model), backend=backend)
+    compile_layers(use_packed_attention(model, attention), backend=backend)
     model.model(**batch.model_inputs()).last_hidden_state.sum().backward()
     return graphs, batch.num_tokens
 
