@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +20,9 @@ import range_kernels
 import torch
 import varlen_kernels
 from gradients import recompute_layers
+from ranks import launch
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.utils import _apply_to_tensors
 
 from packstore.errors import BackendError, MissingExtraError
@@ -159,6 +163,45 @@ def test_a_layout_that_fsdp_copied(kit: SimpleNamespace, kernels: None) -> None:
     expected = run("ranges", inputs, segments, Settings(0.3))
     actual = run("ranges", inputs, copied, Settings(0.3))
     assert largest_difference(actual, expected) == 0
+
+
+def gradients_of(policy: Any, batch: Any) -> dict[str, Tensor]:
+    """Gradients of the sum of all log-probs, whole if weights are sharded."""
+    policy(batch).sum().backward()
+    gradients = {}
+    for name, weight in policy.named_parameters():
+        grad = weight.grad
+        is_sharded = hasattr(grad, "full_tensor")
+        gradients[name] = grad.full_tensor() if is_sharded else grad
+    return gradients
+
+
+def on_rank(task: dict[str, Any]) -> dict[str, Tensor]:
+    """Gradients on a rank, with sharded layers that are recomputed."""
+    with (
+        pytest.MonkeyPatch.context() as monkeypatch,
+        varlen_kernels.backend_on_cpu(monkeypatch),
+        range_kernels.backend_on_cpu(monkeypatch),
+    ):
+        monkeypatch.setattr(flash, "runs_on", lambda _: True)
+        model = use_packed_attention(task["model"], "auto_ranges").train()
+        recompute_layers(model)
+        policy = PackedPolicy(model)
+        for layer in model.model.layers:
+            fully_shard(layer)
+        return gradients_of(fully_shard(policy), task["batch"])
+
+
+def test_layers_that_fsdp_shards(kit: SimpleNamespace, tmp_path: Path) -> None:
+    model = kit.tiny_family("llama").train()
+    batch = kit.row(3, "forest", seed=2)
+    task = {"model": deepcopy(model), "batch": batch}
+    policy = PackedPolicy(use_packed_attention(model, "reference"))
+    expected = gradients_of(policy, batch)
+    for gradients in launch(__file__, task, 2, tmp_path):
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            assert (gradient - expected[name]).norm() <= 1e-9 * expected[name].norm()
 
 
 @pytest.mark.parametrize(
