@@ -309,3 +309,22 @@ def test_the_page_of_reference_log_probs_rounds_the_time_of_values_of_tokens() -
     }
     for name, columns in names.items():
         assert page[name] == [f"{measured[columns]:.2f}"]
+
+
+def test_the_page_on_attention_has_the_launches_that_were_counted() -> None:
+    page = rows("docs/attention.md")
+    launches = {
+        (record["model"], record["layout"], record["attention"]): record["launches"]
+        for record in result("launches")["records"]
+    }
+    for model, layout, _ in launches:
+        counts = [
+            str(launches[model, layout, backend])
+            for backend in ("auto_varlen", "auto_ranges")
+        ]
+        assert page[f"{model}, `{layout}`"] == counts
+    saved = {
+        (record["model"], round(record["saved bytes a token"] / 1000))
+        for record in result("launches")["records"]
+    }
+    assert saved == {("Qwen3-0.6B", 47), ("Llama-3.2-1B", 76)}
