@@ -33,6 +33,8 @@ training process; every figure comes from a fresh process:
 - resume: a fresh process loads the state that another one saved at 50 % and at 95 % of
   the epoch; time to its first batch, and whether the rest is exactly the rest. Peers
   without a state replay.
+- flipped bit: whether a reader raises, or yields other values silently, after one bit of
+  its largest file was flipped; of `--flips` trials.
 - MB and write CPU s: of the files, and of writing them. What the folder `--work` has
   already is kept: remove a reader's folder and its .json to have it written again.
 
@@ -46,9 +48,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from common import HERE, RESULTS, parser, provenance, save, show
 from peers_loading import READERS
 from peers_loading.runner import ChildError, Interpreter, Runner
@@ -63,6 +67,7 @@ COLUMNS = {
     "peak MB": ("memory", 1e-6),
     "resume ms": ("resume_seconds", 1e3),
     "exact": ("resume_exact", 1),
+    "flipped bit": ("flips", 1),
     "MB": ("bytes", 1e-6),
     "write CPU s": ("write_cpu_seconds", 1),
 }
@@ -142,6 +147,28 @@ class Benchmark:
             for key in ("seconds", "exact", "lost", "repeated"):
                 row[f"resume_{key}"] = [result[key] for result in found]
 
+    def flip_bits(self, reader: str, trials: int) -> None:
+        """Flips one bit of a reader's largest file, reads an epoch, and flips it back."""
+        folder = self.run.root / READERS[reader].files
+        files = (path for path in folder.rglob("*") if path.is_file())
+        largest = max(files, key=lambda path: path.stat().st_size)
+        # The same shares of all files, and not near their ends, where metadata lie.
+        places = np.random.default_rng(0).uniform(0.05, 0.95, trials)
+        outcomes: list[str] = []
+        for place in places.tolist():
+            offset = int(place * largest.stat().st_size)
+            _flip_bit(largest, offset)
+            try:
+                is_intact = self.run("check", reader)["intact"]
+                outcomes.append("unread" if is_intact else "silent")
+            except ChildError as error:
+                print(f"flipped bit {reader}: {error}")
+                outcomes.append("raised")
+            finally:
+                _flip_bit(largest, offset)
+        counts = Counter(outcomes).most_common()
+        self.rows[reader]["flips"] = ", ".join(f"{n} {name}" for name, n in counts)
+
     def cells(self, reader: str) -> list[Any]:
         """The row of the table."""
         found = [self.rows[reader].get(key, "-") for key, _ in COLUMNS.values()]
@@ -149,10 +176,18 @@ class Benchmark:
             [y * scale for y in x]
             if isinstance(x, list)
             else x
-            if x == "-"
+            if isinstance(x, str)
             else x * scale
             for x, (_, scale) in zip(found, COLUMNS.values(), strict=True)
         ]
+
+
+def _flip_bit(file: Path, offset: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        (byte,) = stream.read(1)
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 1]))
 
 
 def run(args: Any) -> dict[str, Any]:
@@ -175,6 +210,7 @@ def run(args: Any) -> dict[str, Any]:
     for name in readers:
         if READERS[name].states:
             benchmark.resume(name)
+            benchmark.flip_bits(name, args.flips)
     show(("reader", *COLUMNS), [(name, *benchmark.cells(name)) for name in readers])
     return {
         "environment": before,
@@ -200,6 +236,7 @@ def main() -> None:
     command.add_argument("--only", nargs="+", choices=READERS)
     command.add_argument("--packs", type=int, help="default: 20,000")
     command.add_argument("--passes", type=int, help="default: 3")
+    command.add_argument("--flips", type=int, help="default: 3; quick: 1")
     command.add_argument(
         "--limit", type=float, default=300, help="seconds for one process at most"
     )
@@ -211,6 +248,7 @@ def main() -> None:
         command.error("--prepare needs --work, where the files stay")
     args.python = args.python or [sys.executable]
     args.packs = args.packs or (500 if args.quick else 20_000)
+    args.flips = args.flips or (1 if args.quick else 3)
     args.passes = args.passes or (1 if args.quick else 3)
     if args.out is None and not (args.quick or args.only or args.prepare):
         args.out = RESULTS / "loading.json"

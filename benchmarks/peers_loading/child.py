@@ -131,8 +131,18 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
     }
 
 
+def check(reader: Reader, task: Task) -> dict[str, Any]:
+    """Whether an epoch is every pack once, with the values that were written."""
+    loader = reader.open(task.folder, Path(task.scratch))
+    packs = [
+        number for batch in loader for number in map(identify, reader.samples(batch))
+    ]
+    return {"intact": sorted(packs) == sorted(map(identify, task.source))}
+
+
 MODES: dict[str, Callable[[Any, Task], dict[str, Any]]] = {
-    function.__name__: function for function in (write, source, read, plan, resume)
+    function.__name__: function
+    for function in (write, source, read, plan, resume, check)
 }
 
 
