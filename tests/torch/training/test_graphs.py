@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import range_kernels
 import torch
 import varlen_kernels
 from forests import forest_packs
@@ -44,13 +45,18 @@ KEYS = {"num_keys": 900, "num_runs": 400}
 @pytest.fixture(autouse=True)
 def _varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One operator for all segments, as on a GPU, which reads no length on the host."""
-    with varlen_kernels.backend_on_cpu(monkeypatch):
+    with (
+        varlen_kernels.backend_on_cpu(monkeypatch),
+        range_kernels.backend_on_cpu(monkeypatch),
+    ):
         yield
 
 
-def make_policy(kit: SimpleNamespace, **settings: Any) -> PackedPolicy:
+def make_policy(
+    kit: SimpleNamespace, attention: str = "torch_varlen", **settings: Any
+) -> PackedPolicy:
     torch.manual_seed(0)
-    model = use_packed_attention(kit.tiny_model(), "torch_varlen")
+    model = use_packed_attention(kit.tiny_model(), attention)
     return PackedPolicy(model, **settings)
 
 
@@ -169,6 +175,22 @@ def test_replays_are_eager_steps(kit: SimpleNamespace, name: str, layout: str) -
             assert (actual_value is None) == (expected_value is None)
             if expected_value is not None:
                 assert (actual_value - expected_value).abs() < 1e-10
+
+
+@pytest.mark.parametrize("layout", ["concat", "shared_prefix", "forest"])
+def test_replays_with_ranges_read_the_ranges_of_their_batch(
+    kit: SimpleNamespace, layout: str
+) -> None:
+    policy = make_policy(kit, attention="ranges")
+    loss_fn = PreferenceLoss("dpo")
+    batches = make_batches(kit, layout)
+    expected_steps = eager_steps(policy, loss_fn, batches)
+    actual_steps = replayed_steps(policy, loss_fn, batches)
+    for (actual, gradients), (expected, expected_gradients) in zip(
+        actual_steps, expected_steps, strict=True
+    ):
+        assert (gradients - expected_gradients).abs().max() < 1e-12
+        assert (actual.loss - expected.loss).abs() < 1e-12
 
 
 @pytest.mark.parametrize("changed", ["divisor", "ref_logps", "weights", "rewards"])
