@@ -10,7 +10,7 @@ host would have to wait for them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,21 +73,24 @@ class KeyRanges(NamedTuple):
 
     def map_tensors(self, change: Callable[[Tensor], Tensor]) -> KeyRanges:
         """Return the ranges with `change` applied to each tensor."""
-        return KeyRanges(
-            *(change(x) if isinstance(x, Tensor) else x for x in self)  # type: ignore[arg-type]
-        )
+        changed: dict[str, Any] = {
+            name: change(value)
+            for name, value in self._asdict().items()
+            if isinstance(value, Tensor)
+        }
+        return self._replace(**changed)
 
 
-class _Readers(NamedTuple):
-    """The segments that read others: sorted by the segment read, most tokens first.
+class _Reads(NamedTuple):
+    """Reads of ancestors: sorted by the ancestor, most tokens first.
 
     Attributes:
-        segments: int64 `[A]`, the segment that is read.
+        ancestors: int64 `[A]`, the segment that is read.
         readers: int64 `[A]`, the segment that reads it.
         tokens: int64 `[A]`, number of tokens that it reads.
     """
 
-    segments: Int64
+    ancestors: Int64
     readers: Int64
     tokens: Int64
 
@@ -112,19 +115,20 @@ def compute_key_ranges(
     tiles = _fill_up([tile_segments, tile_rows], num_tiles)
 
     runs = run_offsets = readers = reader_offsets = None
-    others = _Readers(*np.zeros((3, 0), np.int64))
+    no_reads = np.zeros(0, np.int64)
+    reads = _Reads(ancestors=no_reads, readers=no_reads, tokens=no_reads)
     if key_runs is not None:
         run_array = key_runs.numpy().astype(np.int64)
         run_counts = np.bincount(run_array[0], minlength=num_segments)
         runs = _int32(run_array[1:])
         run_offsets = _int32(to_offsets(run_counts))
 
-        others = _find_readers(run_array, lengths)
-        reader_counts = np.bincount(others.segments, minlength=num_segments)
-        readers = _fill_up([others.readers, others.tokens], run_array.shape[1])
+        reads = _find_reads(run_array, lengths)
+        reader_counts = np.bincount(reads.ancestors, minlength=num_segments)
+        readers = _fill_up([reads.readers, reads.tokens], run_array.shape[1])
         reader_offsets = _int32(to_offsets(reader_counts))
 
-    items, splits = _divide_work(tile_segments, tile_rows, offsets, others)
+    items, splits = _divide_work(tile_segments, tile_rows, offsets, reads)
     num_splits = 0 if key_runs is None else MAX_SPLITS
     return KeyRanges(
         offsets=cu_seqlens,
@@ -149,22 +153,24 @@ def _compute_tiles(offsets: Int64) -> tuple[Int64, Int64]:
     return segments, offsets[segments] + TILE * tiles_before
 
 
-def _find_readers(key_runs: Int64, lengths: Int64) -> _Readers:
-    """Return which segments read others, without those that have no queries.
+def _find_reads(key_runs: Int64, lengths: Int64) -> _Reads:
+    """Return the reads of ancestors by segments that have queries.
 
     Args:
         key_runs: int64 `[3, R]`.
         lengths: int64 `[S]`, lengths of the segments.
     """
-    readers, segments, tokens = key_runs
-    is_other = (tokens > 0) & (lengths[readers] > 0)
-    readers, segments, tokens = readers[is_other], segments[is_other], tokens[is_other]
-    order = np.lexsort((readers, -tokens, segments))
-    return _Readers(segments[order], readers[order], tokens[order])
+    all_readers, all_segments, all_tokens = key_runs
+    is_of_ancestor = (all_tokens > 0) & (lengths[all_readers] > 0)
+    ancestors = all_segments[is_of_ancestor]
+    readers = all_readers[is_of_ancestor]
+    tokens = all_tokens[is_of_ancestor]
+    order = np.lexsort((readers, -tokens, ancestors))
+    return _Reads(ancestors[order], readers[order], tokens[order])
 
 
 def _divide_work(
-    tile_segments: Int64, tile_rows: Int64, offsets: Int64, others: _Readers
+    tile_segments: Int64, tile_rows: Int64, offsets: Int64, reads: _Reads
 ) -> tuple[list[Int64], list[Int64]]:
     """Return columns of `items` and `splits`, see :class:`KeyRanges`.
 
@@ -173,25 +179,25 @@ def _divide_work(
     readers of a prompt with many responses would outlast all others.
     """
     num_tiles = len(tile_segments)
-    # One row for each pair of a tile and a reader: the own segment, then others.
-    pair_tiles, pair_readers = _pair_tiles_with_readers(
-        tile_segments, tile_rows, offsets, others
-    )
+    # One entry for each pair of a tile and a reader: the own segment (-1), then others.
+    pair_tiles, pair_readers = _pair_tiles_with_readers(tile_segments, reads)
     lengths = np.diff(offsets)
     own_rows = offsets[tile_segments + 1] - tile_rows
     tiles = np.concatenate([np.arange(num_tiles), pair_tiles])
-    rows = np.concatenate([own_rows, lengths[others.readers[pair_readers]]])
+    rows = np.concatenate([own_rows, lengths[reads.readers[pair_readers]]])
     readers = np.concatenate([np.full(num_tiles, -1), pair_readers])
     order = np.argsort(tiles, kind="stable")
     tiles, rows, readers = tiles[order], rows[order], readers[order]
 
+    # Query rows of a tile's readers before each reader; at multiples of the limit a new
+    # item starts. The limit is at least a share of all rows, which bounds the number of
+    # items.
     limit = max(MIN_ITEM, -(-int(rows.sum()) // MAX_SPLITS))
     rows_before = to_offsets(rows)[:-1]
-    is_first = np.diff(tiles, prepend=-1) > 0
-    rows_before -= rows_before[is_first][tiles]
-    parts = rows_before // limit
-    is_start = is_first | (np.diff(parts, prepend=0) != 0)
-    starts = np.flatnonzero(is_start)
+    is_first_of_tile = np.diff(tiles, prepend=-1) > 0
+    rows_before -= rows_before[is_first_of_tile][tiles]
+    is_start = np.diff(rows_before // limit, prepend=0) != 0
+    starts = np.flatnonzero(is_first_of_tile | is_start)
     ends = np.append(starts[1:], len(tiles))
 
     item_tiles = tiles[starts]
@@ -217,17 +223,17 @@ def _divide_work(
 
 
 def _pair_tiles_with_readers(
-    tile_segments: Int64, tile_rows: Int64, offsets: Int64, others: _Readers
+    tile_segments: Int64, reads: _Reads
 ) -> tuple[Int64, Int64]:
-    """Return each tile with each of its readers in `others`: two arrays of indices.
+    """Return each tile with each of its readers in `reads`: two arrays of indices.
 
     A reader of n tokens reads the first tiles of a segment, those that begin before
     its n-th token.
     """
-    tile_counts = -(-others.tokens // TILE)
+    tile_counts = -(-reads.tokens // TILE)
     readers = np.repeat(np.arange(len(tile_counts)), tile_counts)
     tiles_before = np.arange(len(readers)) - to_offsets(tile_counts)[:-1][readers]
-    first_tiles = np.searchsorted(tile_segments, others.segments[readers])
+    first_tiles = np.searchsorted(tile_segments, reads.ancestors[readers])
     return first_tiles + tiles_before, readers
 
 
