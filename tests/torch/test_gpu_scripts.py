@@ -55,10 +55,10 @@ def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
     data = tmp_path / "data"
     prepare.write_data(data, sizes.DRY)  # packing needs numba, reading does not
     done = run(tmp_path)
-    told = (
+    message = (
         "gpu_session.py needs a CUDA GPU; --cpu-dry-run tries the script without one."
     )
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", told + "\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", message + "\n")
     arguments = ("--cpu-dry-run", "--data", str(data), "--out", str(tmp_path))
     done = run(tmp_path, *arguments, "--only", "head/", "--end", str(time.time() + 1e3))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -68,9 +68,9 @@ def test_whole_plan_in_two_calls(tmp_path: Path) -> None:
         tmp_path, *arguments, "--end", str(time.time() + 1e3), out=tmp_path / "out"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    kept = (tmp_path / "results.json").read_text(encoding="utf-8")
-    assert (tmp_path / "out" / "results.json").read_text(encoding="utf-8") == kept
-    cases: dict[str, Any] = json.loads(kept)
+    results = (tmp_path / "results.json").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "results.json").read_text(encoding="utf-8") == results
+    cases: dict[str, Any] = json.loads(results)
     assert cases.items() >= before.items()
     absent = {name for name, case in cases.items() if case["verdict"] == "absent"}
     needs = ("/trl", "flash_attn", "ranges", "train/graphs")
