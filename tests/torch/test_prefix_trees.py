@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import range_kernels
 import torch
 import torch.distributed as dist
 import varlen_kernels
@@ -45,7 +46,7 @@ from packstore.torch.losses import LOSSES
 KINDS = ("sft", "preference", "scored")
 FAMILIES = ("llama", "qwen3")
 WAYS = ("plain", "gradient checkpointing", "LoRA")
-BACKENDS = ("reference", "sdpa", "torch_varlen", "per_sequence")
+BACKENDS = ("reference", "sdpa", "torch_varlen", "ranges", "per_sequence")
 FORESTS = 200
 
 
@@ -158,15 +159,18 @@ def differences(actual: Outcome, wanted: Outcome) -> tuple[float, float]:
 
 
 @pytest.fixture
-def varlen_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Backend `torch_varlen` runs on a CPU, by plain versions of its two kernels."""
-    with varlen_kernels.backend_on_cpu(monkeypatch):
+def kernels_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backends `torch_varlen` and `ranges` run on a CPU, by plain kernels."""
+    with (
+        varlen_kernels.backend_on_cpu(monkeypatch),
+        range_kernels.backend_on_cpu(monkeypatch),
+    ):
         yield
 
 
 @seeds(4)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.usefixtures("varlen_on_cpu")
+@pytest.mark.usefixtures("kernels_on_cpu")
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
 def test_log_probs_and_gradients_are_those_of_each_sequence_alone(
     kit: SimpleNamespace, way: str, seeds: range

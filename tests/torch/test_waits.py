@@ -44,23 +44,30 @@ def policy(
     )  # there is none on meta
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: nullcontext())
 
-    def make(name: str) -> PackedPolicy:
+    def make(name: str, attention: str = "torch_varlen") -> PackedPolicy:
         model = kit.tiny_family(name, torch.bfloat16)
         made = PackedPolicy(
             use_packed_attention(model, "sdpa")
         )  # looks at the head's values
-        use_packed_attention(model, "torch_varlen")
+        use_packed_attention(model, attention)
         return made.to("meta")
 
     return make
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("llama", "concat"), ("mistral", "shared_prefix"), ("qwen3", "shared_prefix")],
+    ("name", "layout", "attention"),
+    [
+        ("llama", "concat", "torch_varlen"),
+        ("mistral", "shared_prefix", "torch_varlen"),
+        ("qwen3", "shared_prefix", "torch_varlen"),
+        ("llama", "concat", "ranges"),
+        ("qwen3", "shared_prefix", "ranges"),
+    ],
 )
-def test_a_planned_step(policy: Any, name: str, layout: Any) -> None:
-    trained, frozen = policy(name), policy(name).requires_grad_(False)
+def test_a_planned_step(policy: Any, name: str, layout: Any, attention: str) -> None:
+    trained = policy(name, attention)
+    frozen = policy(name, attention).requires_grad_(False)
     loss_fn, metrics = PreferenceLoss("dpo", beta=0.1, sft_weight=0.2), Metrics()
     optimizer = torch.optim.AdamW(trained.parameters())
     batches = pack_in_memory(random_examples(7), 100, layout, kind="preference")
