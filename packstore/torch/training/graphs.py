@@ -439,7 +439,7 @@ def _fields_of(batch: PackedBatch, divisor: StepDivisor) -> dict[str, Any]:
         if isinstance(values, Tensor)
     }
     fields["divisor"] = {
-        name: torch.as_tensor(value, dtype=torch.float64)
+        name: torch.as_tensor(value, dtype=torch.float64).reshape(())
         for name, value in vars(divisor).items()
         if value is not None
     }

@@ -28,14 +28,18 @@ def random_batch(seed: int) -> PackedBatch:
     longest_turn = int(rng.choice([3, 20, 90, 200]))
     _, packs = forest_packs(seed, "sft", size=6, longest_turn=longest_turn)
     batch = collate(packs, "sft")
-    choice = seed % 4
+    choice = seed % 5
     if choice == 1:
         return pad_segments(batch, 8)
     if choice == 2:
         return batch.to_concat()
+    size = batch.num_tokens + 70
     if choice == 3:
-        size = batch.num_tokens + 70
         return pad_batch(batch, num_tokens=size, num_segments=batch.num_segments + 80)
+    if choice == 4 and batch.key_runs is not None:
+        num_runs = batch.key_runs.shape[1] + 900
+        num_keys = batch.num_keys + 2 * size
+        return pad_batch(batch, num_tokens=size, num_keys=num_keys, num_runs=num_runs)
     return batch
 
 
