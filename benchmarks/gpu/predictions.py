@@ -102,25 +102,30 @@ class Layer(NamedTuple):
     Attributes:
         eager_bytes, compiled_bytes: that elementwise passes move by token, forward and
             backward.
-        compiled_kernels: forward and backward, and a sum for each weight's gradient.
+        compiled_kernels: forward and backward.
+        weights: whose gradients are added to the last ones, a kernel each.
     """
 
     eager_bytes: int
     compiled_bytes: int
     compiled_kernels: int
+    weights: int
 
 
 LAYERS = {
-    1024: Layer(968_334, 162_435, 40 + 11),
-    2048: Layer(988_313, 269_613, 36 + 9),
-    4096: Layer(1_919_154, 506_434, 36 + 9),
+    1024: Layer(968_334, 162_435, 40, 11),
+    2048: Layer(988_313, 269_613, 36, 9),
+    4096: Layer(1_919_154, 506_434, 36, 9),
 }
 """Width of a model -> layers of Qwen3-0.6B, Llama-3.2-1B and Llama-3.1-8B, as
-``tests/torch/models/test_layer_kernels.py`` counts their bytes.
+``tests/torch/models/test_layer_kernels.py`` counts their bytes, and
+``benchmarks/launches.py`` their kernels.
 """
 
-ATTENTION_KERNELS = {"torch_varlen": 13, "flash_attn": 13, "ranges": 4}
-"""Backend -> kernels of a layer's attention, forward and backward, shared prefixes."""
+ATTENTION_KERNELS = {"torch_varlen": (13, 7), "flash_attn": (13, 7), "ranges": (4, 3)}
+"""Backend -> kernels of a layer's attention, forward and backward, with shared prefixes
+and without, as ``benchmarks/launches.py`` counts them.
+"""
 
 OTHER_KERNELS = 620 - 61
 """Kernels of a step outside of its layers: embedding, head, loss, filling. In the
@@ -241,7 +246,7 @@ def count_step(
     kv_width = 2 * config["num_key_value_heads"] * config["head_dim"]
     weights = width * (2 * q_width + kv_width + 3 * config["intermediate_size"])
     num_tokens = int(segments.queries.sum())
-    layer = LAYERS.get(width, Layer(0, 0, 0))
+    layer = LAYERS.get(width, Layer(0, 0, 0, 0))
 
     head_products, bytes_of_logit = HEADS[head]
     has_all_logits = head in ("logits", "logsumexp")
@@ -266,8 +271,8 @@ def count_step(
     if has_graphs:
         kernels = 1
     elif is_compiled:
-        kernels = num_layers * layer.compiled_kernels + OTHER_KERNELS
-        kernels += attention_work.kernels
+        kernels = num_layers * (layer.compiled_kernels + layer.weights)
+        kernels += attention_work.kernels + OTHER_KERNELS
     return Work(
         layers=(6 if is_trained else 4) * num_tokens * num_layers * weights,
         head=2 * num_logit_rows * width * vocab,
@@ -303,9 +308,11 @@ def count_attention(
     kv_width = 2 * config["num_key_value_heads"] * config["head_dim"]
     queries, keys = segments.queries.astype(float), segments.keys.astype(float)
     num_keys = keys.sum()
+    is_shared = num_keys > queries.sum()
+    kernels_shared, kernels_alone = ATTENTION_KERNELS[attention]
     traffic = {}
     if attention != "ranges":
-        if num_keys > queries.sum():
+        if is_shared:
             copied_elements = num_keys * num_layers * kv_width
             traffic["copied keys"] = copied_elements * copied_key_bytes
         if 2 * q_width > kv_width:
@@ -319,7 +326,7 @@ def count_attention(
         attention=4 * num_layers * q_width * seen_scores(queries, keys),
         flash=num_layers * count_flash(config, queries, keys),
         traffic=traffic,
-        kernels=num_layers * ATTENTION_KERNELS[attention],
+        kernels=num_layers * (kernels_shared if is_shared else kernels_alone),
     )
 
 

@@ -222,6 +222,17 @@ def test_counted_kernels_are_those_of_a_stored_profile() -> None:
     assert pytest.approx(launch_seconds, rel=0.01) == LAUNCH_SECONDS
 
 
+def test_counted_launches_are_those_of_compiled_layers() -> None:
+    from gpu.predictions import ATTENTION_KERNELS, LAYERS, MODELS
+
+    path = BENCHMARKS / "results" / "launches.json"
+    for record in json.loads(path.read_text(encoding="utf-8"))["records"]:
+        layer = LAYERS[MODELS[record["model"]]["hidden_size"]]
+        backend = "ranges" if "ranges" in record["attention"] else "torch_varlen"
+        kernels = ATTENTION_KERNELS[backend][record["layout"] == "concat"]
+        assert layer.compiled_kernels + kernels == record["launches"]
+
+
 def test_flash_attention_counts_whole_tiles() -> None:
     """Published rates on an H100, TFLOP/s of a causal forward pass, heads of 128."""
     from gpu.parts import uniform
