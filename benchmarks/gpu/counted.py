@@ -251,7 +251,7 @@ def rounded(cases: dict[str, Figures]) -> dict[str, Figures]:
 
 
 def show(path: str) -> None:
-    """Print what is counted, and write the expected figures to `path` unless it is -."""
+    """Print what is counted, and write expected figures to `path`, unless it is -."""
     print("counted, kernels only, for an H100: pairs a second with shared prefixes")
     for is_compiled in (True, False):
         for names, over in ratios(is_compiled).items():

@@ -43,7 +43,7 @@ step.
 
 
 def training(session: Session, data: Path, scratch: Path, ways: Iterable[str]) -> None:
-    """Trains the first model on pairs like hh, by TRL's trainer and by ``train`` with
+    """Train the first model on pairs like hh, by TRL's trainer and by ``train`` with
     settings.
     """
     for way in ways:
@@ -55,7 +55,7 @@ def training(session: Session, data: Path, scratch: Path, ways: Iterable[str]) -
 def saved_model(
     session: Session, family: str, config: dict[str, Any], folder: Path
 ) -> Path:
-    """Writes a random model, unless it is there; returns its folder."""
+    """Write a random model, unless it is there; return its folder."""
     if not folder.exists():
         make_model(family, config, session.sizes).save_pretrained(folder)
     return folder
@@ -64,7 +64,7 @@ def saved_model(
 def settings_of(
     session: Session, model: Path, dataset: Path, steps: int
 ) -> dict[str, Any]:
-    """Settings of ``train`` that all runs share."""
+    """Return the settings of ``train`` that all runs share."""
     return {
         "model": str(model),
         "train_dataset": str(dataset),
@@ -77,7 +77,7 @@ def settings_of(
 
 
 def run_process(task: dict[str, Any]) -> Figures:
-    """Trains in a process; returns its records, the times of its steps and its peak of
+    """Train in a process; return its records, the times of its steps and its peak of
     memory.
 
     Args:
@@ -114,7 +114,7 @@ def _model(session: Session, scratch: Path) -> Path:
 
 
 def _rates(session: Session, results: Figures, first: int = FIRST) -> Figures:
-    """Pairs a second after the first steps, by the same clock for all trainers."""
+    """Return pairs a second after the first steps, by one clock for all trainers."""
     first = first if session.sizes.cuda else 1
     seconds = results["times"][-1] - results["times"][first - 1]
     pairs = [
@@ -137,8 +137,8 @@ def _trl(session: Session, scratch: Path) -> Figures:
 
 
 def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
-    """Rates of a run that is killed before it saves; right if it hardly waits
-    for data.
+    """Return the rates of a run that is killed before it saves; right if it hardly
+    waits for data.
     """
     if WAYS[way].get("cuda_graphs") and not session.sizes.cuda:
         raise AbsentError("CUDA graphs need a GPU")
@@ -163,7 +163,7 @@ def _train(session: Session, data: Path, scratch: Path, way: str) -> Figures:
 
 
 def _ref_logps(session: Session, settings: dict[str, Any]) -> float:
-    """Writes reference log-probs; returns tokens a second."""
+    """Write reference log-probs; return tokens a second."""
     import packstore
     from packstore.torch import write_ref_logps
     from packstore.torch.models.load import load_model

@@ -40,7 +40,7 @@ def measure_group(session: Session, group: Group) -> None:
     for group_of_cases in (list(cases)[:2], list(cases)[2:]):
         for case in group_of_cases:
             way = cases[case]
-            was_measured = not session.wants(case)
+            was_measured = not session.should_run(case)
             seconds = 15 if ready else 40
             if not (group.is_compiled and session.sizes.cuda):
                 seconds = 8
@@ -51,7 +51,7 @@ def measure_group(session: Session, group: Group) -> None:
         trial.seconds.clear()
         for _ in range(session.sizes.rounds if group_of_cases else 0):
             for case, way in list(ready.items()):
-                if session.left < 3:
+                if session.seconds_left < 3:
                     break
                 try:
                     trial.round(way)

@@ -71,8 +71,8 @@ def sum_by_kind(milliseconds: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 
 def device(session: Session) -> None:
-    """Machine and versions; the rates of a copy and of a bfloat16 product, for all
-    expectations.
+    """Record machine and versions; the rates of a copy and of a bfloat16 product, for
+    all expectations.
     """
     session.case("about", partial(about, session))
     session.case("ceilings", partial(ceilings, session))
@@ -108,7 +108,7 @@ def ceilings(session: Session) -> Figures:
 def seconds_of(
     work: Callable[[], Any], cuda: bool, times: int = 10, warm: int = 3
 ) -> float:
-    """Median seconds of a call, on the device's clock."""
+    """Return the median seconds of a call, on the device's clock."""
     for _ in range(warm if cuda else 1):
         work()
     seconds = []
@@ -150,8 +150,8 @@ def profiles(session: Session, model: str, way: str = OURS) -> None:
 
 
 def profile(session: Session, model: str, way: str) -> Figures:
-    """One step of forward and backward by kernel: the longest, and milliseconds of each
-    kind.
+    """Profile a step of forward and backward pass by kernel: the longest, and
+    milliseconds of each kind.
 
     ``ms`` is the time of the kernels, ``wall_ms`` that of one of several steps in a row
     without a profiler: what is beyond is the device waiting for the host, whose time by
@@ -203,7 +203,7 @@ def profile_expected(trial: Trial, way: str) -> dict[str, float]:
 
 
 def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
-    """Ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs
+    """Return ways from hidden `[n, H]`, weight `[V, H]` and targets `[n]` to log-probs
     `[n]`.
     """
     from packstore.torch.logprobs.tiles import GPU_CHUNK
@@ -231,7 +231,7 @@ def routes(cuda: bool) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
 
 
 def heads(session: Session) -> None:
-    """Forward and backward of each route, by shape of the head."""
+    """Time forward and backward of each route, by shape of the head."""
     for vocab, width in session.sizes.head_shapes:
         for name, route in routes(session.sizes.cuda).items():
             case = partial(_head, session, name, route, (vocab, width))
@@ -241,7 +241,7 @@ def heads(session: Session) -> None:
 def _head(
     session: Session, name: str, route: Callable[..., Tensor], shape: tuple[int, int]
 ) -> Figures:
-    """Time, peak of memory, error against float64."""
+    """Return time, peak of memory, error against float64."""
     sizes, n = session.sizes, session.sizes.head_tokens[1]
     hidden, weight, targets, up = random_head(sizes, n, shape)
     hidden.requires_grad_()

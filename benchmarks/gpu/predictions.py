@@ -1,4 +1,4 @@
-"""Expects the seconds of a step by counting.
+"""The seconds of a step that are expected by counting.
 
 Matrix products and attention count by their operations, elementwise passes by the bytes
 that they read and write, the host by its launches. A device does so much of each in a

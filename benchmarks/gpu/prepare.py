@@ -1,4 +1,4 @@
-"""Fetches wheels and packs data for a GPU machine without network and without numba.
+"""Wheels and packed data for a GPU machine without network and without numba.
 
 The machine needs Python 3.12 with torch, transformers, accelerate, peft, pandas,
 pyarrow and triton; the rest travels in the ignored folder ``gpu-files``, as wheels and
@@ -46,7 +46,7 @@ python3 benchmarks/gpu_session.py --data gpu-files/data --end $end 2>&1 \
 
 
 def prepare(sizes: Sizes) -> None:
-    """Makes the folder, and prints what to take along and the two calls for the GPU
+    """Make the folder, and print what to take along and the two calls for the GPU
     machine.
 
     Raises:
@@ -77,7 +77,7 @@ def prepare(sizes: Sizes) -> None:
 
 
 def write_data(folder: Path, sizes: Sizes) -> None:
-    """Packs pairs of random ids, as long as those of hh, with shared prefixes."""
+    """Pack pairs of random ids, as long as those of hh, with shared prefixes."""
     import packstore
 
     names = ("prompt", "chosen", "rejected")

@@ -22,8 +22,8 @@ FLOOR = 1e-4
 
 
 def distance(actual: Tensor, exact: Tensor) -> float:
-    """The norm of the error as a share of the norm of the exact values; both may be
-    empty.
+    """Return the norm of the error as a share of the norm of the exact values; both may
+    be empty.
     """
     actual, exact = actual.detach().double(), exact.detach().double()
     if not bool(actual.isfinite().all()):
@@ -35,7 +35,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 def verdict(
     actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> Figures:
-    """Errors by norm: at most `LIMIT`, and at most twice those of plain arithmetic."""
+    """Return errors by norm; right up to `LIMIT`, and twice those of plain arithmetic."""
     errors = {name: distance(actual[name], exact[name]) for name in exact}
     allowed = {
         name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact
@@ -48,7 +48,7 @@ def verdict(
 def plain(
     q: Tensor, k: Tensor, v: Tensor, layout: Any, window: int | None, scale: float
 ) -> Tensor:
-    """Attention as eager models compute it: matmuls in their dtype, softmax in
+    """Compute attention as eager models do: matmuls in their dtype, softmax in
     float32.
     """
     from packstore.torch.attention import Settings
@@ -68,7 +68,7 @@ def plain(
 
 
 def ragged(device: str, seed: int = 0) -> Any:
-    """Key runs longer than their queries, and taken from anywhere in the row."""
+    """Return key runs longer than their queries, and taken from anywhere in the row."""
     from packstore.torch.batch.layout import AttentionLayout
 
     rng = np.random.default_rng(seed)
@@ -89,8 +89,8 @@ def ragged(device: str, seed: int = 0) -> Any:
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
-    """Layouts of rows: both of packstore, key runs of any length, empty segments, fixed
-    shapes.
+    """Return layouts of rows: both of packstore, key runs of any length, empty segments,
+    fixed shapes.
     """
     from packstore.torch import pad_batch
 
@@ -113,7 +113,7 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
 def run(
     attend: Callable[..., Tensor], tensors: list[Tensor], up: Tensor
 ) -> dict[str, Tensor]:
-    """Output and the three gradients."""
+    """Return output and the three gradients."""
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     output = attend(*leaves)
     grads = torch.autograd.grad(output, leaves, up.to(output.dtype))
@@ -123,7 +123,7 @@ def run(
 def attention(
     session: Session, backends: Iterable[str], heads: Iterable[tuple[int, int, int]]
 ) -> None:
-    """Backends on every layout and window, forward and backward, against float32."""
+    """Compare backends on every layout and window with float32, both passes."""
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
@@ -168,7 +168,7 @@ def attention(
 def random_heads(
     sizes: Sizes, tokens: int, heads: int, kv_heads: int, size: int
 ) -> tuple[list[Tensor], Tensor]:
-    """Queries, keys and values, and the gradient of the output."""
+    """Return queries, keys and values, and the gradient of the output."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     kind = {"generator": generator, "device": sizes.device}
     shapes = [(tokens, n, size) for n in (heads, kv_heads, kv_heads, heads)]
@@ -179,7 +179,7 @@ def random_heads(
 def random_head(
     sizes: Sizes, tokens: int, shape: tuple[int, int], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Hidden `[n, H]`, weight `[V, H]`, targets and the gradient of log-probs `[n]`."""
+    """Return hidden `[n, H]`, weight `[V, H]`, targets and the gradient of log-probs `[n]`."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     kind = {"generator": generator, "device": sizes.device}
     vocab, width = shape
@@ -194,7 +194,7 @@ def random_head(
 
 
 def deterministic(session: Session, backends: Iterable[str]) -> None:
-    """The same bits twice, forward and backward, with deterministic algorithms."""
+    """Compare the bits of two runs, forward and backward, with deterministic algorithms."""
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
@@ -231,7 +231,7 @@ HEADS: dict[str, dict[str, Any]] = {
 
 
 def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
-    """Log-probs and gradients of the head, against float64."""
+    """Compare log-probs and gradients of the head with float64."""
     for n in tokens:
         for way in ways:
             for backend in ("eager", "triton") if session.sizes.cuda else ("eager",):
@@ -242,7 +242,7 @@ def head(session: Session, tokens: Iterable[int], ways: Iterable[str]) -> None:
 
 
 def chosen(session: Session) -> None:
-    """Does head `auto` take Triton's passes on this device, after its proof?"""
+    """Ask whether head `auto` takes Triton's passes on this device, after its proof."""
     from packstore.torch.logprobs.tiles import EAGER, Projection, choose_passes
 
     def ask() -> Figures:

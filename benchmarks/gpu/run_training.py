@@ -1,4 +1,4 @@
-"""Trains in this process, by packstore or by TRL: ``python run_training.py TASK``, a
+"""Train in this process, by packstore or by TRL: ``python run_training.py TASK``, a
 JSON object.
 
 The process kills itself after the record of step ``kill_at``, if there is one.
@@ -66,7 +66,7 @@ def trl(
     cuda: bool,
     callbacks: list[Any],
 ) -> None:
-    """Trains on random pairs of these lengths by TRL's DPOTrainer, `step` pairs a step.
+    """Train on random pairs of these lengths by TRL's DPOTrainer, `step` pairs a step.
 
     Its defaults, but without checkpointing of activations and without a limit of
     length, the reference computed beside the policy, and 4 padded pairs at a time: the

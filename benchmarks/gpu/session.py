@@ -1,4 +1,4 @@
-"""Runs cases one after another, and records each as soon as it has ended."""
+"""Cases one after another, each recorded as soon as it has ended."""
 
 from __future__ import annotations
 
@@ -79,42 +79,42 @@ class Session:
             self.cases = json.loads(self.path.read_text(encoding="utf-8"))
 
     def forget(self, verdicts: Iterable[str]) -> None:
-        """Lets cases of these verdicts run again."""
+        """Let cases of these verdicts run again."""
         self.cases = {
             n: c for n, c in self.cases.items() if c["verdict"] not in verdicts
         }
         self.write()
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until no case starts any more."""
         return self.stop - time.time()
 
     @property
     def ceilings(self) -> dict[str, float]:
-        """Returns the best rates of the device, as measured; else those of an H100."""
+        """Best rates of the device, as measured; else those of an H100."""
         measured = self.cases.get("ceilings", {}) if self.sizes.cuda else {}
         return {name: measured.get(name, value) for name, value in CEILINGS.items()}
 
-    def wants(self, name: str) -> bool:
-        """True for a case that is to run, and was not recorded by a process before this
-        one.
+    def should_run(self, name: str) -> bool:
+        """Return True for a case that is to run, and was not recorded by a process
+        before this one.
         """
         return bool(self.only.search(name)) and name not in self.cases
 
     def case(
         self, name: str, work: Callable[[], Figures | None], seconds: float = 3
     ) -> bool:
-        """Runs a case; returns True if it ended without an exception and is not wrong.
+        """Run a case; return True if it ended without an exception and is not wrong.
 
         Args:
             name: unique name of the case.
             work: returns the figures.
             seconds: the case is skipped if less than that is left.
         """
-        if not self.wants(name):
+        if not self.should_run(name):
             return self.cases.get(name, {}).get("verdict") in GOOD
-        if self.left < seconds:
+        if self.seconds_left < seconds:
             self._close(name, {"verdict": "skipped", "why": "budget"})
             return False
         self.cases[name] = {
@@ -134,11 +134,11 @@ class Session:
         return figures["verdict"] in GOOD
 
     def update(self, name: str, figures: Figures) -> None:
-        """Adds figures to a recorded case, and prints them."""
+        """Add figures to a recorded case, and print them."""
         self._close(name, {**self.cases[name], **figures})
 
     def write(self) -> None:
-        """Writes the JSON, so that what was measured outlives a crash."""
+        """Write the JSON, so that measured figures outlive a crash."""
         for folder in {
             self.path.parent,
             Path(os.environ.get("OUT") or self.path.parent),
@@ -150,7 +150,7 @@ class Session:
             beside.replace(folder / self.path.name)
 
     def table(self) -> bool:
-        """Prints the ratios, then all cases but right ones; returns True if none is
+        """Print the ratios, then all cases but right ones; return True if none is
         wrong.
         """
         print(f"\n{len(self.cases)} cases")
@@ -189,7 +189,7 @@ class Session:
 
 
 def failure(error: BaseException) -> Figures:
-    """The verdict about an exception: a package or memory that is lacking is no
+    """Return the verdict about an exception: a package or memory that is lacking is no
     failure.
     """
     verdict = "FAILED"
@@ -211,7 +211,7 @@ class Part(NamedTuple):
 def supervise(
     parts: Iterable[Part], session: Callable[[float], Session], end: float
 ) -> None:
-    """Runs parts, each in a process; if one crashes, hangs or loses its device, another
+    """Run parts, each in a process; if one crashes, hangs or loses its device, another
     goes on.
 
     Processes are forked, so that torch and transformers are imported once; the caller
@@ -233,7 +233,7 @@ def supervise(
 
 
 def _watched(part: Part, session: Session, end: float) -> int:
-    """Runs a part and its children, which are killed after `SILENCE` or at the time
+    """Run a part and its children, which are killed after `SILENCE` or at the time
     `end`.
     """
     end = max(
@@ -273,7 +273,7 @@ def _run(part: Part, session: Session) -> None:
 
 
 def _short(figures: Figures) -> str:
-    """Figures on one line."""
+    """Return figures on one line."""
     shown = []
     for name, value in figures.items():
         if name in ("verdict", "right", "misses", "table", "host"):
