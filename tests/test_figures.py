@@ -34,6 +34,7 @@ ROUTES = (
     "torch linear_cross_entropy",
     "packstore",
 )
+LOADERS = ("packstore", "packstore-arrow", "litdata", "hf-streaming", "mds")
 PROGRAMS = (
     "datasets+trl",
     "nemo-steps",
@@ -113,6 +114,27 @@ def test_the_benchmarks_page_gives_every_baseline() -> None:
     ]
     curves = zip(runs["trl"]["losses"], runs["trl_packed"]["losses"], strict=True)
     assert max(abs(unpacked - on_packs) for unpacked, on_packs in curves) < 1e-5
+
+
+def test_the_benchmarks_page_gives_every_loader() -> None:
+    """All figures but the flipped bits, which older results have under another name."""
+    loaders = result("loading")["rows"]
+    expected = []
+    for name in LOADERS:
+        loader = loaders[name]
+        resume = f"{1e3 * loader['resume_seconds'][-1]:,.0f}"
+        if not loader["resume_exact"][-1]:
+            resume += ", not exact"
+        expected.append(
+            [
+                f"{round(loader['samples_per_second'], -2):,.0f}",
+                f"{loader['cpu_us']:.0f}",
+                f"{1e3 * loader['first_seconds']:,.0f}",
+                resume,
+                f"{loader['bytes'] / 1e6:.0f}",
+            ]
+        )
+    assert [cells[:-1] for cells in table_under("Reading")] == expected
 
 
 def test_the_page_of_packing_gives_what_sharing_saves_and_repeats() -> None:
