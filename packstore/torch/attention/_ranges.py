@@ -76,7 +76,7 @@ class Blocks(NamedTuple):
 
 BLOCKS = {
     8: {
-        64: Blocks(Block(64, 64), Block(64, 32), Block(32, 64), Block(32, 64)),
+        64: Blocks(Block(64, 32), Block(64, 32), Block(32, 64), Block(32, 64)),
         128: Blocks(Block(64, 32), Block(64, 32), Block(64, 64, 8), Block(64, 64, 8)),
         256: Blocks(
             Block(64, 32, 8), Block(32, 32), Block(32, 32, 8), Block(32, 32, 8)
@@ -84,7 +84,7 @@ BLOCKS = {
     },
     9: {
         64: Blocks(Block(64, 32), Block(64, 64), Block(64, 64), Block(64, 64)),
-        128: Blocks(Block(64, 32), Block(64, 32), Block(32, 64), Block(32, 64, 8)),
+        128: Blocks(Block(64, 32), Block(64, 64), Block(32, 64), Block(32, 64, 8)),
         256: Blocks(
             Block(64, 32, 8), Block(32, 32), Block(32, 32, 8), Block(32, 32, 8)
         ),
@@ -206,6 +206,23 @@ def end_in_window(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def load_range(  # type: ignore[no-untyped-def]
+    table, num_columns, column, last, offsets, positions
+):
+    """Load a column of `runs` or `readers`; anything if it is not before `last`.
+
+    Returns the first row of its segment and the row behind the last, the number of
+    tokens that are read, and the logical position of a row minus its index.
+    """
+    inside = column < last
+    segment = tl.load(table + column, mask=inside, other=0)
+    num_read = tl.load(table + num_columns + column, mask=inside, other=0)
+    start = tl.load(offsets + segment)
+    end = tl.load(offsets + segment + 1)
+    return start, end, num_read, tl.load(positions + segment) - start
+
+
+@triton.jit
 def attend_to_keys(  # type: ignore[no-untyped-def]
     highest, total, output, query, query_positions, k, v, k_stride, v_stride, first,
     end, shift, keys_before, scale,
@@ -282,31 +299,34 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     output = tl.zeros([ROWS, WIDTH], tl.float32)
     score_scale = scale * LOG2_E
     if RUNS:
-        last = tl.load(run_offsets + segment + 1) - 1
-        for run in range(tl.load(run_offsets + segment), last):
-            ancestor = tl.load(runs + run)
-            run_start = tl.load(offsets + ancestor)
-            run_end = run_start + tl.load(runs + num_runs + run)
-            run_shift = tl.load(positions + ancestor) - run_start
-            run_start = first_in_window(
-                run_start, first + shift, run_shift, keys_before, WINDOW
+        # Each of these loads waits for the one before it, so they begin before
+        # products that do not need them, here and in the loop.
+        run = tl.load(run_offsets + segment)
+        last_run = tl.load(run_offsets + segment + 1) - 1
+        next_start, _, next_size, next_shift = load_range(
+            runs, num_runs, run, last_run, offsets, positions
+        )
+    start = first_in_window(segment_start, first + shift, shift, keys_before, WINDOW)
+    highest, total, output = attend_to_keys(
+        highest, total, output, query, query_positions, k, v, k_stride, v_stride, start,
+        tl.minimum(first + QUERIES, end), shift, keys_before, score_scale, True, WINDOW,
+        KEYS, SIZE, WIDTH,
+    )  # fmt: skip
+    if RUNS:
+        for i in range(run, last_run):
+            run_end = next_start + next_size
+            run_shift = next_shift
+            start = first_in_window(
+                next_start, first + shift, run_shift, keys_before, WINDOW
+            )
+            next_start, _, next_size, next_shift = load_range(
+                runs, num_runs, i + 1, last_run, offsets, positions
             )
             highest, total, output = attend_to_keys(
                 highest, total, output, query, query_positions, k, v, k_stride,
-                v_stride, run_start, run_end, run_shift, keys_before, score_scale,
-                False, WINDOW, KEYS, SIZE, WIDTH,
+                v_stride, start, run_end, run_shift, keys_before, score_scale, False,
+                WINDOW, KEYS, SIZE, WIDTH,
             )  # fmt: skip
-    start = first_in_window(segment_start, first + shift, shift, keys_before, WINDOW)
-    diagonal = start + (first - start) // KEYS * KEYS
-    highest, total, output = attend_to_keys(
-        highest, total, output, query, query_positions, k, v, k_stride, v_stride, start,
-        diagonal, shift, keys_before, score_scale, False, WINDOW, KEYS, SIZE, WIDTH,
-    )  # fmt: skip
-    highest, total, output = attend_to_keys(
-        highest, total, output, query, query_positions, k, v, k_stride, v_stride,
-        diagonal, tl.minimum(first + QUERIES, end), shift, keys_before, score_scale,
-        True, WINDOW, KEYS, SIZE, WIDTH,
-    )  # fmt: skip
 
     output = output / total[:, None]
     out += head * SIZE
@@ -401,33 +421,33 @@ def queries_kernel(  # type: ignore[no-untyped-def]
 
     d_query = tl.zeros([ROWS, WIDTH], tl.float32)
     score_scale = scale * LOG2_E
+    if RUNS:  # As in the forward pass.
+        run = tl.load(run_offsets + segment)
+        last_run = tl.load(run_offsets + segment + 1) - 1
+        next_start, _, next_size, next_shift = load_range(
+            runs, num_runs, run, last_run, offsets, positions
+        )
+    start = first_in_window(segment_start, first + shift, shift, keys_before, WINDOW)
+    d_query = add_gradients_of_queries(
+        d_query, query, d_output, query_positions, log_sum_exp, deltas, k, v, k_stride,
+        v_stride, start, tl.minimum(first + QUERIES, end), shift, keys_before,
+        score_scale, True, WINDOW, KEYS, SIZE, WIDTH,
+    )  # fmt: skip
     if RUNS:
-        last = tl.load(run_offsets + segment + 1) - 1
-        for run in range(tl.load(run_offsets + segment), last):
-            ancestor = tl.load(runs + run)
-            run_start = tl.load(offsets + ancestor)
-            run_end = run_start + tl.load(runs + num_runs + run)
-            run_shift = tl.load(positions + ancestor) - run_start
-            run_start = first_in_window(
-                run_start, first + shift, run_shift, keys_before, WINDOW
+        for i in range(run, last_run):
+            run_end = next_start + next_size
+            run_shift = next_shift
+            start = first_in_window(
+                next_start, first + shift, run_shift, keys_before, WINDOW
+            )
+            next_start, _, next_size, next_shift = load_range(
+                runs, num_runs, i + 1, last_run, offsets, positions
             )
             d_query = add_gradients_of_queries(
                 d_query, query, d_output, query_positions, log_sum_exp, deltas, k, v,
-                k_stride, v_stride, run_start, run_end, run_shift, keys_before,
+                k_stride, v_stride, start, run_end, run_shift, keys_before,
                 score_scale, False, WINDOW, KEYS, SIZE, WIDTH,
             )  # fmt: skip
-    start = first_in_window(segment_start, first + shift, shift, keys_before, WINDOW)
-    diagonal = start + (first - start) // KEYS * KEYS
-    d_query = add_gradients_of_queries(
-        d_query, query, d_output, query_positions, log_sum_exp, deltas, k, v, k_stride,
-        v_stride, start, diagonal, shift, keys_before, score_scale, False, WINDOW, KEYS,
-        SIZE, WIDTH,
-    )  # fmt: skip
-    d_query = add_gradients_of_queries(
-        d_query, query, d_output, query_positions, log_sum_exp, deltas, k, v, k_stride,
-        v_stride, diagonal, tl.minimum(first + QUERIES, end), shift, keys_before,
-        score_scale, True, WINDOW, KEYS, SIZE, WIDTH,
-    )  # fmt: skip
     store_block(
         dq,
         d_query * scale,
@@ -513,8 +533,6 @@ def keys_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Compute the gradients of one block of keys and values from an item's queries."""
     BLOCKS: tl.constexpr = TILE // KEYS
-    QUERIES: tl.constexpr = ROWS // HEADS
-    DIAGONAL: tl.constexpr = KEYS if KEYS > QUERIES else QUERIES
     item = tl.program_id(0) // BLOCKS
     tile = tl.load(items + item)
     if tile < 0:
@@ -542,30 +560,29 @@ def keys_kernel(  # type: ignore[no-untyped-def]
     last_key = tl.minimum(first + KEYS, end) - 1
     last_position = last_key + shift + keys_before
     score_scale = scale * LOG2_E
+    if READERS:  # As in the forward pass.
+        reader = tl.load(items + 2 * num_items + item)
+        last_reader = tl.load(items + 3 * num_items + item)
+        next_start, next_end, next_size, next_shift = load_range(
+            readers, num_readers, reader, last_reader, offsets, positions
+        )
     if tl.load(items + num_items + item) == 0:
-        all_keys = keys >= first
         d_key, d_value = add_gradients_of_keys(
-            d_key, d_value, key, value, keys + shift, all_keys, q, grad, lse, delta,
+            d_key, d_value, key, value, keys + shift, keys < end, q, grad, lse, delta,
             q_stride, q_head_stride, grad_stride, grad_head_stride, num_tokens, head,
-            first, tl.minimum(first + DIAGONAL, end), shift, keys_before, score_scale,
-            True, WINDOW, GROUP, HEADS, ROWS, SIZE, WIDTH,
-        )  # fmt: skip
-        d_key, d_value = add_gradients_of_keys(
-            d_key, d_value, key, value, keys + shift, all_keys, q, grad, lse, delta,
-            q_stride, q_head_stride, grad_stride, grad_head_stride, num_tokens, head,
-            first + DIAGONAL, end_in_window(end, last_position, shift, WINDOW), shift,
-            keys_before, score_scale, False, WINDOW, GROUP, HEADS, ROWS, SIZE, WIDTH,
+            first, end_in_window(end, last_position, shift, WINDOW), shift, keys_before,
+            score_scale, True, WINDOW, GROUP, HEADS, ROWS, SIZE, WIDTH,
         )  # fmt: skip
     if READERS:
-        last = tl.load(items + 3 * num_items + item)
-        for index in range(tl.load(items + 2 * num_items + item), last):
-            reader = tl.load(readers + index)
-            end_of_keys = segment_start + tl.load(readers + num_readers + index)
-            start = tl.load(offsets + reader)
-            reader_shift = tl.load(positions + reader) - start
-            reader_end = tl.load(offsets + reader + 1)
-            reader_end = end_in_window(reader_end, last_position, reader_shift, WINDOW)
+        for i in range(reader, last_reader):
+            start = next_start
+            reader_shift = next_shift
+            reader_end = end_in_window(next_end, last_position, next_shift, WINDOW)
+            end_of_keys = segment_start + next_size
             reader_end = tl.where(first < end_of_keys, reader_end, start)
+            next_start, next_end, next_size, next_shift = load_range(
+                readers, num_readers, i + 1, last_reader, offsets, positions
+            )
             d_key, d_value = add_gradients_of_keys(
                 d_key, d_value, key, value, keys + shift, keys < end_of_keys, q, grad,
                 lse, delta, q_stride, q_head_stride, grad_stride, grad_head_stride,

@@ -31,7 +31,7 @@ needs_triton = pytest.mark.skipif(
 )
 CAPABILITIES = (80, 90, 100)
 HEAD_SIZES = (64, 80, 96, 128, 256)
-LAYERS = ((1, None), (2, None), (8, 100))
+LAYERS = ((1, None), (2, None), (7, None), (4, 100))
 """Query heads of a key head, and window, of the layers that are compiled."""
 
 ROUNDING = {torch.float16: 1e-3, torch.float32: 1e-6}
@@ -255,6 +255,27 @@ def run_twice() -> None:
         assert torch.equal(first, second)
 
 
+def isolate() -> None:
+    """Check that NaN in a segment does not reach segments of other trees."""
+    from packstore.torch.attention._ranges import attend_backward, attend_forward
+
+    case = Case([*answers(20, 30, 40), *concat(50), *answers(10, 9, 8)], 2, 1)
+    ranges = layout_of(case.segments).ranges
+    assert ranges is not None
+    tensors = random_tensors(case)
+    results = []
+    for value in (0.0, float("nan")):
+        for tensor in tensors:
+            tensor[90:140] = value
+        q, k, v, grad = tensors
+        out, lse = attend_forward(q, k, v, ranges, 0.1, -1)
+        gradients = attend_backward(grad, q, k, v, out, lse, ranges, 0.1, -1)
+        results.append([out, *gradients])
+    for with_zeros, with_nan in zip(*results, strict=True):
+        assert torch.equal(with_zeros[:90], with_nan[:90])
+        assert torch.equal(with_zeros[140:], with_nan[140:])
+
+
 def count_bytes() -> None:
     """Check that memory depends on rows and segments, and not on the depth of trees."""
     from packstore.torch.attention._ranges import attend_backward, attend_forward
@@ -373,7 +394,7 @@ def run_case(name: str, tmp_path: Path, *, is_interpreted: bool) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [*CASES, "run_twice", "count_bytes"])
+@pytest.mark.parametrize("name", [*CASES, "run_twice", "isolate", "count_bytes"])
 def test_interpreted_kernels(name: str, tmp_path: Path) -> None:
     run_case(name, tmp_path, is_interpreted=True)
 
@@ -392,6 +413,8 @@ if __name__ == "__main__":
             compare(case)
     elif name == "run_twice":
         run_twice()
+    elif name == "isolate":
+        isolate()
     elif name == "count_bytes":
         count_bytes()
     else:
