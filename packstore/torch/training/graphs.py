@@ -59,7 +59,11 @@ TENSORS = (
 )
 """Fields of a batch that hold the inputs of the graph; all others follow from them."""
 
-REDUCERS = ("torch.nn.parallel", "torch.distributed")
+REDUCERS = (
+    "torch.nn.parallel",
+    "torch.distributed.fsdp",
+    "torch.distributed._composable",
+)
 """Modules of DDP and FSDP, which reduce gradients outside the graph."""
 
 ALIGNMENT = 64
@@ -108,7 +112,8 @@ class CudaGraph:
 
     def warm_up(self, function: Callable[[], Any]) -> None:
         """See :class:`StepGraph`."""
-        current = torch.cuda.current_stream()
+        # Of the model's device, which need not be the current one.
+        current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
@@ -156,7 +161,7 @@ class _Inputs:
         if spec != self._spec:
             names = [_name_of(path) for path, _ in paths_and_leaves]
             differing = sorted({*names} ^ {*self._names})
-            raise _shape_error(", ".join(differing), "one batch that has it")
+            raise _shape_error(", ".join(differing), "a batch without it, or with it")
         leaves = [leaf for _, leaf in paths_and_leaves]
         for name, leaf, expected in zip(
             self._names, leaves, self._descriptions, strict=True
@@ -306,14 +311,24 @@ class GraphedStep:
         devices = [self._device] if self._device.type == "cuda" else []
         for parameter in parameters:
             parameter.grad = None
-        # A run that resumes warms up once more, and must draw the same numbers.
-        with torch.random.fork_rng(devices):
-            self._graph.warm_up(run)
-        # The others have no gradient, and an optimizer leaves them as they are.
-        self._trained = [p for p in parameters if p.grad is not None]
-        self._gradients = [torch.zeros_like(p) for p in self._trained]
-        for parameter, gradient in zip(self._trained, self._gradients, strict=True):
-            parameter.grad = gradient
+        try:
+            # A run that resumes warms up once more, and must draw the same numbers.
+            with torch.random.fork_rng(devices):
+                self._graph.warm_up(run)
+            # The others have no gradient, and an optimizer leaves them as they are.
+            self._trained = [p for p in parameters if p.grad is not None]
+            self._gradients = [torch.zeros_like(p) for p in self._trained]
+            for parameter, gradient in zip(self._trained, self._gradients, strict=True):
+                parameter.grad = gradient
+            self._capture_or_raise(run)
+        finally:
+            # Also after an error, so that a caller may go on without the graph.
+            for parameter, gradient in zip(parameters, gradients_before, strict=True):
+                parameter.grad = gradient
+        return inputs
+
+    def _capture_or_raise(self, run: Callable[[], None]) -> None:
+        """Capture a call; raise BackendError if it cannot be captured."""
         try:
             self._graph.capture(run)
         except RuntimeError as error:
@@ -326,9 +341,6 @@ class GraphedStep:
                     "leave cuda_graphs out",
                 )
             ) from error
-        for parameter, gradient in zip(parameters, gradients_before, strict=True):
-            parameter.grad = gradient
-        return inputs
 
     def _run(self, inputs: _Inputs) -> dict[str, Tensor]:
         """Run forward pass, loss and backward pass; return the scalar results."""
@@ -414,7 +426,9 @@ def _check_model(model: nn.Module) -> None:
     # The second forward pass of a layer must draw what the first drew. It sets the
     # state of the generator back, which torch does not document inside graphs.
     is_checkpointed = any(
-        getattr(module, "gradient_checkpointing", False) for module in modules
+        getattr(module, "gradient_checkpointing", False)
+        or hasattr(module, "checkpoint_fn")  # torch's CheckpointWrapper
+        for module in modules
     )
     has_dropout = any(isinstance(x, _DropoutNd) and x.p > 0 for x in modules)
     if is_checkpointed and has_dropout:
@@ -462,12 +476,12 @@ def _describe(leaf: Any) -> Any:
     return leaf
 
 
-def _shape_error(name: str, found: str) -> ConfigError:
+def _shape_error(name: str, actual: str) -> ConfigError:
     return ConfigError(
         sentence(
             where=f"CUDA graph of a step, {name}",
             rule="each batch must have the sizes of the first",
-            found=found,
+            found=actual,
             remedy=PAD,
         )
     )

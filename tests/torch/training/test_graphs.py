@@ -15,6 +15,9 @@ import varlen_kernels
 from forests import forest_packs
 from recorded_graph import RecordedGraph
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from packstore.errors import BackendError, ConfigError
@@ -368,16 +371,26 @@ def test_a_backend_that_reads_lengths_is_refused(kit: SimpleNamespace) -> None:
         lambda module, args, kwargs: int(kwargs["input_ids"].sum()) and None,
         with_kwargs=True,
     )
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 3)
+    before = gradients_of(policy)
     step = GraphedStep(policy, PreferenceLoss("dpo"), graph=RecordedGraph)
     with pytest.raises(BackendError, match=r"host.*attention backend"):
         step(make_batches(kit)[0], divisor=StepDivisor(5))
+    assert torch.equal(gradients_of(policy), before)
 
 
-def test_gradient_checkpointing(kit: SimpleNamespace) -> None:
+@pytest.mark.parametrize("way", ["of transformers", "of torch"])
+def test_gradient_checkpointing(kit: SimpleNamespace, way: str) -> None:
     policy = make_policy(kit)
     batches = make_batches(kit)
     expected = eager_steps(policy, PreferenceLoss("dpo"), batches)
-    policy.model.gradient_checkpointing_enable()
+    if way == "of torch":
+        layers = policy.model.model.layers
+        for number, layer in enumerate(layers):
+            layers[number] = checkpoint_wrapper(layer)
+    else:
+        policy.model.gradient_checkpointing_enable()
     policy.train()
     actual = replayed_steps(policy, PreferenceLoss("dpo"), batches)
     for (_, gradients), (_, expected_gradients) in zip(actual, expected, strict=True):
