@@ -54,7 +54,7 @@ def find_repeated_files(sources: Iterable[Mapping[str, Any]]) -> RepeatedFiles |
     if not num_repeated:
         return None
     text = (
-        f"{num_repeated:,} of {num_files:,} files repeat the bytes of an earlier one, "
-        "and their records count again; dedup=pair (--dedup pair) keeps them once"
+        f"{num_repeated:,} of {num_files:,} files repeat the bytes of an earlier one; "
+        "their records count again, unless dedup=pair (--dedup pair) drops them"
     )
     return RepeatedFiles(text, tuple(examples))

@@ -243,7 +243,8 @@ class RecordTotals(ProgressCounter):
         )
         if not is_repeated:
             self._rejects.publish()
-        _log_repeated_files(self._sources)
+        if self._config.dedup == "none":  # else duplicates are dropped, and counted
+            _log_repeated_files(self._sources)
         log_forms(self._tally, self._reader.kind)
         _log_drops(self._tally)
         _log_events(self._tally)

@@ -89,6 +89,18 @@ def test_files_without_records_and_compressed_copies_are_not_named(
     assert warnings_of([plain, compressed, *empty], 16) == []
 
 
+@pytest.mark.parametrize("dedup", ["pair", "prompt"])
+def test_no_warning_about_records_that_are_dropped(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture, dedup: str
+) -> None:
+    files = [write_jsonl(tmp_path / f"{n}.jsonl", PAIRS) for n in range(2)]
+    out = tmp_path / "out"
+    dataset = packstore.pack(files, out, tokenizer, pack_size=64, dedup=dedup)
+    assert dataset.manifest.records.packed == len(PAIRS)
+    assert MARK not in caplog.text
+    assert f"duplicate_{dedup}" in caplog.text
+
+
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_many_files_are_counted_and_three_of_them_named(
     warnings_of: Callable[..., list[str]], tmp_path: Path, partitions: int
