@@ -35,7 +35,7 @@ def distance(actual: Tensor, exact: Tensor) -> float:
 def verdict(
     actual: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> Figures:
-    """Return errors by norm; right up to `LIMIT`, and twice those of plain arithmetic."""
+    """Return errors by norm; right up to `LIMIT` and twice the plain arithmetic's."""
     errors = {name: distance(actual[name], exact[name]) for name in exact}
     allowed = {
         name: max(2 * distance(plain[name], exact[name]), FLOOR) for name in exact
@@ -89,8 +89,8 @@ def ragged(device: str, seed: int = 0) -> Any:
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
-    """Return layouts of rows: both of packstore, key runs of any length, empty segments,
-    fixed shapes.
+    """Return layouts of rows: both of packstore, key runs of any length, empty
+    segments, fixed shapes.
     """
     from packstore.torch import pad_batch
 
@@ -179,7 +179,7 @@ def random_heads(
 def random_head(
     sizes: Sizes, tokens: int, shape: tuple[int, int], dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """Return hidden `[n, H]`, weight `[V, H]`, targets and the gradient of log-probs `[n]`."""
+    """Return hidden `[n, H]`, weight `[V, H]`, targets and upstream gradient `[n]`."""
     generator = torch.Generator(sizes.device).manual_seed(0)
     kind = {"generator": generator, "device": sizes.device}
     vocab, width = shape
@@ -194,7 +194,7 @@ def random_head(
 
 
 def deterministic(session: Session, backends: Iterable[str]) -> None:
-    """Compare the bits of two runs, forward and backward, with deterministic algorithms."""
+    """Compare the bits of two runs of both passes, with deterministic algorithms."""
     from packstore.torch.attention import ATTENTION, Settings
 
     sizes = session.sizes
