@@ -63,7 +63,8 @@ def measure_group(session: Session, group: Group) -> None:
             session.update(case, trial.figures(way))
         if OURS in timed.values() and len(timed) > 1:
             session.case(group.ratio_case, trial.ratios, seconds=-60)
-            session.update(group.ratio_case, trial.ratios())
+            if session.only.search(group.ratio_case):
+                session.update(group.ratio_case, trial.ratios())
     losses = [session.cases[case]["loss"] for case in ready]
     if len(losses) > 1:
         spread = max(losses) - min(losses)
