@@ -64,14 +64,20 @@ class Block(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """Blocks of the kernels: of :func:`forward_kernel`, :func:`queries_kernel`, and
-    :func:`keys_kernel` without and with a window, whose mask takes registers.
+    """Blocks of the kernels.
+
+    Attributes:
+        forward: of :func:`forward_kernel`.
+        queries: of :func:`queries_kernel`.
+        keys: of :func:`keys_kernel`.
+        complex_keys: of the same for windows, the masks of which take registers, and
+            for groups of several blocks of heads, a loop over which does.
     """
 
     forward: Block
     queries: Block
     keys: Block
-    windowed_keys: Block
+    complex_keys: Block
 
 
 BLOCKS = {
@@ -802,7 +808,8 @@ def attend_backward(
             num_warps=block.warps,
             num_stages=block.stages,
         )
-        block = blocks.keys if keys_before < 0 else blocks.windowed_keys
+        is_simple = keys_before < 0 and heads == group
+        block = blocks.keys if is_simple else blocks.complex_keys
         grid = (num_items * TILE // block.keys, num_key_heads)
         keys_kernel[grid](
             grad,
