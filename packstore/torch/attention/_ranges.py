@@ -869,9 +869,9 @@ def attend_backward(
 
 
 def _addressable(rows: Tensor) -> Tensor:
-    """Return rows, copied if kernels cannot read them: offsets in a block are int32."""
+    """Return rows, copied if an offset in a block would not fit in int32."""
     largest_offset = LARGEST_GROUP * rows.stride(1) + TILE * rows.stride(0)
-    if rows.stride(2) == 1 and largest_offset < 2**31:
+    if largest_offset < 2**31:
         return rows
     return rows.contiguous()
 

@@ -599,6 +599,9 @@ class PackedBatch:
         if all(changed[key] is tensor for key, tensor in tensors.items()):
             return self
 
+        def look_up_tensor(tensor: Tensor) -> Tensor:
+            return changed[id(tensor)]
+
         def look_up(values: Mapping[str, Any]) -> dict[str, Any]:
             return {
                 name: changed.get(id(value), value) for name, value in values.items()
@@ -610,10 +613,10 @@ class PackedBatch:
         batch.columns = look_up(self.columns)
         batch.sequence_columns = look_up(self.sequence_columns)
         batch.token_columns = {
-            name: map_token_values(values, lambda x: changed[id(x)])
+            name: map_token_values(values, look_up_tensor)
             for name, values in self.token_columns.items()
         }
-        batch.key_ranges = self.key_ranges.map_tensors(lambda x: changed[id(x)])
+        batch.key_ranges = self.key_ranges.map_tensors(look_up_tensor)
         return batch
 
 

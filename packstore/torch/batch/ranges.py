@@ -26,9 +26,9 @@ MIN_ITEM = 512
 """Query rows of an item below which a tile of keys is not divided any further."""
 
 MAX_SPLITS = 64
-"""Number of items that divided tiles add, at most.
+"""Maximum number of items that the division of tiles adds.
 
-A bound, as each of the parts needs memory for its sums. On 132 processors, with 8 heads
+It is bounded, as each part needs memory for its sums. On 132 processors, with 8 heads
 of keys, an item then takes at most a quarter of the time of the whole kernel.
 """
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -137,8 +138,9 @@ def static_sizes(
             f"{packs_per_batch}."
         )
     statistics = [manifest.statistics for manifest in manifests]
-    most_segments = max(each.most_segments for each in statistics)
-    shortest_pack = min(each.shortest_pack for each in statistics)
+    most_segments = max(stats.most_segments for stats in statistics)
+    most_targets = max(stats.most_targets for stats in statistics)
+    shortest_pack = min(stats.shortest_pack for stats in statistics)
     shares_prefixes = any(m.layout == "shared_prefix" for m in manifests)
 
     # At most multiple - 1 tokens of padding in each segment.
@@ -147,7 +149,7 @@ def static_sizes(
     num_tokens = round_up(packs_per_batch * padded_pack, multiple)
     # A key run is a shared prefix of any length, followed by a padded segment.
     prefix = multiple - 1 if shares_prefixes else 0
-    longest_sequence = max(each.longest_sequence for each in statistics)
+    longest_sequence = max(stats.longest_sequence for stats in statistics)
     max_seqlen = round_up(longest_sequence + prefix, multiple)
 
     # Padding of the batch is the longest if all packs are the shortest; it is divided
@@ -160,11 +162,11 @@ def static_sizes(
         "num_tokens": num_tokens,
         "num_segments": real_segments,
         "max_seqlen": max_seqlen,
-        "num_targets": packs_per_batch * max(each.most_targets for each in statistics),
+        "num_targets": packs_per_batch * most_targets,
     }
 
     if shares_prefixes:
-        most_shared = max(each.most_keys - each.shortest_pack for each in statistics)
+        most_shared = max(stats.most_keys - stats.shortest_pack for stats in statistics)
         missing_keys = packs_per_batch * most_shared  # if no segment omits any
         key_segments = math.ceil(missing_keys / max_seqlen)
         # In a chain, each segment reads all segments of its pack before it.
@@ -179,7 +181,7 @@ def static_sizes(
 
     responses = max(_responses_per_example(manifest) for manifest in manifests)
     if manifests[0].kind == "scored":
-        most_examples = max(each.examples_per_pack.max for each in statistics)
+        most_examples = max(stats.examples_per_pack.max for stats in statistics)
         sizes["num_examples"] = packs_per_batch * most_examples + 1
         # Each padding example has a segment.
         padding_segments += sizes["num_examples"]
@@ -238,8 +240,8 @@ def pad_batch(
     key_lengths = []
     if num_keys is not None:
         _check_fits("num_keys", num_keys, batch.num_keys + padding)
-        missing_keys = num_keys - batch.num_keys - padding
-        key_lengths = _split_evenly(missing_keys, longest_keys)
+        num_missing_keys = num_keys - batch.num_keys - padding
+        key_lengths = _split_evenly(num_missing_keys, longest_keys)
     # The last padding segment takes the missing runs, which are empty like itself.
     num_fillers = 0 if num_runs is None else 1
 
@@ -254,12 +256,12 @@ def pad_batch(
                 f"as examples are whole; found {num_segments}."
             )
     num_responses = _padding_responses(batch, num_extra, num_examples)
-    missing = [*[0] * len(lengths), *key_lengths]
-    missing += [0] * (num_extra - len(missing))
+    missing_keys = [*[0] * len(lengths), *key_lengths]
+    missing_keys += [0] * (num_extra - len(missing_keys))
     lengths += [0] * (num_extra - len(lengths))
-    padded = _append_segments(batch, lengths, missing, num_responses)
+    padded = _append_segments(batch, lengths, missing_keys, num_responses)
     if num_keys is not None or batch.key_runs is not None:
-        padded["key_runs"] = _append_runs(batch, lengths, missing, num_runs)
+        padded["key_runs"] = _append_runs(batch, lengths, missing_keys, num_runs)
     changes: dict[str, Any] = {}
     if num_packs is not None:
         _check_fits("num_packs", num_packs, batch.num_packs)
@@ -269,7 +271,7 @@ def pad_batch(
     if num_targets is not None:
         _check_fits("num_targets", num_targets, len(batch.target_index))
         changes["token_columns"] = {
-            name: map_token_values(values, lambda x: _pad_rows(x, num_targets))
+            name: map_token_values(values, partial(_pad_rows, size=num_targets))
             for name, values in batch.token_columns.items()
         }
         # The first token of a row is never supervised: as a target it is ignored.
@@ -395,8 +397,9 @@ def _append_runs(
     if any(missing_keys):
         old_lengths = batch.cu_seqlens.diff().tolist()
         all_lengths = np.array([*old_lengths, *lengths])
-        readers, *others = _runs_of_missing_keys(all_lengths, np.array(missing_keys))
-        new_runs = np.hstack([np.stack([readers + num_segments, *others]), new_runs])
+        key_runs = _runs_of_missing_keys(all_lengths, np.array(missing_keys))
+        key_runs[0] += num_segments  # readers among all segments
+        new_runs = np.hstack([key_runs, new_runs])
         # By reader; the own run, which came last, stays behind the others.
         new_runs = new_runs[:, np.argsort(new_runs[0], kind="stable")]
     if num_runs is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -82,7 +83,9 @@ def run_trial(call: Call, layout: AttentionLayout) -> Trial:
         values = torch.randn(shape, generator=generator, device=device)
         return values.to(call.dtype).requires_grad_()
 
-    q, k, v = draw(call.num_heads), draw(call.num_key_heads), draw(call.num_key_heads)
+    q = draw(call.num_heads)
+    k = draw(call.num_key_heads)
+    v = draw(call.num_key_heads)
     upstream = draw(call.num_heads).detach()
     settings = Settings(call.scale, call.window)
 
@@ -95,8 +98,8 @@ def run_trial(call: Call, layout: AttentionLayout) -> Trial:
     ranges: Attend = ATTENTION.load("ranges")
     difference = largest_difference(run(ranges), run(varlen))
     return Trial(
-        varlen_seconds=median_seconds(lambda: run(varlen)),
-        ranges_seconds=median_seconds(lambda: run(ranges)),
+        varlen_seconds=median_seconds(partial(run, varlen)),
+        ranges_seconds=median_seconds(partial(run, ranges)),
         difference=difference,
     )
 
@@ -113,7 +116,7 @@ def largest_difference(
         norm = expected_values.double().norm().clamp(min=1e-30)
         differences.append(float(error / norm))
     # max() alone may pass over nan.
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
+    return math.nan if any(math.isnan(x) for x in differences) else max(differences)
 
 
 def median_seconds(run: Callable[[], object]) -> float:
