@@ -70,8 +70,8 @@ class Blocks(NamedTuple):
         forward: of :func:`forward_kernel`.
         queries: of :func:`queries_kernel`.
         keys: of :func:`keys_kernel`.
-        complex_keys: of the same for windows, the masks of which take registers, and
-            for groups of several blocks of heads, a loop over which does.
+        complex_keys: of :func:`keys_kernel` with a window, or with a group of several
+            blocks of heads: the mask and the loop over blocks take registers.
     """
 
     forward: Block
