@@ -104,12 +104,15 @@ def check_setting_names(names: Iterable[str]) -> None:
 def check_settings(args: Any, refusals: Refusals) -> None:
     """Raise for values of TrainingArguments that packs do not go with."""
     _check_accelerate(args)
-    if "lomo" in str(getattr(args, "optim", "")).lower():
+    optimizer = getattr(args, "optim", "")
+    optimizer = str(getattr(optimizer, "value", optimizer))  # an enum, or its name
+    # Both change weights in the backward pass of each batch.
+    if "lomo" in optimizer or optimizer.endswith("layerwise"):
         raise ConfigError(
             sentence(
                 where="setting optim",
                 rule="the optimizer must step after all batches of a step",
-                found=str(args.optim),
+                found=optimizer,
                 remedy="Choose another",
             )
         )

@@ -287,6 +287,15 @@ def test_steps_that_are_none_or_several(
         run(settings(stored, tmp_path, arguments={name: value}))
 
 
+@pytest.mark.parametrize("optimizer", ["adalomo", "galore_adamw_layerwise"])
+def test_optimizers_that_step_in_the_backward_pass(
+    stored: SimpleNamespace, tmp_path: Path, optimizer: str
+) -> None:
+    """A step has several backward passes."""
+    with pytest.raises(ConfigError, match=f"optim.*all batches of a step.*{optimizer}"):
+        run(settings(stored, tmp_path, arguments={"optim": optimizer}))
+
+
 def test_what_is_meant_for_another_trainer(
     stored: SimpleNamespace, tmp_path: Path
 ) -> None:
