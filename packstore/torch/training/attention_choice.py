@@ -100,8 +100,13 @@ def set_attention_backend(model: nn.Module, backend: str) -> None:
 
 
 def attention_of_checkpoint(position: Mapping[str, Any]) -> str:
-    """Return the backend of a checkpoint's run, from the content of its position."""
+    """Log and return the backend of a checkpoint's run, from its position.
+
+    ``auto`` if it ran on a device without a choice.
+    """
     attention: str = position["settings"].get("attention", BEFORE_CHOICES)
+    if attention != "auto":
+        logger.info("attention 'auto' is %r, as of the checkpoint", attention)
     return attention
 
 

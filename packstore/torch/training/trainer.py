@@ -271,7 +271,6 @@ class PackedTrainer(PackedSteps):
     def _resume_attention(self, checkpoint: Path) -> None:
         if self._is_attention_automatic:
             old_attention = attention_of_checkpoint(read_position(checkpoint))
-            # `auto` is of a device without a choice.
             if old_attention != "auto":
                 self._set_attention(old_attention)
 

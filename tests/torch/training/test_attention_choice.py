@@ -293,7 +293,10 @@ def test_a_resumed_run_keeps_its_backend(
 
 
 def test_a_trainer_takes_over_the_backend_of_a_checkpoint(
-    stored: SimpleNamespace, gpu: pytest.MonkeyPatch, tmp_path: Path
+    stored: SimpleNamespace,
+    gpu: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It made its choice before it knew the checkpoint."""
     train(**settings_of(stored, tmp_path))
@@ -303,7 +306,9 @@ def test_a_trainer_takes_over_the_backend_of_a_checkpoint(
     )
     model = load_model(stored.model, dtype="float64", trainable=True)
     trainer = PackedTrainer(model, args, stored.data, examples_per_step=9)
-    trainer.train(resume_from_checkpoint=True)
+    with caplog.at_level(logging.INFO, logger="packstore"):
+        trainer.train(resume_from_checkpoint=True)
+    assert "attention 'auto' is 'auto_ranges', as of the checkpoint" in caplog.messages
     assert attention_of(tmp_path) == "auto_ranges"
 
 
