@@ -102,8 +102,8 @@ def test_both_backends_run_forward_and_backward(
     gpu.setattr(attention_trial, "median_seconds", lambda run: run() and next(seconds))
     if broken is not None:
         module = sys.modules[range_kernels.MODULE]
-        own = getattr(module, broken)
-        gpu.setattr(module, broken, lambda *args: [1.1 * x for x in own(*args)])
+        right = getattr(module, broken)
+        gpu.setattr(module, broken, lambda *args: [1.1 * x for x in right(*args)])
     call = Call("torch_varlen", 4, 2, 8, torch.float64, 0.3, window)
     state = torch.get_rng_state()
     result = run_trial(call, kit.row(3, "shared_prefix").layout)
@@ -331,9 +331,9 @@ def drop_attention(checkpoint: Path) -> None:
 
     content = checkpoint_files.read_content(checkpoint)
     del content["settings"]["attention"]
-    names = ("files", "hashes", "sha256")
-    rest = {name: value for name, value in content.items() if name not in names}
-    checkpoint_files.finish_checkpoint(checkpoint, rest)
+    for name in ("files", "hashes", "sha256"):  # computed anew
+        content.pop(name, None)
+    checkpoint_files.finish_checkpoint(checkpoint, content)
 
 
 def test_training_and_evaluation_follow_the_reference(

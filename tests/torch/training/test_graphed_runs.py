@@ -23,15 +23,15 @@ from packstore.torch import PackedDataset, PackedTrainer, train
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[RecordedGraph]]:
     """The graphs that trainers make, which are recorded on the CPU."""
-    made: list[RecordedGraph] = []
+    graphs: list[RecordedGraph] = []
 
     def make_graph(device: torch.device) -> RecordedGraph:
-        made.append(RecordedGraph(device))
-        return made[-1]
+        graphs.append(RecordedGraph(device))
+        return graphs[-1]
 
     monkeypatch.setattr(PackedTrainer, "_make_graph", staticmethod(make_graph))
     with varlen_kernels.backend_on_cpu(monkeypatch):
-        yield made
+        yield graphs
 
 
 def run(
