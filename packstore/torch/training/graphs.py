@@ -221,7 +221,8 @@ class GraphedStep:
     Example::
 
         step = GraphedStep(PackedPolicy(model), loss_fn)
-        sizes = static_sizes(dataset.manifest, packs_per_batch)
+        manifest = packstore.open("prefs-8k").manifest
+        sizes = static_sizes(manifest, packs_per_batch)  # as of the loader
         for batch in loader:
             output = step(
                 pad_batch(batch, **sizes), divisor=count_step([batch], loss_fn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,16 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+import packstore.torch
 from packstore.errors import BackendError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
     GraphedStep,
     LossOutput,
+    Metrics,
     PackedBatch,
+    PackedDataLoader,
+    PackedDataset,
     PackedPolicy,
     PolicyLoss,
     PreferenceLoss,
@@ -34,6 +39,8 @@ from packstore.torch import (
     pad_batch,
     use_packed_attention,
 )
+
+PAGE = Path(__file__).parents[3] / "docs" / "parallel.md"
 
 SIZES = {
     "num_tokens": 400,
@@ -395,3 +402,50 @@ def test_gradient_checkpointing(kit: SimpleNamespace, way: str) -> None:
     actual = replayed_steps(policy, PreferenceLoss("dpo"), batches)
     for (_, gradients), (_, expected_gradients) in zip(actual, expected, strict=True):
         assert (gradients - expected_gradients).abs().max() < 1e-12
+
+
+def test_the_loop_on_the_page(
+    kit: SimpleNamespace,
+    stored: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It trains as a loop of eager batches does."""
+    (tmp_path / "prefs-packed").symlink_to(stored.data)
+    monkeypatch.chdir(tmp_path)
+    section = PAGE.read_text(encoding="utf-8").partition("## A batch as a CUDA graph")[
+        2
+    ]
+    code = section.partition("```python\n")[2].partition("```")[0]
+    loss_fn = PreferenceLoss("dpo")
+    policy, reference, expected = (make_policy(kit) for _ in range(3))
+
+    metrics = Metrics()
+    names = {
+        **vars(packstore.torch),
+        "packstore": packstore,
+        "GraphedStep": partial(GraphedStep, graph=RecordedGraph),
+        "model": policy.model,
+        "reference": reference.model,
+        "loss_fn": loss_fn,
+        "metrics": metrics,
+        "optimizer": torch.optim.SGD(policy.parameters(), lr=0.1),
+    }
+    exec(code, names)
+
+    data = PackedDataset("prefs-packed")
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
+    expected_metrics = Metrics()
+    for batch in PackedDataLoader(data, examples_per_step=64):
+        with torch.no_grad():
+            ref_logps = reference(batch)
+        output = loss_fn(expected(batch), batch, ref_logps=ref_logps)
+        output.loss.backward()
+        expected_metrics.add(output.metrics)
+        if batch.step.last:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert metrics.means() == pytest.approx(expected_metrics.means(), abs=1e-9)
+    pairs = zip(policy.parameters(), expected.parameters(), strict=True)
+    for parameter, expected_parameter in pairs:
+        assert (parameter - expected_parameter).abs().max() < 1e-12
