@@ -303,17 +303,31 @@ def attention_by_profile(session: Session) -> None:
 
 def attention_by_length(session: Session) -> None:
     """Time backends on rows of sequences of one length."""
-    from packstore.torch.batch.layout import AttentionLayout
-
     sizes = session.sizes
     num_tokens = sizes.tokens[-1]
     for length in LENGTHS if sizes.cuda else (32,):
         segments = uniform(length, num_tokens)
-        ends = torch.arange(
-            0, num_tokens + 1, length, dtype=torch.int32, device=sizes.device
-        )
-        layout = AttentionLayout(ends, ends, length, length, num_tokens)
+        layout = uniform_layout(sizes, length)
         time_attention(session, f"attention by length {length}", layout, segments)
+
+
+def uniform_layout(sizes: Sizes, length: int) -> Any:
+    """Return the layout of a row of sequences of one length, on the device."""
+    from packstore.torch.batch.layout import AttentionLayout
+    from packstore.torch.batch.ranges import compute_key_ranges
+
+    num_tokens = sizes.tokens[-1]
+    ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32)
+    ranges = compute_key_ranges(ends, ends, None)
+    device_ends = ends.to(sizes.device)
+    return AttentionLayout(
+        cu_seqlens_q=device_ends,
+        cu_seqlens_k=device_ends,
+        max_seqlen_q=length,
+        max_seqlen_k=length,
+        num_queries=num_tokens,
+        ranges=ranges.map_tensors(lambda tensor: tensor.to(sizes.device)),
+    )
 
 
 def time_attention(

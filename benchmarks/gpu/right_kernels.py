@@ -21,6 +21,10 @@ FLOOR = 1e-4
 """Errors below are right without a comparison with plain arithmetic."""
 
 
+RAGGED = "ragged"
+"""Name of the layout whose keys are taken from anywhere."""
+
+
 def distance(actual: Tensor, exact: Tensor) -> float:
     """Return the norm of the error as a share of the norm of the exact values; both may
     be empty.
@@ -89,8 +93,8 @@ def ragged(device: str, seed: int = 0) -> Any:
 
 
 def layouts(sizes: Sizes) -> dict[str, Any]:
-    """Return layouts of rows: both of packstore, key runs of any length, empty
-    segments, fixed shapes.
+    """Return layouts of rows: both of packstore, trees of prefixes, key runs of any
+    length, empty segments, fixed shapes.
     """
     from packstore.torch import pad_batch
 
@@ -107,7 +111,12 @@ def layouts(sizes: Sizes) -> dict[str, Any]:
             batch, num_tokens=batch.num_tokens, num_segments=batch.num_segments + 6
         )
         layout_of[f"{name} with empty segments"] = empty.to(sizes.device).layout
-    return {**layout_of, "ragged": ragged(sizes.device)}
+    rollouts = cut(lengths("agents", 100, sizes.row // 4), "shared_prefix", sizes.row)[
+        0
+    ]
+    trees = batch_of(rollouts, "shared_prefix", 100)
+    layout_of["trees"] = trees.to(sizes.device).layout
+    return {**layout_of, RAGGED: ragged(sizes.device)}
 
 
 def run(
@@ -156,9 +165,9 @@ def attention(
             session.case(f"attention/{backend}", partial(load, backend))
             continue
         for shape in heads:
-            for name, layout in layout_of.items():
-                if backend == "ranges" and layout.ranges is None:
-                    continue
+            for name in layout_of:
+                if backend == "ranges" and name == RAGGED:
+                    continue  # its keys are no ranges of rows
                 for window in (None, sizes.window):
                     case = f"attention/{backend}/{name}/{shape}/window {window}"
                     args = (backend, name, shape, window)
@@ -202,7 +211,7 @@ def deterministic(session: Session, backends: Iterable[str]) -> None:
 
     def twice(backend: str) -> Figures:
         check_backend(backend, sizes)
-        layout = layouts(sizes)["shared_prefix"]
+        layout = layouts(sizes)["trees"]
         attend = ATTENTION.load(backend)
         qkv, up = random_heads(sizes, layout.num_queries, *heads, size)
         torch.use_deterministic_algorithms(True)

@@ -11,10 +11,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import range_kernels
 import torch
 from children import run_python
 
@@ -173,6 +176,50 @@ def test_a_round_has_all_pairs_and_one_time(tmp_path: Path) -> None:
     (seconds,) = trial.seconds[OURS]
     assert trial.rate(OURS) == len(trial.rows) / seconds
     assert sum(x.num_pairs for x in micro_batches) == len(trial.rows)
+
+
+@pytest.fixture
+def ranges_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Backend `ranges` runs on a CPU, by plain kernels."""
+    from gpu import session
+
+    monkeypatch.setattr(session, "NEED_GPU", ())
+    with range_kernels.backend_on_cpu(monkeypatch):
+        yield
+
+
+@pytest.mark.usefixtures("ranges_on_cpu")
+def test_cases_of_backend_ranges(tmp_path: Path) -> None:
+    """They are absent from a dry run, as the kernels need a GPU."""
+    from gpu import parts, right_kernels
+    from gpu.session import Session
+    from gpu.sizes import DRY, PROFILES
+
+    session = Session(tmp_path, DRY, "ranges", 4e9)
+    right_kernels.attention(session, ("ranges",), DRY.heads)
+    right_kernels.deterministic(session, ("ranges",))
+    parts.attention_by_profile(session)
+    parts.attention_by_length(session)
+    verdicts = Counter(case["verdict"] for case in session.cases.values())
+    num_layouts = len(right_kernels.layouts(DRY)) - 1  # without the ragged one
+    num_timed = len(DRY.timed_models) * (len(PROFILES) + 1)
+    assert verdicts == {"right": 2 * num_layouts + 1, "measured": num_timed}
+
+
+@pytest.mark.parametrize("is_replayed", [True, False])
+def test_a_replay_that_computes_nothing_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replayed: bool
+) -> None:
+    from gpu import graphs, right_models
+    from gpu.session import Session
+    from gpu.sizes import DRY
+
+    if not is_replayed:
+        monkeypatch.setattr(graphs.RepeatedCalls, "replay", lambda _: None)
+    session = Session(tmp_path, DRY, "", 4e9)
+    right_models.cuda_graph(session)
+    verdicts = {case["verdict"] for case in session.cases.values()}
+    assert verdicts == {"right" if is_replayed else "WRONG"}
 
 
 PROFILE = "profile/qwen3-0.6b/shared_prefix/triton/compiled"
