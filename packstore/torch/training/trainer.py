@@ -308,9 +308,9 @@ class PackedTrainer(PackedSteps):
                     remedy="Leave it out, or give a function as loss",
                 )
             )
-        self._make_graph(accelerator.device)  # raises without CUDA
         for dataset in datasets_of(self.train_dataset):
             check_graphed_loss(self.loss_fn, dataset.manifest.kind)
+        self._make_graph(accelerator.device)  # raises without CUDA
 
     # Data.
 

@@ -147,23 +147,17 @@ def test_what_cannot_be_replayed_is_refused_before_training(
     with pytest.raises(BackendError, match=r"CUDA device.*cpu.*cuda_graphs"):
         train(**settings, output_dir=str(tmp_path / "run"), cuda_graphs=True)
 
-
-def test_losses_and_trainers_that_no_graph_takes(
-    kit: SimpleNamespace,
-    stored: SimpleNamespace,
-    tmp_path: Path,
-    graphs: list[RecordedGraph],
-) -> None:
+    # A machine without a GPU names what one would refuse.
     packs = kit.packed(random_examples(9, kind="scored"), [4, 5], "concat")
     kit.write(str(tmp_path / "scored"), packs, "scored")
+    settings["train_dataset"] = str(tmp_path / "scored")
     with pytest.raises(ConfigError, match=r"kind 'scored'"):
-        run(
-            stored,
-            tmp_path / "run",
-            train_dataset=str(tmp_path / "scored"),
-            cuda_graphs=True,
-        )
+        train(**settings, output_dir=str(tmp_path / "run"), cuda_graphs=True)
 
+
+def test_a_trainer_with_its_own_loss_is_refused(
+    stored: SimpleNamespace, tmp_path: Path
+) -> None:
     class OwnLoss(PackedTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             return super().compute_loss(*args, **kwargs)
