@@ -126,7 +126,9 @@ def _choose_and_load(
     name = choose(flash.runs_on(device), dtype, supported, capped, flash_backend)
     if name not in _BACKENDS:
         _BACKENDS[name] = ATTENTION.load(name)
-        logger.info("packed attention: backend 'auto' is %r", name)
+        logger.info(
+            "packed attention: backend 'auto' is %r for %s on %s", name, dtype, device
+        )
     return name
 
 

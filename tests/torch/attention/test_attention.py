@@ -19,7 +19,7 @@ from torch import Tensor
 from packstore.errors import BackendError
 from packstore.testing import random_examples
 from packstore.torch import collate
-from packstore.torch.attention import ATTENTION, Settings, flex
+from packstore.torch.attention import ATTENTION, Settings, auto, flex
 from packstore.torch.batch import AttentionLayout
 
 EXAMPLES = random_examples(5, seed=5)
@@ -287,3 +287,16 @@ def test_poison_in_one_segment_stays_there(
     found = ATTENTION.load(backend)(q, k, v, batch.layout, Settings(0.3))
     assert found[~last].isfinite().all()
     assert found[last].isnan().all()
+
+
+def test_auto_logs_its_choice_with_dtype_and_device(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auto, "_BACKENDS", {})
+    batch = row_of([(3, 4, 5)])
+    q, k, v = torch.randn(3, batch.num_tokens, 2, 8)
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            ATTENTION.load("auto")(q, k, v, batch.layout, Settings(scale=1.0))
+    (message,) = caplog.messages
+    assert message.endswith("'sdpa' for torch.float32 on cpu")
