@@ -37,7 +37,7 @@ WHEN = ("", ", at once, while the machine is warm")
 
 FOLDER = Path(__file__).parents[2] / "gpu-files"
 CALL = """
-timeout_s={timeout}{when}:
+# at most {timeout} s{when}:
 set -o pipefail; end=$(($(date +%s) + {seconds})); export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 (test -e .site/whole || (python3 -m pip install -q --no-index --no-deps --no-compile --upgrade \
 --target .site gpu-files/wheels/*.whl && touch .site/whole)) && PYTHONPATH=.site:. \
@@ -71,7 +71,7 @@ def prepare(sizes: Sizes) -> None:
         raise SystemExit(
             f"{FOLDER} is larger than {LIMIT >> 20} MiB, which is what may travel."
         )
-    print(f'In the root of the repository, with carry=["{FOLDER.name}"]:')
+    print(f"Copy the repository, {FOLDER.name} included. There, in its root, run both:")
     for timeout, when in zip(CALLS, WHEN, strict=True):
         print(CALL.format(timeout=timeout, when=when, seconds=timeout - ENDING))
 
