@@ -77,6 +77,11 @@ class RecordedGraph(TorchDispatchMode):
     def replay(self) -> None:
         """Repeat all operators on the memory of the record."""
         self.num_replays += 1
+        # Casts are among the operators, as they are in a CUDA graph.
+        with torch.autocast("cpu", enabled=False):
+            self._repeat_operators()
+
+    def _repeat_operators(self) -> None:
         for func, args, kwargs, first_results, new_results in self._operators:
             results = func(*args, **kwargs)
             if _reads(func):

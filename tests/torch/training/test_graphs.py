@@ -25,6 +25,7 @@ import packstore.torch
 from packstore.errors import BackendError, ConfigError
 from packstore.testing import random_examples
 from packstore.torch import (
+    DistillLoss,
     GraphedStep,
     LossOutput,
     Metrics,
@@ -35,6 +36,7 @@ from packstore.torch import (
     PolicyLoss,
     PreferenceLoss,
     StepDivisor,
+    TopK,
     collate,
     pad_batch,
     use_packed_attention,
@@ -84,13 +86,20 @@ def make_batches(
         batch = collate(packs, kind, fillers=seed % 2)
         torch.manual_seed(seed)
         draws = torch.rand(2, batch.num_segments)
-        values = torch.rand(len(batch.target_index)) - 1
+        num_targets = len(batch.target_index)
+        values = torch.rand(num_targets) - 1
+        ids = torch.rand(num_targets, kit.VOCAB).argsort()[:, :3].int()
+        teacher = TopK(ids, torch.randn(num_targets, 4).log_softmax(-1)[:, :3])
         batches.append(
             batch.replace(
                 ref_logps=-20 * draws[0],
                 rewards=draws[1] - 0.5,
                 columns={"w": torch.rand(batch.num_examples)},
-                token_columns={"old_logps": values, "ref_token_logps": 2 * values},
+                token_columns={
+                    "old_logps": values,
+                    "ref_token_logps": 2 * values,
+                    "ref_top_k": teacher,
+                },
             )
         )
     keys = {} if layout == "concat" else KEYS
@@ -136,23 +145,22 @@ def gradients_of(model: nn.Module) -> Tensor:
     return torch.cat(gradients).clone()
 
 
-LOSSES: dict[str, tuple[Callable[[], Any], str, bool]] = {
-    "dpo": (lambda: PreferenceLoss("dpo"), "preference", False),
+LOSSES: dict[str, tuple[Callable[[], Any], str]] = {
+    "dpo": (lambda: PreferenceLoss("dpo"), "preference"),
     "mix": (
         lambda: PreferenceLoss({"dpo": 0.8, "bco_pair": 0.2}, sft_weight=0.5),
         "preference",
-        False,
     ),
     "means of packs": (
         lambda: PreferenceLoss("simpo", reduction="pack_mean"),
         "preference",
-        False,
     ),
-    "rewards": (lambda: PreferenceLoss("rpo_sq"), "preference", False),
-    "sft": (lambda: PreferenceLoss("sft"), "sft", False),
-    "single answers": (lambda: PreferenceLoss("kto"), "scored", False),
-    "policy": (lambda: PolicyLoss(kl_weight=0.1), "scored", True),
-    "groups": (lambda: PolicyLoss(average="group"), "scored", True),
+    "rewards": (lambda: PreferenceLoss("rpo_sq"), "preference"),
+    "sft": (lambda: PreferenceLoss("sft"), "sft"),
+    "single answers": (lambda: PreferenceLoss("kto"), "scored"),
+    "policy": (lambda: PolicyLoss(kl_weight=0.1), "scored"),
+    "distillation": (lambda: DistillLoss(direction="reverse"), "sft"),
+    "groups": (lambda: PolicyLoss(average="group"), "scored"),
 }
 
 
@@ -160,10 +168,9 @@ LOSSES: dict[str, tuple[Callable[[], Any], str, bool]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_replays_are_eager_steps(kit: SimpleNamespace, name: str, layout: str) -> None:
     """Of other tokens, references, weights, rewards and divisors than were captured."""
-    make_loss, kind, per_token = LOSSES[name]
+    make_loss, kind = LOSSES[name]
     loss_fn = make_loss()
-    settings = {"per_token": True} if per_token else {}
-    policy = make_policy(kit, **settings)
+    policy = make_policy(kit, **loss_fn.head_settings)
     batches = make_batches(kit, layout, kind)
     expected_steps = eager_steps(policy, loss_fn, batches)
     actual_steps = replayed_steps(policy, loss_fn, batches)
@@ -402,6 +409,37 @@ def test_gradient_checkpointing(kit: SimpleNamespace, way: str) -> None:
     actual = replayed_steps(policy, PreferenceLoss("dpo"), batches)
     for (_, gradients), (_, expected_gradients) in zip(actual, expected, strict=True):
         assert (gradients - expected_gradients).abs().max() < 1e-12
+
+
+def test_autocast_casts_weights_in_each_replay(kit: SimpleNamespace) -> None:
+    """Also those that a call before the capture has cast, and that have changed."""
+    policy = make_policy(kit).float()
+    loss_fn = PreferenceLoss("dpo")
+    batches = make_batches(kit)
+    step = GraphedStep(policy, loss_fn, graph=RecordedGraph)
+    for batch, divisor in zip(batches, DIVISORS, strict=True):
+        expected_loss, expected = eager_autocast_step(policy, loss_fn, batch, divisor)
+        policy.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            policy(batches[0])
+            loss = step(batch, divisor=divisor).loss
+        error = (gradients_of(policy) - expected).norm()
+        assert error < 1e-5 * expected.norm()
+        assert (loss - expected_loss).abs() < 1e-5
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter *= 1.1
+
+
+def eager_autocast_step(
+    policy: PackedPolicy, loss_fn: Any, batch: PackedBatch, divisor: StepDivisor
+) -> tuple[Tensor, Tensor]:
+    """Return loss and gradients of a batch."""
+    policy.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = loss_fn(policy(batch), batch, divisor=divisor).loss
+    loss.backward()
+    return loss.detach(), gradients_of(policy)
 
 
 def test_the_loop_on_the_page(
