@@ -328,6 +328,101 @@ def test_the_page_gives_what_is_expected() -> None:
         assert f" | {' | '.join(cells)} |\n" in page, way
 
 
+def test_the_page_gives_what_an_h200_measured() -> None:
+    from gpu.counted import stored_results
+
+    root = BENCHMARKS.parent
+    page = (root / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    readme = (root / "README.md").read_text(encoding="utf-8")
+    results = stored_results()
+
+    def rate(way: str) -> float:
+        return float(results[f"llama-1.2b/hh/8192/{way}"]["pairs_per_second"])
+
+    packs = rate("shared_prefix/triton/compiled")
+    padding_free = rate("padding_free/triton/compiled")
+    padded = rate("padded_grouped/trl/compiled")
+    assert f"| packs | {packs:.0f} | {rate('shared_prefix/triton'):.0f} |" in page
+    flat = f"{padding_free:.0f} | {rate('padding_free/triton'):.0f}"
+    assert f"| padding-free, the same head | {flat} |" in page
+    trl_head = rate("padding_free/trl/compiled")
+    assert f"| padding-free, TRL's head | {trl_head:.0f} | – |" in page
+    assert f"TRL's head | {padded:.0f} | – |" in page
+    for text in (page, readme):
+        assert f"{packs / padding_free:.2f} times as" in text
+        assert f"{packs / padded:.2f} times as fast as padded" in text
+    trainer = results["train/trl"]["pairs_per_second"]
+    assert f"TRL's trainer did {trainer:.1f} pairs a second" in page
+    heads = [
+        f"{results[f'head/128256x2048/{name}']['ms']:.1f}"
+        for name in (
+            "triton",
+            "trl",
+            "logits",
+            "liger cross entropy, sum",
+            "cut cross entropy",
+        )
+    ]
+    sentence = (
+        "takes {} ms; TRL's {}, kept logits {}, Liger's {}, Cut Cross Entropy {}."
+    )
+    assert sentence.format(*heads) in page
+
+
+def test_the_page_takes_the_run_on_an_h200_apart() -> None:
+    from gpu.counted import (
+        PROFILED,
+        STORED_WAYS,
+        StoredCase,
+        at_the_limit,
+        stored_results,
+    )
+
+    page = (BENCHMARKS.parent / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    big, *_, small = (StoredCase(*arguments) for arguments in STORED_WAYS)
+    big_parts = big.milliseconds()
+    products = big_parts["products"] + big_parts["products of the head"]
+    measured = big.measured_milliseconds()
+    assert f"{sum(big_parts.values()):.0f} ms of {measured:.0f} for packs" in page
+    assert f"counted as {products:.0f} of the {measured:.0f} ms" in page
+
+    seconds = [work.limit(big.ceilings) for work in big.works]
+    limit = at_the_limit(big.works, big.round.num_pairs)
+    figures = stored_results()[big.name]
+    assert f"would take {1e3 * sum(seconds) / len(seconds):.0f} ms" in page
+    assert (
+        f"does {limit['pairs_per_second']:.0f} pairs a second, an MFU of "
+        f"{limit['mfu']:.2f}, where {figures['pairs_per_second']:.0f} and "
+        f"{figures['mfu']:.2f} were measured"
+    ) in page
+    operations = sum(3.5 * work.attention for work in big.works)
+    share = operations / sum(work.flash for work in big.works)
+    assert f"as {big_parts['attention']:.0f} ms, {100 * share:.0f} % of the" in page
+
+    profile = stored_results()[PROFILE]
+    assert (
+        f"{profile['ms']:.0f} ms of kernels in a step of {profile['wall_ms']:.0f}"
+        in page
+    )
+    case = StoredCase(*PROFILED)
+    rate = 3.5 * case.works[0].attention / 14.06e-3 / 1e12
+    share = rate / case.ceilings["product_tflops"]
+    assert f"14 of attention ({100 * share:.0f} % of" in page
+
+    small_parts = small.milliseconds()
+    counted = sum(small_parts.values())
+    measured = small.measured_milliseconds()
+    attention = small_parts["attention"] + small_parts["head sums"]
+    rate = stored_results()[small.name]["pairs_per_second"]
+    assert (
+        f"did {rate:.0f} pairs a second, {measured:.0f} ms a micro-batch, of which "
+        f"{counted:.0f} ms of kernels are counted, {attention:.0f} of them"
+    ) in page
+    assert f"other {round(measured) - round(counted)} were not profiled" in page
+    limit = at_the_limit(small.works, small.round.num_pairs)
+    assert f"95 % of the limit, {limit['pairs_per_second']:.0f} pairs" in page
+
+
 def test_rollouts_are_trees_with_the_log_probs_of_whole_sequences() -> None:
     from gpu.sizes import DRY, TINY, batch_of, lengths, make_model
 
