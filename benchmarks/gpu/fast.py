@@ -6,6 +6,7 @@ ways train on the same pairs in turns, with the same loss.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from functools import cached_property, partial
@@ -22,6 +23,9 @@ from gpu.session import Figures, Session, check_backend, failure
 from gpu.sizes import Lengths, batch_of, make_model
 
 LORA_RANK = 16
+
+REPLAY_TOLERANCE = 1e-3
+"""Accepted difference of the loss of a replay and of a step, a share of it."""
 
 
 def measure_group(session: Session, group: Group) -> None:
@@ -218,7 +222,19 @@ class Trial(Round):
         self.round(way)
         del self.seconds[way]
         peak = torch.cuda.max_memory_allocated() - before
+        if parsed_way.has_graphs:
+            self._check_replay(way)
         return {"loss": loss, "peak_gib": peak / 2**30, **self._compiled()}
+
+    def _check_replay(self, way: str) -> None:
+        """Raise if the graph does not repeat the loss of a batch that it did not
+        capture.
+        """
+        micro_batch = self.micro_batches(way)[-1]
+        expected = float(self.loss(parse_way(way), micro_batch).detach())
+        actual = float(self._replay(way, micro_batch))
+        if not math.isclose(actual, expected, rel_tol=REPLAY_TOLERANCE):
+            raise RuntimeError(f"a replay has loss {actual}, and a step {expected}")
 
     def _compiled(self) -> Figures:
         """Count the compiled frames; raises if one was left to run without the

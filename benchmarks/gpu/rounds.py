@@ -174,6 +174,9 @@ def expected_training(
 ) -> dict[str, float]:
     """Return pairs a second of ``train`` by way, see ``end_to_end.WAYS``: those of its
     micro-batches, which have two packs, with a reference in each or a stored one.
+
+    The padding of graphs counts nothing, though it has a third more targets on pairs
+    like hh: `train` pads to the largest batch that its dataset allows.
     """
     model = next(iter(sizes.models))
     pairs = Round(sizes, Group(model, "hh", 2 * sizes.pack_size, (OURS,), 0))

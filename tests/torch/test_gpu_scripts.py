@@ -206,6 +206,36 @@ def test_cases_of_backend_ranges(tmp_path: Path) -> None:
     assert verdicts == {"right": 2 * num_layouts + 1, "measured": num_timed}
 
 
+def test_a_graph_that_repeats_its_first_batch_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gpu import fast
+    from gpu.rounds import GRAPHS, Group
+    from gpu.session import Session
+    from gpu.sizes import DRY
+
+    from packstore.torch.training import graphs
+
+    group = Group("llama-1.2b", "hh", 256, (GRAPHS,), 0, is_compiled=False)
+    assert "loss" in fast.Trial(Session(tmp_path, DRY, "", 4e9), group).warm(GRAPHS)
+    monkeypatch.setattr(graphs._Inputs, "copy", copy_once(graphs._Inputs.copy))
+    trial = fast.Trial(Session(tmp_path, DRY, "", 4e9), group)
+    with pytest.raises(RuntimeError, match="a replay has loss"):
+        trial.warm(GRAPHS)
+
+
+def copy_once(copy: Any) -> Any:
+    """Return a version of ``_Inputs.copy`` that ignores batches after the first."""
+    inputs: list[Any] = []
+
+    def copy_first(self: Any, fields: Any) -> None:
+        if not inputs:
+            copy(self, fields)
+        inputs.append(self)
+
+    return copy_first
+
+
 @pytest.mark.parametrize("is_replayed", [True, False])
 def test_a_replay_that_computes_nothing_is_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_replayed: bool
