@@ -177,7 +177,7 @@ def profile(session: Session, model: str, way: str) -> Figures:
     }
     counts = {e.key: e.count for e in kernels}
     total = sum(times.values()) or 1
-    by_kind = sum_by_kind((name, took / 1e3) for name, took in times.items())
+    by_kind = sum_by_kind((name, x / 1e3) for name, x in times.items())
     longest = sorted(times, key=lambda name: -times[name])[:40]
     table = [(name[:100], times[name] / 1e3, counts[name]) for name in longest]
     for name, ms, count in table[: 20 if cuda else 3]:

@@ -144,10 +144,10 @@ class Session:
             Path(os.environ.get("OUT") or self.path.parent),
         }:
             folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / "results.part"
+            temporary = folder / "results.part"
             text = json.dumps(self.cases, indent=1, default=str)
-            beside.write_text(text + "\n", encoding="utf-8")
-            beside.replace(folder / self.path.name)
+            temporary.write_text(text + "\n", encoding="utf-8")
+            temporary.replace(folder / self.path.name)
 
     def table(self) -> bool:
         """Print the ratios, then all cases but right ones; return True if none is
@@ -274,7 +274,7 @@ def _run(part: Part, session: Session) -> None:
 
 def _short(figures: Figures) -> str:
     """Return figures on one line."""
-    shown = []
+    texts = []
     for name, value in figures.items():
         if name in ("verdict", "right", "misses", "table", "host"):
             continue
@@ -282,5 +282,5 @@ def _short(figures: Figures) -> str:
             value = f"{value:.4g}"
         elif isinstance(value, dict):
             value = "(" + _short(value) + ")"
-        shown.append(f"{name} {value}")
-    return " ".join(shown)[:300]
+        texts.append(f"{name} {value}")
+    return " ".join(texts)[:300]
