@@ -71,7 +71,7 @@ class Blocks(NamedTuple):
         queries: of :func:`queries_kernel`.
         keys: of :func:`keys_kernel`.
         complex_keys: of :func:`keys_kernel` with a window, or with a group of several
-            blocks of heads: the mask and the loop over blocks take registers.
+            blocks of heads: these take more registers.
     """
 
     forward: Block
@@ -82,30 +82,30 @@ class Blocks(NamedTuple):
 
 BLOCKS = {
     8: {
-        64: Blocks(Block(64, 32), Block(64, 32), Block(32, 64), Block(32, 64)),
+        64: Blocks(Block(64, 32), Block(64, 32), Block(64, 32), Block(64, 32)),
         128: Blocks(Block(64, 32), Block(64, 32), Block(64, 64, 8), Block(64, 64, 8)),
         256: Blocks(
             Block(64, 32, 8), Block(32, 32), Block(32, 32, 8), Block(32, 32, 8)
         ),
     },
     9: {
-        64: Blocks(Block(64, 32), Block(64, 64), Block(64, 64), Block(64, 64)),
-        128: Blocks(Block(64, 32), Block(64, 64), Block(32, 64), Block(32, 64, 8)),
+        64: Blocks(Block(64, 32), Block(64, 64), Block(64, 64), Block(32, 64)),
+        128: Blocks(Block(64, 32), Block(64, 64), Block(32, 64, 8), Block(32, 64, 8)),
         256: Blocks(
             Block(64, 32, 8), Block(32, 32), Block(32, 32, 8), Block(32, 32, 8)
         ),
     },
     10: {
-        64: Blocks(Block(64, 64), Block(64, 64), Block(32, 64), Block(32, 64)),
-        128: Blocks(Block(64, 32), Block(64, 32), Block(32, 64, 8), Block(32, 64, 8)),
+        64: Blocks(Block(64, 32), Block(32, 64), Block(32, 64), Block(32, 32)),
+        128: Blocks(Block(64, 32), Block(64, 32), Block(32, 64, 8), Block(16, 64, 8)),
         256: Blocks(Block(32, 32), Block(32, 32), Block(32, 32, 8), Block(32, 32, 8)),
     },
 }
 """Blocks by major compute capability and head size, rounded up.
 
-Chosen by what the compiler reports: no registers are spilled, and as many warps as
-possible fit on a processor, as short segments wait for loads. Those of 8 also fit in
-the 99 KB of shared memory of its smaller devices.
+Chosen by what the compilers of Triton 3.6.0, 3.7.1 and 3.9.0 report: no registers are
+spilled, and as many warps as possible fit on a processor, as short segments wait for
+loads. Those of 8 also fit in the 99 KB of shared memory of its smaller devices.
 """
 
 LARGEST_GROUP = 16
@@ -482,48 +482,46 @@ def add_gradients_of_keys(  # type: ignore[no-untyped-def]
     `[KEYS]` is true for keys that the queries' segment reads.
     """
     QUERIES: tl.constexpr = ROWS // HEADS
-    for start in range(first, end, QUERIES):
+    NUM_BLOCKS: tl.constexpr = GROUP // HEADS
+    # One loop over queries and blocks of heads, as two take more registers.
+    for step in range(tl.cdiv(end - first, QUERIES) * NUM_BLOCKS):
+        start = first + step // NUM_BLOCKS * QUERIES
+        block_head = head + step % NUM_BLOCKS * HEADS
         tokens = start + tl.arange(0, ROWS) // HEADS
         inside = tokens < end
-        for block in range(GROUP // HEADS):
-            block_head = head + block * HEADS
-            lse_pointers = query_pointers(
-                lse, block_head, start, num_tokens, ROWS, HEADS
-            )
-            delta_pointers = query_pointers(
-                delta, block_head, start, num_tokens, ROWS, HEADS
-            )
-            # Queries behind the end have weights of 0.
-            log_sum_exp = tl.load(lse_pointers, mask=inside, other=float("inf"))
-            deltas = tl.load(delta_pointers, mask=inside, other=0.0)
-            head_offset = tl.cast(block_head, tl.int64)
-            query = load_block(
-                q + head_offset * q_head_stride, q_stride, q_head_stride, start, end,
-                ROWS, HEADS, SIZE, WIDTH,
-            )  # fmt: skip
-            d_output = load_block(
-                grad + head_offset * grad_head_stride, grad_stride, grad_head_stride,
-                start, end, ROWS, HEADS, SIZE, WIDTH,
-            )  # fmt: skip
+        lse_pointers = query_pointers(lse, block_head, start, num_tokens, ROWS, HEADS)
+        delta_pointers = query_pointers(
+            delta, block_head, start, num_tokens, ROWS, HEADS
+        )
+        # Queries behind the end have weights of 0.
+        log_sum_exp = tl.load(lse_pointers, mask=inside, other=float("inf"))
+        deltas = tl.load(delta_pointers, mask=inside, other=0.0)
+        head_offset = tl.cast(block_head, tl.int64)
+        query = load_block(
+            q + head_offset * q_head_stride, q_stride, q_head_stride, start, end,
+            ROWS, HEADS, SIZE, WIDTH,
+        )  # fmt: skip
+        d_output = load_block(
+            grad + head_offset * grad_head_stride, grad_stride, grad_head_stride,
+            start, end, ROWS, HEADS, SIZE, WIDTH,
+        )  # fmt: skip
 
-            scores = tl.dot(key, tl.trans(query), input_precision="ieee")
-            weights = tl.exp2(scores * scale - (log_sum_exp * LOG2_E)[None, :])
-            visible = is_read[:, None] & is_visible(
-                (tokens + shift)[None, :],
-                key_positions[:, None],
-                keys_before,
-                CAUSAL,
-                WINDOW,
-            )
-            weights = tl.where(visible, weights, 0.0)
-            d_value = tl.dot(
-                weights.to(d_output.dtype), d_output, d_value, input_precision="ieee"
-            )
-            d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
-            d_scores = weights * (d_weights - deltas[None, :])
-            d_key = tl.dot(
-                d_scores.to(query.dtype), query, d_key, input_precision="ieee"
-            )
+        scores = tl.dot(key, tl.trans(query), input_precision="ieee")
+        weights = tl.exp2(scores * scale - (log_sum_exp * LOG2_E)[None, :])
+        visible = is_read[:, None] & is_visible(
+            (tokens + shift)[None, :],
+            key_positions[:, None],
+            keys_before,
+            CAUSAL,
+            WINDOW,
+        )
+        weights = tl.where(visible, weights, 0.0)
+        d_value = tl.dot(
+            weights.to(d_output.dtype), d_output, d_value, input_precision="ieee"
+        )
+        d_weights = tl.dot(value, tl.trans(d_output), input_precision="ieee")
+        d_scores = weights * (d_weights - deltas[None, :])
+        d_key = tl.dot(d_scores.to(query.dtype), query, d_key, input_precision="ieee")
     return d_key, d_value
 
 

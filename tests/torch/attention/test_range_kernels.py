@@ -31,7 +31,7 @@ needs_triton = pytest.mark.skipif(
 )
 CAPABILITIES = (80, 90, 100)
 HEAD_SIZES = (64, 80, 96, 128, 256)
-LAYERS = ((2, None), (6, None), (7, None), (4, 100))
+LAYERS = ((4, None), (6, None), (7, None), (4, 100))
 """Query heads of a key head, and window, of the layers that are compiled."""
 
 ROUNDING = {torch.float16: 1e-3, torch.float32: 1e-6}
