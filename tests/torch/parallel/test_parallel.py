@@ -139,7 +139,7 @@ def test_shares_of_a_row(
     if static:
         num_tokens = (batch.num_tokens // 120 + 2) * 120
         keys = {} if layout == "concat" else {"num_keys": 1500}
-        batch = pad_batch(batch, num_tokens=num_tokens, num_segments=140, **keys)
+        batch = pad_batch(batch, num_tokens=num_tokens, num_segments=240, **keys)
     split = getattr(ContextSplit, how)(batch.cu_seqlens, size)
     shards = [ContextShard.of(batch, split, rank) for rank in range(size)]
     if how == "zigzag":
