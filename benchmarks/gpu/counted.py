@@ -1,5 +1,5 @@
-"""What is counted: the figures that are expected of every timed case of the plan, and
-the run on an H200 taken apart.
+"""Counted figures: those expected of every timed case of the plan, and the run on an
+H200 taken apart.
 """
 
 from __future__ import annotations

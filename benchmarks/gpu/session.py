@@ -41,7 +41,7 @@ VERDICTS = (*GOOD, "does not fit", "absent", "skipped", *BAD)
 
 
 class AbsentError(Exception):
-    """What a case needs is not there."""
+    """A case lacks a package, or the device that it needs."""
 
 
 NEED_GPU = ("ranges",)

@@ -132,7 +132,7 @@ def resume(reader: Reader, task: Task) -> dict[str, Any]:
 
 
 def check(reader: Reader, task: Task) -> dict[str, Any]:
-    """Whether an epoch is every pack once, with the values that were written."""
+    """Compare the packs of an epoch with those that were written, each once."""
     loader = reader.open(task.folder, Path(task.scratch))
     packs = [
         number for batch in loader for number in map(identify, reader.samples(batch))
