@@ -5,7 +5,8 @@ dataset.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,12 +22,37 @@ from packstore.cli._model import (
     load_on_device,
     process_group,
 )
-from packstore.cli._output import print_facts
+from packstore.cli._output import (
+    fact_table,
+    figure_table,
+    print_facts,
+    print_result,
+    stdout_console,
+)
 from packstore.config.training import TrainModelConfig
 from packstore.errors import ConfigError, DatasetNotFoundError
+from packstore.io.dataset.dataset import Dataset
+from packstore.io.side.parts import open_sides
 from packstore.io.side.side import Side, open_side
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pages.frame import check_writable
+from packstore.registry import choice
+
+FILE = "file"
+"""Value of ``--by`` that groups examples by their input file."""
+
+MAX_GROUPS = 20
+"""Groups in the table, the largest ones."""
+
+GROUP_METRICS = (
+    "examples",
+    "loss",
+    "rewards/accuracies",
+    "rewards/margins",
+    "perplexity",
+    "agreement",
+)
+"""Metrics of a group in the table, if the loss has them; JSON has all."""
 
 
 def _configure_ref_logps(parser: argparse.ArgumentParser) -> None:
@@ -132,6 +158,11 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
         help="further side dataset, as of a teacher (repeatable)",
     )
     parser.add_argument(
+        "--by",
+        metavar="COLUMN",
+        help="also group by a carried or joined column, or by `file`",
+    )
+    parser.add_argument(
         "--examples", metavar="FILE", help="also write Parquet, a row for each example"
     )
     add_json(parser)
@@ -140,6 +171,8 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
 
 def _run_evaluate(args: argparse.Namespace) -> int:
     dataset = open_dataset(args)
+    if args.by is not None:
+        _check_group_column(args, dataset)
     if args.examples:
         check_writable(args.examples)
     default_loss = "sft" if dataset.manifest.kind == "sft" else "dpo"
@@ -176,20 +209,79 @@ def _run_evaluate(args: argparse.Namespace) -> int:
                 loss=loss,
                 reference=reference,
                 side=[*args.ref_logps, *args.side],
+                by=args.by,
                 rows=bool(args.examples),
                 progress=progress,
                 **inference_settings(args),
             )
 
     if is_main_rank():
-        metrics = result["metrics"]
         if args.examples:
             with as_storage_errors("write", args.examples, {}):
                 pq.write_table(result["rows"], args.examples)
-        facts = {name: _format_metric(name, value) for name, value in metrics.items()}
-        title = f"{args.model} on {dataset.url}"
-        print_facts(args, title, facts, {"metrics": metrics})
+        _print_evaluation(args, dataset, result["metrics"], result["by"])
     return 0
+
+
+def _check_group_column(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Raise UnknownNameError if no column has the name in ``--by``.
+
+    Otherwise the error would come after the model is loaded.
+    """
+    joined = open_sides(
+        [*args.ref_logps, *args.side], dataset.manifest, args.storage_option
+    )
+    joined_names = [name for side in joined for name in side.manifest.columns]
+    choice("--by", args.by, (FILE, *dataset.manifest.carried, *joined_names))
+
+
+def _print_evaluation(
+    args: argparse.Namespace,
+    dataset: Dataset,
+    metrics: Mapping[str, float],
+    groups: Mapping[str, Mapping[str, float]],
+) -> None:
+    """Print metrics of all examples and of each group.
+
+    Args:
+        args: the command line.
+        dataset: the dataset that was evaluated.
+        metrics: name -> mean over all examples.
+        groups: value of the column in ``--by`` -> the same, the largest group first.
+    """
+    if args.json:
+        result = {
+            "url": dataset.url,
+            "version": dataset.version,
+            "metrics": _without_nan(metrics),
+            "by": {name: _without_nan(group) for name, group in groups.items()},
+        }
+        print_result(result)
+        return
+
+    facts = {name: _format_metric(name, value) for name, value in metrics.items()}
+    console = stdout_console()
+    console.print(fact_table(f"{args.model} on {dataset.url}", facts))
+    if not groups:
+        return
+    columns = [name for name in GROUP_METRICS if name in metrics]
+    largest_groups = list(groups.items())[:MAX_GROUPS]
+    rows = [
+        [name, *(_format_metric(column, group[column]) for column in columns)]
+        for name, group in largest_groups
+    ]
+    console.print(figure_table(f"By {args.by}", [args.by, *columns], rows))
+    if len(groups) > MAX_GROUPS:
+        console.print(
+            f"the largest {MAX_GROUPS} of {len(groups):,} groups; --json has all"
+        )
+
+
+def _without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    """Replace NaN, the mean over nothing, by None, as JSON has no NaN."""
+    return {
+        name: None if math.isnan(value) else value for name, value in metrics.items()
+    }
 
 
 def _format_metric(name: str, value: float) -> str:
@@ -206,6 +298,7 @@ EVALUATE = Command(
     examples="  packstore evaluate held-out-8k --model run --ref-logps held-out-ref\n"
     "  packstore evaluate held-out-8k --model run --ref-logps ref --examples "
     "rows.parquet\n"
+    "  packstore evaluate held-out-8k --model run --ref-logps ref --by source\n"
     "  packstore evaluate chats-8k --model my-sft-model --json\n"
     "  packstore evaluate held-out-8k --model student --loss distill --side teacher\n"
     "  torchrun --nproc-per-node 8 -m packstore evaluate prefs-8k --model run "

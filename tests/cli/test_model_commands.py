@@ -20,7 +20,7 @@ from small_jobs import write_jsonl
 
 import packstore
 from packstore.cli import main
-from packstore.torch import open_side
+from packstore.torch import SideWriter, open_side
 
 torch = pytest.importorskip("torch", reason="these commands run a model")
 transformers = pytest.importorskip("transformers", reason="these commands load a model")
@@ -121,6 +121,57 @@ def test_from_end_to_end(
     assert "longlong" in capsys.readouterr().err
     sft = figures(capsys, made.pairs, "--model", made.policy, "--loss", "sft")
     assert sft["metrics"]["perplexity"] > 1
+
+
+def test_metrics_of_groups(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a carried column, of a joined one, and of the input files."""
+    command = [made.pairs, "--model", made.policy, "--loss", "simpo"]
+    result = figures(capsys, *command, "--by", "source")
+    assert (result["url"], result["version"]) == (made.pairs, 1)
+    whole, groups = result["metrics"], result["by"]
+    assert [groups[name]["examples"] for name in "ab"] == [10, 10]
+    for name in ("loss", "rewards/margins"):
+        assert groups["a"][name] != groups["b"][name]
+        mean = (groups["a"][name] + groups["b"][name]) / 2
+        assert whole[name] == pytest.approx(mean)
+    of_file = figures(capsys, *command, "--by", "file")
+    assert of_file["by"]["rows.jsonl"] == pytest.approx(whole)
+    assert figures(capsys, *command)["by"] == {}
+
+    side = str(tmp_path / "levels")
+    dataset = packstore.open(made.pairs)
+    with SideWriter(side, dataset, {"level": "int64"}) as writer:
+        writer.write(range(20), {"level": [i % 2 for i in range(20)]})
+    of_level = figures(capsys, *command, "--side", side, "--by", "level")["by"]
+    assert of_level == {"0": groups["a"], "1": groups["b"]}
+
+    assert main(["evaluate", *command, "--by", "source"]) == 0
+    table = capsys.readouterr().out
+    assert "By source" in table
+    assert f"{groups['b']['loss']:.6g}" in table
+
+
+def test_a_table_of_many_groups_names_how_many_there_are(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": [1], "chosen": [3], "rejected": [i, 5], "row": max(i, 7)}
+        for i in range(40)
+    ]
+    data = packstore.pack(
+        rows, str(tmp_path / "many"), pack_size=40, carry=("row:int64",)
+    )
+    command = [data.url, "--model", made.policy, "--loss", "sft", "--by", "row"]
+    groups = figures(capsys, *command)["by"]
+    assert list(groups) == ["7", *sorted(str(i) for i in range(8, 40))]
+    assert groups["7"]["examples"] == 8
+    assert main(["evaluate", *command]) == 0
+    table = capsys.readouterr().out
+    assert "33 groups" in table
+    assert "│ 7 " in table
+    assert "│ 9 " not in table
 
 
 def test_log_probs_of_what_was_appended(
@@ -241,6 +292,10 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         (
             ("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"),
             "unknown loss",
+        ),
+        (
+            ("evaluate", "{pairs}", "--model", "./no", "--by", "sauce"),
+            "source",
         ),
         (
             ("evaluate", "{pairs}", "--model", "{policy}", "--ref-logps", "./no"),

@@ -53,7 +53,8 @@ class Figures(TypedDict):
         metrics: the mean of each metric of the loss over all pairs (or tokens);
             ``examples``; for the loss ``sft`` also ``perplexity``, the exponential of
             the mean over tokens.
-        by: the same for each value of the grouping column; empty without one.
+        by: the same for each value of the grouping column, the most frequent first;
+            empty without one.
         rows: if requested, a row for each example; see :class:`ExampleRows`.
     """
 
@@ -136,7 +137,7 @@ class GroupedMetrics:
 
         of_all_examples = groups.pop(None)
         by_group = {}
-        for group, metrics in groups.items():
+        for group, metrics in sorted(groups.items(), key=_largest_first):
             if metrics["examples"]:  # a group of fillers only has none
                 by_group[str(group)] = metrics
         return {"metrics": of_all_examples, "by": by_group}
@@ -182,6 +183,12 @@ class GroupedMetrics:
                 f"of {columns}; found {quote(by)}."
             )
         return [str(value) for value in column.tolist()]
+
+
+def _largest_first(group: tuple[str | None, dict[str, float]]) -> tuple[float, str]:
+    """Return the sort key of a group: most examples first, then by name."""
+    name, metrics = group
+    return -metrics["examples"], str(name)
 
 
 def _group_name(key: tuple[str | None, str]) -> str:

@@ -187,6 +187,84 @@ def test_a_row_for_each_example(kit: SimpleNamespace, pairs: Dataset) -> None:
     assert "rows" not in evaluate(policy, pairs, **given)
 
 
+LOSSES = {
+    "dpo": "pairs",
+    "kto": "single answers",
+    "sft": "chats",
+    "cpo": "several answers",
+    "plackett_luce": "several answers",
+}
+"""Loss -> the records that it is evaluated on."""
+
+GROUPS = ("forum", "wiki", "rare", "")
+
+
+def judged_record(kind: str, i: int) -> dict[str, Any]:
+    """A record whose group does not follow from its length or its scores."""
+    prompt = [1, 2, i % 9]
+    answers = [[3 + i % 7] * (1 + i % 7), [4, i % 50], [i % 11, 8, 9]]
+    parts: dict[str, Any] = {
+        "pairs": {"chosen": answers[0], "rejected": answers[1]},
+        "single answers": {"response": answers[i % 3], "score": float(i % 4 > 1)},
+        "chats": {"response": answers[i % 3]},
+        "several answers": {
+            "responses": answers[: 2 + i % 2],
+            "scores": [float(i % 3), 1.0, 0.5][: 2 + i % 2],
+        },
+    }
+    group = GROUPS[(i * i + i // 5) % 3 if i % 13 else 3]
+    return {"prompt": prompt, **parts[kind], "source": group}
+
+
+def weight_of(loss: str, row: dict[str, Any]) -> int:
+    """How often a record counts in the mean: its pairs, its answers or its tokens."""
+    if loss == "sft":
+        return len(row["response"])
+    if loss == "cpo":  # pairs of the best answer and each other of a lower score
+        best = max(row["scores"])
+        return sum(score < best for score in row["scores"])
+    return 1
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_metrics_of_a_group_are_those_of_its_examples_alone(
+    kit: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
+    """And the mean over all is that of the groups, by what the loss counts."""
+    rows = [judged_record(LOSSES[name], i) for i in range(N)]
+
+    def figures_of(rows: list[dict[str, Any]], folder: str, **settings: Any) -> Any:
+        data = packstore.pack(
+            rows, str(tmp_path / folder), pack_size=60, carry=("source:string",)
+        )
+        return evaluate(policy, data, **needs, **settings)
+
+    needs: dict[str, Any] = {"loss": name}
+    if name == "plackett_luce":  # it compares the scores of a reward model
+        policy = use_packed_attention(kit.tiny_model(head="score"))
+    else:
+        policy, reference = (use_packed_attention(m) for m in models(kit))
+        if name in ("dpo", "kto"):
+            needs["reference"] = reference
+    figures = figures_of(rows, "all", by="source", packs_per_batch=2)
+
+    assert figures["by"].keys() == {*GROUPS}
+    weights = {}
+    for group, of_group in figures["by"].items():
+        members = [row for row in rows if row["source"] == group]
+        alone = figures_of(members, f"group-{group}")["metrics"]
+        assert of_group == pytest.approx(alone, abs=1e-9, rel=0), group
+        weights[group] = sum(weight_of(name, row) for row in members)
+
+    losses = {group: of_group["loss"] for group, of_group in figures["by"].items()}
+    total = sum(weights[group] * losses[group] for group in GROUPS)
+    mean = total / sum(weights.values())
+    assert figures["metrics"]["loss"] == pytest.approx(mean, abs=1e-9, rel=0)
+    assert figures["metrics"]["examples"] == N
+    sizes = [of_group["examples"] for of_group in figures["by"].values()]
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def test_by_input_file(
     kit: SimpleNamespace, tmp_path: Path, expected: dict[str, Any]
 ) -> None:
