@@ -22,6 +22,9 @@ from packstore.config.training import TrainConfig, TrainModelConfig
 if TYPE_CHECKING:
     from packstore.torch.training.train import TrainResult
 
+EXAMPLES = ("dpo", "kto", "reward", "sft", "lora", "distill")
+"""Names of the files in the folder ``examples``."""
+
 
 def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -32,8 +35,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--example",
-        choices=("dpo", "sft", "reward"),
-        help="print a CONFIG to begin with",
+        choices=EXAMPLES,
+        help="print a CONFIG to begin with, and the commands that make its data",
     )
     parser.add_argument(
         "--help-all",

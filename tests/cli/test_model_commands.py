@@ -221,8 +221,15 @@ def test_a_run_and_its_rerun(
     assert main([*job, out]) == 0  # a rerun
     assert f"already finished: {out}" in capsys.readouterr().out
     assert f"{out} is finished" in caplog.text
-    assert main([*job, out, "--max-steps", "5"]) == 0
+    assert "resumed" not in caplog.text
+    assert main([*job, out, "--max-steps", "6"]) == 0
     assert f"trained {out}" in capsys.readouterr().out
+    assert "resumed from step 4 of 6" in caplog.text
+    card = Path(out, "README.md").read_text(encoding="utf-8")
+    records = json.loads(Path(out, "trainer_state.json").read_text("utf-8"))
+    examples = sum(r.get("examples", 0) for r in records["log_history"])
+    assert examples > 30
+    assert f"| examples | {examples:.0f} |" in card
 
 
 @pytest.mark.slow

@@ -75,17 +75,26 @@ class TrainResult:
 
 
 class LogLines(TrainerCallback):  # type: ignore[misc]
-    """Logs a line for each record of metrics; warns if the run is finished already."""
+    """Logs a line for each record of metrics, and for a run that resumes."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Warn if the run is finished already, and name the ways to go on."""
-        if state.global_step >= state.max_steps and state.is_world_process_zero:
+        """Log the step that a run resumes from.
+
+        If the run is finished already, warn, and name the ways to go on.
+        """
+        if not state.is_world_process_zero:
+            return
+        step = f"{state.global_step:,}"
+        if state.global_step >= state.max_steps:
             logger.warning(
                 "%s is finished, at step %s: to go on, raise num_train_epochs or "
                 "max_steps; to start anew, take another output_dir",
                 args.output_dir,
-                f"{state.global_step:,}",
+                step,
             )
+        elif state.global_step > 0:
+            max_steps = f"{state.max_steps:,}"
+            logger.info("resumed from step %s of %s", step, max_steps)
 
     def on_log(
         self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any

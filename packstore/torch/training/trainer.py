@@ -645,12 +645,16 @@ def _card_facts(trainer: Any) -> dict[str, str]:
 
 
 def _card_results(trainer: Any) -> dict[str, str]:
-    """Return the last value of each metric."""
+    """Return the last value of each metric, and the examples of the whole run."""
+    num_examples = 0.0
     results = {}
     for record in trainer.state.log_history:
+        num_examples += record.get("examples", 0)
         for name, value in record.items():
             if name != "step":
                 results[name] = f"{value:.6g}"
+    if "examples" in results:
+        results["examples"] = f"{num_examples:.0f}"
     return results
 
 

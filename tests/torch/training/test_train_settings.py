@@ -8,6 +8,7 @@ import json
 import logging
 import re
 import resource
+import shlex
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import polars
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file
+from small_jobs import trained_tokenizer
 from train_runs import checkpoints, losses
 
+import packstore.cli
 from packstore.cli import main
 from packstore.errors import ConfigError, DivergedError, FormatError, StorageError
+from packstore.tokenizer.dialogue import BUILTIN
 from packstore.torch import train
 
 MUST = {"model": "m", "train_dataset": "d", "output_dir": "o"}
@@ -112,53 +118,132 @@ def test_help_is_short_and_help_all_lists_every_setting(
     assert len(shown[0].splitlines()) < 90
 
 
+EXAMPLES = {
+    "dpo": "PreferenceLoss(dpo",
+    "kto": "PreferenceLoss(kto",
+    "reward": "PreferenceLoss(bradley_terry",
+    "sft": "PreferenceLoss(sft",
+    "lora": "PreferenceLoss(dpo",
+    "distill": "DistillLoss(",
+}
+"""Name of ``packstore train --example`` -> the loss in the card of its model."""
+
+
+def hub_rows(dataset: str) -> list[dict[str, Any]]:
+    """Records of this project with the columns of a dataset of the hub."""
+    path = Path(__file__).parents[3] / "examples" / "sample" / "pairs.jsonl"
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        pair = json.loads(line)
+        prompt = [*pair["prompt"], {"role": "user", "content": f"Question {number}."}]
+        answers = {
+            side: [{"role": "assistant", "content": pair[side]}]
+            for side in ("chosen", "rejected")
+        }
+        of_dataset = {
+            "trl-lib/ultrafeedback_binarized": {
+                "chosen": prompt + answers["chosen"],
+                "rejected": prompt + answers["rejected"],
+                "score_chosen": 8.0,
+                "score_rejected": 3.5,
+            },
+            "trl-lib/kto-mix-14k": {
+                "prompt": prompt,
+                "completion": answers["chosen" if number % 2 else "rejected"],
+                "label": bool(number % 2),
+            },
+            "trl-lib/Capybara": {
+                "source": "Know_logic",
+                "messages": prompt + answers["chosen"],
+                "num_turns": 2,
+            },
+        }
+        rows.append(of_dataset[dataset])
+    return rows
+
+
+@pytest.fixture(scope="module")
+def hub(kit: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with tiny models and short datasets under their names on the hub."""
+    folder = tmp_path_factory.mktemp("hub")
+    for dataset in ("ultrafeedback_binarized", "kto-mix-14k", "Capybara"):
+        path = folder / "trl-lib" / dataset / "data" / "train-0-of-1.parquet"
+        path.parent.mkdir(parents=True)
+        polars.DataFrame(hub_rows(f"trl-lib/{dataset}")).write_parquet(path)
+    tokenizer = trained_tokenizer(["Question 1."])
+    for name, layers in (("0.6B", 1), ("0.6B-Base", 1), ("1.7B", 2)):
+        model = folder / "Qwen" / f"Qwen3-{name}"
+        kit.tiny_model(
+            "qwen3", torch.float32, vocab_size=320, num_hidden_layers=layers
+        ).save_pretrained(model)
+        tokenizer.save(str(model / "tokenizer.json"))
+        config = {"eos_token": "</s>", "chat_template": BUILTIN["chatml"]}
+        (model / "tokenizer_config.json").write_text(
+            json.dumps(config), encoding="utf-8"
+        )
+    return folder
+
+
 @pytest.mark.parametrize(
-    ("name", "loss"),
+    "name",
     [
-        ("dpo", "dpo"),
-        *(
-            pytest.param(*names, marks=pytest.mark.slow)
-            for names in (("sft", "sft"), ("reward", "bradley_terry"))
-        ),
+        "dpo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in list(EXAMPLES)[1:]),
     ],
 )
-def test_examples_of_configs_run(
-    made: dict[str, Any],
+def test_an_example_trains_on_the_data_that_it_names(
+    hub: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     recwarn: pytest.WarningsRecorder,
     name: str,
-    loss: str,
 ) -> None:
-    """Those that `packstore train --example` prints, from the installed package.
+    """By the commands in its comment, with a folder in place of the hub.
 
-    Nothing in them is deprecated; PEFT asks for what is.
+    Nothing in it is deprecated; PEFT asks for what is.
     """
-    assert main(["train", "--example", name]) == 0
-    (tmp_path / "run.yaml").write_text(capsys.readouterr().out, encoding="utf-8")
-    flags = [
-        "--model",
-        made["model"],
-        "--output-dir",
-        str(tmp_path / "run"),
-        "--max-steps",
-        "1",
+    monkeypatch.chdir(tmp_path)
+
+    def run(command: str) -> str:
+        command = command.replace("hf://datasets/", f"{hub}/")
+        command = command.replace(" Qwen/", f" {hub}/Qwen/")
+        capsys.readouterr()
+        program, *arguments = shlex.split(command)
+        assert program == "packstore"
+        assert main(arguments) == 0, command
+        return capsys.readouterr().out
+
+    example = run(f"packstore train --example {name}")
+    comment = "".join(re.findall(r"^#(.*\n)", example, re.M))
+    commands = re.findall(r"^ {3}(packstore .*)$", comment.replace("\\\n", " "), re.M)
+    *preparations, print_example, train_command = commands
+    assert print_example == f"packstore train --example {name} > {name}.yaml"
+    assert train_command == f"packstore train {name}.yaml"
+
+    for command in preparations:
+        run(command)
+    config = example.replace(" Qwen/", f" {hub}/Qwen/")
+    Path(f"{name}.yaml").write_text(config, encoding="utf-8")
+    run(f"{train_command} --max-steps 2")
+
+    settings = yaml.safe_load(config)
+    assert len(losses(Path(settings["output_dir"]))) == 2
+    card = Path(settings["output_dir"], "README.md").read_text(encoding="utf-8")
+    assert EXAMPLES[name] in card
+    assert "eval_loss" in card
+    messages = [
+        str(w.message) for w in recwarn if issubclass(w.category, FutureWarning)
     ]
-    data = made["train_dataset"]
-    flags += [
-        "--train-dataset",
-        data,
-        "--eval-dataset",
-        data,
-        "--dtype",
-        "float32",
-        "--no-bf16",
-    ]
-    assert main(["train", str(tmp_path / "run.yaml"), *flags]) == 0
-    card = (tmp_path / "run" / "README.md").read_text(encoding="utf-8")
-    assert f"PreferenceLoss({loss}" in card
-    told = [str(w.message) for w in recwarn if issubclass(w.category, FutureWarning)]
-    assert [text for text in told if "is_gradient_checkpointing" not in text] == []
+    assert [text for text in messages if "is_gradient_checkpointing" not in text] == []
+
+
+def test_the_help_names_every_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    assert "{" + ",".join(EXAMPLES) + "}" in capsys.readouterr().out
+    files = Path(packstore.cli.__file__).parent.joinpath("examples").iterdir()
+    assert sorted(path.stem for path in files) == sorted(EXAMPLES)
 
 
 @pytest.mark.parametrize(
