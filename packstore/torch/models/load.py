@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -240,6 +240,15 @@ def _adapter_base(path: str) -> str:
     return base
 
 
+@contextmanager
+def ignoring_deprecations_of_peft() -> Iterator[None]:
+    """Ignore PEFT's use of a name that transformers 5.23 deprecates."""
+    with warnings.catch_warnings():
+        message = "`is_gradient_checkpointing` is deprecated"
+        warnings.filterwarnings("ignore", message, FutureWarning)
+        yield
+
+
 def add_adapter(model: Any, path: str, *, trainable: bool) -> Any:
     """Load the adapter in a folder onto its model.
 
@@ -251,7 +260,7 @@ def add_adapter(model: Any, path: str, *, trainable: bool) -> Any:
     except ImportError as error:
         raise missing_extra("LoRA", "train", error) from error
     try:
-        with warnings.catch_warnings():
+        with ignoring_deprecations_of_peft():
             # PEFT only warns of absent weights, and leaves them as they were drawn.
             warnings.filterwarnings("error", "Found missing adapter keys")
             return peft.PeftModel.from_pretrained(model, path, is_trainable=trainable)

@@ -104,11 +104,20 @@ class LogLines(TrainerCallback):  # type: ignore[misc]
             return
         is_evaluation = "eval_loss" in logs
         prefix = "eval_" if is_evaluation else ""
+        has_no_ranking = all(
+            logs.get(f"{prefix}{name}") == 0
+            for name in ("rewards/accuracies", "rewards/margins")
+        )
         metric_texts = []
         for name, (title, number_format) in LOGGED_METRICS.items():
             value = logs.get(f"{prefix}{name}")
-            if value is not None:
-                metric_texts.append(f"{title} {value:{number_format}}")
+            if value is None:
+                continue
+            text = f"{value:{number_format}}"
+            if name == "rewards/accuracies" and has_no_ranking:
+                # Both are 0 only if each margin is: the policy equals the reference.
+                text = "– (each margin is 0)"
+            metric_texts.append(f"{title} {text}")
         if metric_texts:
             logger.info(
                 "%sstep %s/%s  %s",

@@ -45,7 +45,11 @@ from packstore.torch.batch.batch import PackedBatch
 from packstore.torch.logprobs.head import PackedPolicy
 from packstore.torch.losses.named import make_loss
 from packstore.torch.models.compiled import compile_if_requested, compile_layers
-from packstore.torch.models.load import is_adapter, load_model
+from packstore.torch.models.load import (
+    ignoring_deprecations_of_peft,
+    is_adapter,
+    load_model,
+)
 from packstore.torch.models.model import use_packed_attention
 from packstore.torch.models.probe import probe_model
 from packstore.torch.models.unwrap import REF_ADAPTER, peft_model_of, unwrapped
@@ -384,7 +388,8 @@ class PackedTrainer(PackedSteps):
                 peft_config = self._make_lora_config(peft_config)
             remedy = "Give members of LoraConfig"
             check_class("peft_config", peft_config, PeftConfig, remedy)
-            return get_peft_model(model.requires_grad_(False), peft_config)
+            with ignoring_deprecations_of_peft():
+                return get_peft_model(model.requires_grad_(False), peft_config)
 
     def _make_lora_config(self, members: Mapping[str, Any]) -> LoraConfig:
         names = [field.name for field in fields(LoraConfig)]

@@ -307,7 +307,6 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         pack_size = max(dataset.manifest.pack_size for dataset in datasets)
         record = {
             "examples": self._num_examples,
-            "tokens": num_tokens,
             "examples_per_second": self._num_examples / seconds,
             "tokens_per_second": num_tokens / seconds,
             "fill": num_tokens / (float(packs.sum()) * pack_size),

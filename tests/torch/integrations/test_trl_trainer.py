@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -202,6 +203,39 @@ def test_adapters(compare: Any, folder: str, given: str) -> None:
     assert (
         max(compare(*how, learning_rate=1e-2, max_steps=10)["rewards/margins"]) > 1e-3
     )
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_it_adds_no_warning_of_a_deprecation(
+    trl: Any, folder: str, packed: str, rows: Any, tokenizer: Any, tmp_path: Path, has_adapter: bool
+) -> None:  # fmt: skip
+    """TRL's own config and PEFT warn with some releases of transformers."""
+    from packstore.torch import PackedDPOTrainer
+
+    peft_config = None
+    if has_adapter:
+        peft = pytest.importorskip("peft", reason="adapters")
+        peft_config = peft.LoraConfig(r=2, task_type="CAUSAL_LM")
+    deprecations: list[set[str]] = []
+    for trainer_class, data in ((trl.DPOTrainer, rows), (PackedDPOTrainer, packed)):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            args = config_of(trl, tmp_path / "run", max_steps=1, save_strategy="steps")
+            trainer_class(
+                folder,
+                args=args,
+                train_dataset=data,
+                processing_class=tokenizer,
+                peft_config=copy.deepcopy(peft_config),
+            ).train()
+        texts = {
+            str(warning.message)
+            for warning in caught
+            if issubclass(warning.category, FutureWarning | DeprecationWarning)
+        }
+        deprecations.append(texts)
+    own, packstores = deprecations
+    assert packstores <= own
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
