@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .PHONY: demo test test-all check docs package floors kernels clean
 
 demo: $(VENV)/installed
-	@echo "the demo takes one to two minutes on a CPU"
+	@echo "the demo takes less than a minute on a CPU, and writes to ./demo"
 	$(BIN)/python examples/demo.py
 
 # A few workers, as each loads torch. Each begins with a run of files, and takes from others what is

@@ -19,6 +19,8 @@ import pytest
 import yaml
 from children import run_python
 
+from packstore.cli import build_parser
+
 ROOT = Path(__file__).parents[1]
 CONFIG = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT = CONFIG["project"]
@@ -156,7 +158,23 @@ def test_make_demo_says_size_and_time_before_it_begins(tmp_path: Path) -> None:
     )
     told, demo = (
         done.stdout.index("3 GB with a CPU build"),
-        done.stdout.index("one to two minutes"),
+        done.stdout.index("less than a minute"),
     )
     assert told < done.stdout.index("pip --disable-pip-version-check install")
     assert demo < done.stdout.index("examples/demo.py")
+
+
+@pytest.mark.slow
+def test_the_demo_ends_with_commands_that_work(tmp_path: Path) -> None:
+    done = run_python(ROOT / "examples" / "demo.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert len(done.stdout.splitlines()) < 50
+    commands = re.findall(r"^  \S+/packstore (.*)$", done.stdout, re.M)
+    assert [command.split()[0] for command in commands] == ["view", "stats", "train"]
+    view, *finite_commands = commands
+    build_parser().parse_args(view.split())
+    for command in finite_commands:
+        again = run_python("-m", "packstore", *command.split(), cwd=tmp_path)
+        assert again.returncode == 0, again.stderr
+    assert (tmp_path / "demo" / "run" / "model.safetensors").exists()

@@ -135,6 +135,12 @@ def _configure_show(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="number of packs (default: 1)",
     )
+    parser.add_argument(
+        "--examples",
+        type=int,
+        metavar="N",
+        help="first examples of each pack (default: all)",
+    )
     _add_content_arguments(parser)
     parser.add_argument(
         "--numbers",
@@ -157,6 +163,12 @@ def _run_show(args: argparse.Namespace) -> int:
         )
     if args.count < 1:
         raise ConfigError(f"--count must be at least 1; found {args.count}.")
+    if args.examples is not None and args.examples < 1:
+        raise ConfigError(f"--examples must be at least 1; found {args.examples}.")
+    if args.examples is not None and (args.html or args.json):
+        raise ConfigError(
+            "--examples shortens text: leave it out with --html or --json."
+        )
     if args.html:
         frame.check_writable(args.html)
     if args.numbers and not args.side:
@@ -172,7 +184,9 @@ def _run_show(args: argparse.Namespace) -> int:
     elif args.json:
         _print_packs_as_json(reader, numbers)
     else:
-        _print_packs(reader, numbers, as_numbers=args.numbers)
+        _print_packs(
+            reader, numbers, max_examples=args.examples, as_numbers=args.numbers
+        )
     return 0
 
 
@@ -232,7 +246,9 @@ def _drawing(reader: PackReader, console: Console, as_numbers: bool) -> _Drawing
     return _Drawing(marks_supervised=not has_colours(console), values=values)
 
 
-def _print_packs(reader: PackReader, numbers: range, as_numbers: bool) -> None:
+def _print_packs(
+    reader: PackReader, numbers: range, max_examples: int | None, as_numbers: bool
+) -> None:
     console = stdout_console()
     drawing = _drawing(reader, console, as_numbers)
     if drawing.marks_supervised:
@@ -249,18 +265,22 @@ def _print_packs(reader: PackReader, numbers: range, as_numbers: bool) -> None:
     console.print(Text("  ").join(legend))
 
     for number in numbers:
-        for line in _pack_lines(reader, number, drawing):
+        for line in _pack_lines(reader, number, max_examples, drawing):
             console.print(line)
 
 
-def _pack_lines(reader: PackReader, number: int, drawing: _Drawing) -> list[Text]:
+def _pack_lines(
+    reader: PackReader, number: int, max_examples: int | None, drawing: _Drawing
+) -> list[Text]:
     """Return the lines of a pack: a heading, and a title and the text of each
-    sequence.
+    sequence of its first `max_examples`.
     """
     pack = reader.read(number)
+    num_examples = len(pack.num_responses)
+    num_shown = num_examples if max_examples is None else max_examples
     heading = (
         f"pack {number}: {len(pack.signed_ids)} of {reader.dataset.manifest.pack_size} "
-        f"tokens, {len(pack.num_responses)} examples, {len(pack.seq_boundaries) - 1} "
+        f"tokens, {num_examples} examples, {len(pack.seq_boundaries) - 1} "
         "segments"
     )
     num_shared = int(pack.segment_offsets.sum())
@@ -272,8 +292,12 @@ def _pack_lines(reader: PackReader, number: int, drawing: _Drawing) -> list[Text
         values = drawing.values.pack(pack)
         lines.append(values.legend())
     for i, sequence in enumerate(reader.sequences(pack)):
+        if sequence["example"] >= num_shown:
+            break
         lines.append(Text(_sequence_title(i, sequence), "blue"))
         lines.append(_sequence_text(reader, pack, sequence, drawing, values))
+    if num_examples > num_shown:
+        lines.append(Text(f"… and {num_examples - num_shown} more examples", "dim"))
     return lines
 
 

@@ -91,6 +91,20 @@ def test_numbers_follow_tokens_where_there_are_no_colours(
     assert "–: not among the top k" in teacher
 
 
+def test_the_first_examples_of_each_pack(
+    dataset: Dataset, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = run(capsys, "show", dataset.url, "--count", 2)
+    num_examples = len(dataset.read_packs(0).row(0).num_responses)
+    assert num_examples > 2
+    text = run(capsys, "show", dataset.url, "--count", 2, "--examples", 2)
+    assert text.count("chosen") == text.count("rejected") == 4
+    first_pack = whole.partition("pack 1: ")[0]
+    assert first_pack.startswith(text.partition("sequence 4")[0].partition("…")[0])
+    assert f"{num_examples - 2} more examples" in text
+    assert run(capsys, "show", dataset.url, "--count", 2, "--examples", 999) == whole
+
+
 def test_tokens_have_colours_on_a_terminal(
     dataset: Dataset,
     values: str,
@@ -159,6 +173,8 @@ def test_a_page_holds_the_values_of_a_pack(
     [
         (["--column", "old_logps"], "found none. Name a side dataset"),
         (["--numbers"], "found no --side"),
+        (["--examples", "0"], "--examples must be at least 1; found 0"),
+        (["--examples", "1", "--json"], "leave it out"),
         (["--side", "VALUES", "--column", "advantage"], "old_logps, teacher"),
         (["--side", "nowhere"], "nowhere: must be a side dataset"),
     ],
