@@ -42,7 +42,6 @@ QUICKSTART = DOCS / "quickstart.md"
 ELSEWHERE = {
     "architecture.md": "tests/test_house.py",
     "attention.md": "tests/torch/models/test_probe.py",
-    "exchange.md": "tests/exchange",
     "losses.md": "tests/torch/test_feedback.py",
     "parallel.md": "tests/torch/parallel/test_parallel.py",
     "training.md": "tests/torch/training/test_train.py",

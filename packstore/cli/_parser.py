@@ -82,8 +82,8 @@ GROUPS: Mapping[str, Mapping[str, Summary]] = {
     },
     "exchange": {
         "export": Summary(
-            "write a dataset in the format of another trainer",
-            "packstore export nemo prefs-8k packed_8192_seed0.npy",
+            "write a dataset as text, or in the format of another trainer",
+            "packstore export text prefs-8k prefs.jsonl",
         ),
         "publish": Summary(
             "upload a dataset to the Hugging Face hub, with a card",

@@ -1,18 +1,22 @@
-"""``packstore export`` and ``packstore publish``: a dataset for another trainer, or on
-the hub.
+"""``packstore export`` and ``packstore publish``: a dataset as text, for another
+trainer, or on the hub.
 """
 
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, add_settings, read_settings
 from packstore.cli._messages import add_message_options, show_progress
-from packstore.cli._output import print_facts
+from packstore.cli._output import print_facts, print_json
 from packstore.cli._parser import add_command
 from packstore.errors import display
 from packstore.exchange import EXPORTERS, export
+
+STDOUT = "-"
+"""In place of a file: standard output."""
 
 
 def _configure_export(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +37,9 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 def _run_export(args: argparse.Namespace) -> int:
     options = read_settings(args, EXPORTERS.load(args.format).options)
+    if args.format == "text" and args.out == STDOUT:
+        return _print_text(args, options)
+
     with show_progress("export", args) as progress:
         exported = export(
             args.format,
@@ -56,10 +63,24 @@ def _run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def _print_text(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Print a dataset as JSON lines, and nothing else."""
+    from packstore.exchange.text import TextOptions, TextWriter
+    from packstore.io.dataset.dataset import open as open_dataset
+
+    dataset = open_dataset(args.dataset, args.storage_option)
+    writer = TextWriter(dataset, TextOptions(**options))
+    with show_progress("export", args) as progress:
+        for line in writer.lines(progress):
+            print_json(line.decode())
+    return 0
+
+
 EXPORT = Command(
     configure=_configure_export,
     run=_run_export,
-    examples="  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    examples="  packstore export text prefs-8k prefs.jsonl\n"
+    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",
 )

@@ -1,4 +1,4 @@
-"""Exports datasets as files of other trainers; see ``README.md``."""
+"""Exports datasets as text, or as files of other trainers; see ``README.md``."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Exporter:
     Attributes:
         help, examples: texts of the command line.
         out_name, out_help: name of the destination on the command line, and its help.
-        kind: kind of the datasets that the format can hold.
+        kinds: kinds of the datasets that the format can hold.
         options: class of the options.
         run: ``(dataset, place, options, progress)`` -> the result; writes the files at
             the location `place`.
@@ -54,7 +54,7 @@ class Exporter:
     examples: str
     out_name: str
     out_help: str
-    kind: str
+    kinds: tuple[str, ...]
     options: type[ExportOptions]
     run: Callable[[Dataset, Location, Any, Progress], Exported]
 
@@ -62,6 +62,7 @@ class Exporter:
 EXPORTERS: Registry[Exporter] = Registry(
     "export format",
     {
+        "text": "packstore.exchange.text:EXPORTER",
         "nemo": "packstore.exchange.nemo:EXPORTER",
         "megatron": "packstore.exchange.megatron:EXPORTER",
     },
@@ -77,7 +78,7 @@ def export(
     progress: Progress | None = None,
     **options: Any,
 ) -> Exported:
-    """Export a dataset to files of another trainer.
+    """Export a dataset to text, or to files of another trainer.
 
     Args:
         format: a name in :data:`packstore.exchange.EXPORTERS`.
@@ -99,11 +100,12 @@ def export(
     if not isinstance(dataset, Dataset):
         dataset = open_dataset(os.fspath(dataset), storage_options)
     kind = dataset.manifest.kind
-    if kind != exporter.kind:
+    if kind not in exporter.kinds:
+        kinds = " or ".join(exporter.kinds)
         raise CompatibilityError(
             sentence(
                 dataset.url,
-                rule=f"export as {format} needs a dataset of kind {exporter.kind}",
+                rule=f"export as {format} needs a dataset of kind {kinds}",
                 found=f"kind {kind}",
             )
         )

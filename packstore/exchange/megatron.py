@@ -573,7 +573,7 @@ EXPORTER = Exporter(
     "--sequence-parallel\n"
     "  packstore export megatron chats-8k bridge-8k --pad-seq-to-mult 16 "
     "--pad-cu-seqlens\n",
-    kind="sft",
+    kinds=("sft",),
     options=MegatronOptions,
     run=_export,
 )

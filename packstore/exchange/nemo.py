@@ -191,7 +191,7 @@ EXPORTER = Exporter(
     out_help="the file to write",
     examples="  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export nemo s3://bucket/prefs-8k packed.npy --overwrite\n",
-    kind="preference",
+    kinds=("preference",),
     options=ExportOptions,
     run=_export,
 )
