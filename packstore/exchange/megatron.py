@@ -192,7 +192,7 @@ def _facts(
     }
     if dataset.manifest.layout == "concat":  # else rows do not follow packs
         facts["sequences moved to other rows"] = figures.moved_sequences
-    return facts | {
+    facts |= {
         # The matching settings of Megatron-Bridge.
         "packed_sequence_size": pack_size,
         "packed_train_data_path": data_path,
@@ -201,6 +201,13 @@ def _facts(
         "pad_cu_seqlens": options.pad_cu_seqlens,
         "dataset_kwargs.pad_to_max_length": options.pad_cu_seqlens,
     }
+    if options.context_parallel > 1:
+        # Bridge refuses other values, as a rank whose tokens are all unsupervised would
+        # have a loss of NaN: `ConfigContainer.validate` in its `training/config.py`.
+        facts["model.context_parallel_size"] = options.context_parallel
+        facts["model.calculate_per_token_loss"] = True
+        facts["ddp.average_in_collective"] = False
+    return facts
 
 
 def _publish(

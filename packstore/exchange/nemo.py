@@ -75,6 +75,11 @@ def _export(
         "pairs": dataset.manifest.pairs,
         "longest pack": written.longest,
         "left out": ", ".join(["example ids", *dataset.manifest.carry]),
+        # The matching settings of NeMo-Aligner: its `docs/user-guide/dpo.rst`.
+        "model.data.data_impl": "packed_jsonl",
+        "model.encoder_seq_length": written.longest,
+        "model.micro_batch_size": 1,
+        "model.transformer_engine": True,
     }
     return Exported(files=[place.display], facts=facts)
 

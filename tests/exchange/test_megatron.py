@@ -286,6 +286,19 @@ def test_the_multiple_of_the_parallelism(
     dataset = packed(chats(5))
     exported = export("megatron", dataset, tmp_path / "out", pad_id=EOS, **how)
     assert exported.facts["pad_seq_to_mult"] == multiple
+    settings_of_context_parallelism = {
+        name: exported.facts[name]
+        for name in exported.facts
+        if name.startswith(("model.", "ddp."))
+    }
+    if cp == 1:
+        assert settings_of_context_parallelism == {}
+    else:
+        assert settings_of_context_parallelism == {
+            "model.context_parallel_size": cp,
+            "model.calculate_per_token_loss": True,
+            "ddp.average_in_collective": False,
+        }
     if multiple > 1:
         with pytest.raises(ConfigError, match=f"multiple of {multiple}"):
             export("megatron", dataset, tmp_path / "x", pad_seq_to_mult=1, **how)

@@ -93,6 +93,8 @@ def test_rows_are_planned_anew_where_prompts_are_stored_once(
         assert length <= pack_size or len(row["lengths"]) == 2
     assert exported.facts["packs"] == len(rows)
     assert exported.facts["longest pack"] == max(lengths)
+    assert exported.facts["model.encoder_seq_length"] == max(lengths)
+    assert exported.facts["model.data.data_impl"] == "packed_jsonl"
     assert exported.facts["pairs"] == n
 
     export("nemo", dataset, tmp_path / "again.npy")
