@@ -84,7 +84,7 @@ NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`
     "batch_size": ("examples_per_step", "packs_per_batch"),
     "train_batch_size": ("examples_per_step", "packs_per_batch"),
     "global_batch_size": ("examples_per_step", "packs_per_batch"),
-    "micro_batch_size": ("packs_per_batch",),
+    "micro_batch_size": ("per_device_train_batch_size", "examples_per_step"),
     "max_seq_length": ("pack_size",),
     "max_seq_len": ("pack_size",),
     "seq_length": ("pack_size",),
@@ -100,12 +100,18 @@ NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`
     "lr_warmup_steps": ("warmup_steps",),
     "epochs": ("num_train_epochs",),
     "num_epochs": ("num_train_epochs",),
+    "optimizer": ("optim",),
+    "evals_per_epoch": ("eval_steps",),
+    "saves_per_epoch": ("save_steps",),
+    "gradient_clipping": ("max_grad_norm",),
     "clip_grad": ("max_grad_norm",),
     "grad_clip": ("max_grad_norm",),
     "gradient_clip_val": ("max_grad_norm",),
     "model_name_or_path": ("model",),
     "model_name": ("model",),
     "model_path": ("model",),
+    "base_model": ("model",),
+    "ref_model_name_or_path": ("reference",),
     "ref_model": ("reference",),
     "reference_model": ("reference",),
     "tokenizer_name": ("tokenizer",),
@@ -113,36 +119,79 @@ NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`
     "processing_class": ("tokenizer",),
     "dataset": ("train_dataset",),
     "dataset_name": ("train_dataset",),
+    "datasets": ("train_dataset",),
     "data_path": ("train_dataset",),
     "validation": ("eval_dataset",),
     "val_dataset": ("eval_dataset",),
     "output": ("output_dir",),
     "loss_type": ("loss",),
+    "stage": ("loss",),
+    "rl": ("loss",),
+    "rlhf_type": ("loss",),
+    "pref_loss": ("loss",),
     "beta": ("loss_parameters", "loss_parameter"),
+    "pref_beta": ("loss_parameters", "loss_parameter"),
+    "rl_beta": ("loss_parameters", "loss_parameter"),
+    "pref_ftx": ("loss_parameters", "loss_parameter"),
+    "rpo_alpha": ("loss_parameters", "loss_parameter"),
+    "simpo_gamma": ("loss_parameters", "loss_parameter"),
     "label_smoothing": ("loss_parameters", "loss_parameter"),
     "mixed_precision": ("bf16", "dtype"),
     "torch_dtype": ("bf16", "dtype"),
     "attn_implementation": ("attention",),
+    "attn_impl": ("attention",),
+    "flash_attn": ("attention",),
+    "flash_attention": ("attention",),
     "lora": ("peft_config",),
     "use_peft": ("peft_config",),
+    "adapter": ("peft_config",),
+    "finetuning_type": ("peft_config",),
+    "train_type": ("peft_config",),
+    "tuner_type": ("peft_config",),
+    "target_modules": ("peft_config",),
     "lora_r": ("peft_config",),
     "lora_rank": ("peft_config",),
+    "lora_alpha": ("peft_config",),
+    "lora_dropout": ("peft_config",),
+    "lora_target": ("peft_config",),
+    "lora_target_modules": ("peft_config",),
+    "lora_target_linear": ("peft_config",),
     "resume": ("resume_from_checkpoint",),
+    "plot_loss": ("report_to",),
     "tracker": ("report_to",),
     "trackers": ("report_to",),
     "num_proc": ("num_workers",),
     "dataset_num_proc": ("num_workers",),
     "shuffle": (),
 }
-"""A name in torch, transformers, TRL, Megatron or Lightning -> its names in packstore.
+"""A name in torch, transformers, TRL, Megatron, Lightning, LLaMA-Factory, axolotl or
+ms-swift -> its names in packstore.
 
 The first one that is valid in the place of a mistake is suggested. ``()``: only
 :data:`ADVICE` has an answer.
 """
 
+_OF_PACKING = "Packing decides it"
+_OF_SPLITS = "`packstore pack --validation-fraction` holds out a part"
+
 ADVICE: Mapping[str, str] = {
     "batch_size": "Batches are cut while training: examples_per_step",
     "shuffle": "The dataset decides: PackedDataset(url, shuffle=…)",
+    "max_length": _OF_PACKING + ": max_length",
+    "max_seq_length": _OF_PACKING + ": pack_size",
+    "cutoff_len": _OF_PACKING + ": max_length",
+    "sequence_len": _OF_PACKING + ": max_length",
+    "template": _OF_PACKING + ": chat_template",
+    "chat_template": _OF_PACKING + ": chat_template",
+    "tokenizer": _OF_PACKING + ": tokenizer",
+    "packing": "Datasets are always packed",
+    "neat_packing": "Datasets are always packed",
+    "sample_packing": "Datasets are always packed",
+    "dataset_prepared_path": "The packed dataset is the prepared one",
+    "val_size": _OF_SPLITS,
+    "val_set_size": _OF_SPLITS,
+    "split_dataset_ratio": _OF_SPLITS,
+    "overwrite_output_dir": "A run continues its newest checkpoint",
     "early_stopping_patience": "It is a callback, which Python passes: "
     "docs/training.md, Recipes",
 }
@@ -161,13 +210,14 @@ def suggest(
     """
     normalized = _normalize(name)
     originals = {_normalize(valid_name): valid_name for valid_name in valid_names}
+    suggestions = []
     if normalized in NAMES_HERE:
         suggestions = [
             originals[setting]
             for setting in NAMES_HERE[normalized]
             if setting in originals
         ]
-    else:
+    elif normalized not in ADVICE:
         suggestions = difflib.get_close_matches(name, list(originals.values()), n=1)
 
     if suggestions:

@@ -61,13 +61,19 @@ def test_a_sentence_is_one_line(where: str, found: str) -> None:
         ({"seed": -(1 << 63) - 1}, "seed"),
         ({"layout": "padded"}, "layout"),
         ({"max_drop_rate": 1.5}, "max_drop_rate"),
-        ({"carry": "source"}, "carry"),
+        ({"carry": 3}, "carry"),
         ({"append_eos": "yes"}, "append_eos"),
     ],
 )
 def test_config_refuses(settings: dict[str, object], name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         PackConfig.of(**settings)
+
+
+def test_a_text_in_place_of_a_list_is_its_only_item() -> None:
+    assert PackConfig.of(carry="source").carry == ("source",)
+    required = {"model": "m", "train_dataset": "d", "output_dir": "o"}
+    assert TrainConfig.of(**required, report_to="none").report_to == ("none",)
 
 
 def test_config_names_the_nearest_setting() -> None:
@@ -94,7 +100,8 @@ def test_names_of_other_tools_lead_to_settings() -> None:
     }
     flags = {"tokenizer", "num_workers", "loss_parameter"}  # of commands, not settings
     assert {name for ours in NAMES_HERE.values() for name in ours} <= settings | flags
-    assert settings & NAMES_HERE.keys() <= {"shuffle"}  # which a loader does not have
+    # Settings that a loader, or a training run, does not have.
+    assert settings & NAMES_HERE.keys() <= {"shuffle", "adapter"}
 
 
 def test_every_setting_has_one_home_and_a_help() -> None:

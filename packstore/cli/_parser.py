@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -153,6 +154,24 @@ class Parser(argparse.ArgumentParser):
             if not action.option_strings:
                 words.append(_usage_of_positional(action))
         return " ".join(words)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments. A switch takes no value: one that has true or false is
+        refused, as the value would be taken for a file.
+        """
+        words = sys.argv[1:] if args is None else list(args)
+        switches = {
+            flag
+            for action in self._actions
+            if action.option_strings and action.nargs == 0
+            for flag in action.option_strings
+        }
+        for flag, value in itertools.pairwise(words):
+            if flag in switches and value.lower() in ("true", "false"):
+                off = f"--no-{flag[2:]}"
+                spelling = f"{flag} or {off}" if off in switches else flag
+                self.error(f"{flag} takes no value: write {spelling}; found {value}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Print the error without the usage, and exit with code 2."""

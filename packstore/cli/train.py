@@ -36,7 +36,8 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--example",
         choices=EXAMPLES,
-        help="print a CONFIG to begin with, and the commands that make its data",
+        metavar="NAME",
+        help=f"print a CONFIG: {', '.join(EXAMPLES)}",
     )
     parser.add_argument(
         "--help-all",
@@ -107,6 +108,11 @@ def _run(args: argparse.Namespace) -> int:
     settings: dict[str, Any] = {} if args.config is None else read_yaml(args.config)
     settings |= read_settings(args, TrainConfig)
     settings |= getattr(args, "transformers_fields", {})
+    if settings.keys() - set(TrainConfig.names()):
+        # Before absent settings: a file of another program has other names for them.
+        from packstore.torch.training.arguments import check_setting_names
+
+        check_setting_names(settings)
     config = TrainConfig.of(**settings)
 
     result, has_trained = _train(config)

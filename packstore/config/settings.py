@@ -144,14 +144,28 @@ class Settings:
 def check_names(
     names: Iterable[str], valid: Iterable[str], listed_by: str, noun: str = "setting"
 ) -> None:
-    """Raise UnknownNameError for a name that is not `valid`, with the nearest one."""
+    """Raise UnknownNameError if some names are not `valid`.
+
+    The error lists all of them, each with the nearest valid name, so that a file of
+    another program is answered once.
+    """
     valid = sorted(valid)
-    for name in names:
-        if name not in valid:
-            hint = suggest(str(name), valid)
-            raise UnknownNameError(
-                f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
-            )
+    hints = {name: suggest(str(name), valid) for name in names if name not in valid}
+    if not hints:
+        return
+    if len(hints) == 1:
+        [(name, hint)] = hints.items()
+        message = f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
+    else:
+        unknown_names = [
+            f"{quote(name)} ({hint.strip()})" if hint else quote(name)
+            for name, hint in hints.items()
+        ]
+        message = (
+            f"{len(unknown_names)} unknown {noun}s; {listed_by} lists all: "
+            f"{', '.join(unknown_names)}."
+        )
+    raise UnknownNameError(message)
 
 
 def check_class(where: str, value: Any, kind: Any, remedy: str = "") -> None:
@@ -195,8 +209,8 @@ def _as_stored(item: dataclasses.Field[Any], value: Any, hint: Any) -> Any:
     if typing.get_origin(hint) is tuple:
         if isinstance(value, list):
             value = tuple(value)
-        elif isinstance(value, str) and "place" in item.metadata:
-            value = (value,)  # one path in place of several
+        elif isinstance(value, str):
+            value = (value,)  # one text in place of several
     if "secret" in item.metadata or _PATHS & item.metadata.keys():
         return value
     return _as_unicode(value)
@@ -240,9 +254,8 @@ def _check_type(item: dataclasses.Field[Any], value: Any, hint: Any) -> None:
         # A place may hold a login, which an error must not show.
         hides_value = "secret" in item.metadata or "place" in item.metadata
         text = kind_of(value) if hides_value else quote(value)
-        raise ConfigError(
-            f"setting {item.name} must be {_type_in_words(hint)}; found {text}."
-        )
+        rule = _type_in_words(_without_none(hint))
+        raise ConfigError(f"setting {item.name} must be {rule}; found {text}.")
     if value and "local" in item.metadata and ("://" in value or is_mistyped(value)):
         raise ConfigError(
             f"setting {item.name} must be a folder on this machine; found "
@@ -275,6 +288,15 @@ def _has_type(value: Any, hint: Any) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
+def _without_none(hint: Any) -> Any:
+    """Return a type without None, which stands for a setting that is left out."""
+    arguments = [kind for kind in typing.get_args(hint) if kind is not types.NoneType]
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    if is_union and len(arguments) == 1:
+        return arguments[0]
+    return hint
+
+
 def _type_in_words(hint: Any) -> str:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
@@ -290,6 +312,7 @@ def _type_in_words(hint: Any) -> str:
         return "None"
     words = {
         Any: "a JSON value",
+        bool: "true or false",
         int: "a whole number",
         float: "a number",
         str: "a string",

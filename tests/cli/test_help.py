@@ -171,3 +171,45 @@ def test_without_shtab_its_name_is_told(
     monkeypatch.setitem(__import__("sys").modules, "shtab", None)
     assert main(["completion", "bash"]) == 1
     assert "pip install shtab" in capsys.readouterr().err
+
+
+OTHER_TRAINER = """\
+model_name_or_path: Qwen3
+dataset: pairs
+finetuning_type: lora
+cutoff_len: 2048
+per_device_train_batch_size: 4
+"""
+
+
+def test_a_file_of_another_trainer_is_answered_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of its names at once, before the settings that it lacks, which it has under
+    those names.
+    """
+    config = tmp_path / "other.yaml"
+    config.write_text(OTHER_TRAINER, encoding="utf-8")
+    assert main(["train", str(config)]) == 1
+    error = capsys.readouterr().err
+    unknown = ["model_name_or_path", "dataset", "finetuning_type", "cutoff_len"]
+    assert [name for name in unknown if name not in error] == []
+    assert "'train_dataset'" in error and "'peft_config'" in error
+    assert "per_device_train_batch_size" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (["train", "--bf16", "false"], "--no-bf16"),
+        (["train", "--no-bf16", "True"], "--no-bf16"),
+        (["pack", "in", "out", "--dry-run", "false"], "--dry-run"),
+    ],
+)
+def test_a_switch_that_is_given_a_value_is_refused(
+    words: list[str], remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(words)
+    assert exit_.value.code == 2
+    assert remedy in capsys.readouterr().err
