@@ -194,7 +194,8 @@ def test_a_file_of_another_trainer_is_answered_once(
     error = capsys.readouterr().err
     unknown = ["model_name_or_path", "dataset", "finetuning_type", "cutoff_len"]
     assert [name for name in unknown if name not in error] == []
-    assert "'train_dataset'" in error and "'peft_config'" in error
+    assert "'train_dataset'" in error
+    assert "'peft_config'" in error
     assert "per_device_train_batch_size" not in error
 
 

@@ -241,7 +241,8 @@ def test_an_example_trains_on_the_data_that_it_names(
 def test_the_help_names_every_example(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    assert "{" + ",".join(EXAMPLES) + "}" in capsys.readouterr().out
+    help_text = capsys.readouterr().out
+    assert [name for name in EXAMPLES if name not in help_text] == []
     files = Path(packstore.cli.__file__).parent.joinpath("examples").iterdir()
     assert sorted(path.stem for path in files) == sorted(EXAMPLES)
 
