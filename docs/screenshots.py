@@ -17,8 +17,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 DEMO = HERE.parent / "examples" / "demo.py"
-SIZES = {"view": "1180,800", "values": "1180,900", "stats": "1180,1120"}
+SIZES = {"view": "1000,760", "values": "1180,900", "stats": "1180,1120"}
 """Picture -> width and height of the window."""
+
+SCALES = {"view": 2}
+"""Picture -> pixels of the picture for one of the window, if it is not 1: README's is
+shown smaller than it is.
+"""
 
 COMMANDS = """\
 pack demo/train.jsonl prefs --tokenizer demo/tokenizer --chat-template chatml --pack-size 512 \
@@ -86,7 +91,7 @@ def write_pages() -> None:
     point_at_token(Path("values.html"))
 
 
-def take(page: Path, picture: Path, size: str) -> None:
+def take(page: Path, picture: Path, size: str, scale: int) -> None:
     """Takes a picture of the first screen of a page."""
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
@@ -98,6 +103,7 @@ def take(page: Path, picture: Path, size: str) -> None:
     words = [
         *flags.split(),
         f"--window-size={size}",
+        f"--force-device-scale-factor={scale}",
         f"--screenshot={picture}",
         page.as_uri(),
     ]
@@ -111,7 +117,8 @@ def write_all(folder: Path) -> None:
         os.chdir(scratch)
         write_pages()
         for name, size in SIZES.items():
-            take(Path(f"{name}.html").absolute(), folder / f"{name}.png", size)
+            picture = folder / f"{name}.png"
+            take(Path(f"{name}.html").absolute(), picture, size, SCALES.get(name, 1))
 
 
 if __name__ == "__main__":

@@ -117,12 +117,16 @@ def test_the_readme_runs(
     """
     folder, names = quickstart
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    first, job = re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
-    (kind, *_), *commands = (shlex.split(line) for line in first.splitlines() if line)
-    assert kind == "pip"
+    make, hub, job = (
+        [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if line]
+        for block in re.findall(r"^```sh\n(.*?)^```$", readme, re.M | re.S)
+    )
+    assert make == [["make", "demo"], ["make", "test"]]
+    (program, *_), *commands = hub
+    assert program == "pip"
     assert [command[1] for command in commands] == ["pack", "show", "train"]
-    for line in job.splitlines():
-        build_parser().parse_args(shlex.split(line)[1:])
+    for _, *arguments in job:
+        build_parser().parse_args(arguments)
     shutil.copy(folder / "tokenizer.json", tmp_path)
     with served(public_hub(folder, names["model"])) as (env, _):
         for command in commands:

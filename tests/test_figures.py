@@ -73,18 +73,6 @@ def test_the_readme_rounds_what_was_measured() -> None:
     assert (
         f"gives a pair {weights('first_fit_shuffle')} times its fair weight" in readme
     )
-    trl, packed = (
-        result("real_model")["results"][name] for name in ("trl", "trl_packed")
-    )
-    unpacked = f"a pair in {trl['seconds_per_pair']:.1f} s with {trl['peak_gb']:.1f} GB"
-    assert unpacked in readme
-    assert (
-        f"{packed['seconds_per_pair']:.1f} s and {packed['peak_gb']:.1f} GB" in readme
-    )
-    shared = result("real_model")["results"]["shared_prefix"]
-    assert (
-        f"{shared['seconds_per_pair']:.1f} s and {shared['peak_gb']:.1f} GB" in readme
-    )
 
 
 def test_the_benchmarks_page_gives_every_baseline() -> None:
@@ -112,6 +100,8 @@ def test_the_benchmarks_page_gives_every_baseline() -> None:
         [f"{runs[n]['seconds_per_pair']:.1f} s", f"{runs[n]['peak_gb']:.1f} GB"]
         for n in CONTENDERS
     ]
+    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert f"TRL {result('real_model')['versions']['trl']}, `real_model.py`" in page
     curves = zip(runs["trl"]["losses"], runs["trl_packed"]["losses"], strict=True)
     assert max(abs(unpacked - on_packs) for unpacked, on_packs in curves) < 1e-5
 
@@ -224,7 +214,7 @@ def test_the_pages_give_what_a_gpu_measured() -> None:
         ], name
     ratios = session[f"{model}/ratio to padding-free/compiled"]
     texts = [
-        (ROOT / p).read_text(encoding="utf-8")
+        " ".join((ROOT / p).read_text(encoding="utf-8").split())
         for p in ("docs/benchmarks.md", "README.md")
     ]
     for way in ("padding_free/triton", "padded_grouped/trl"):
