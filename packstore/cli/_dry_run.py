@@ -59,10 +59,13 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
 
 
 def _print_diagnosis(report: Report) -> None:
+    from packstore.tokenizer.records.read import OWN
+
     console = stdout_console()
     console.print(f"{report.records:,} records of kind {report.kind}")
     for form, num_records in report.forms.items():
-        console.print(f"  {num_records:,} {form}")
+        name = "packstore's own field names" if form == OWN else form
+        console.print(f"  {num_records:,} read by {name}")
     _print_findings(report.findings, report.records)
     if not report.findings:
         console.print("no findings", style="green")

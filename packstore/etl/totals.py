@@ -40,7 +40,8 @@ PROBLEMS = {
     "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
     "no_eos": "a response does not end with EOS, so the model is not taught to stop",
     "marker_no_token": (
-        "a marker of the chat template is no token, but split into several"
+        "a marker of the chat template is no token, but split into several: add it to "
+        "the tokenizer as a special token, or take the model's own chat template"
     ),
     "foreign_template": (
         "text holds control strings of another model's chat template; they are "

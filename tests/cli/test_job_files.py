@@ -329,6 +329,11 @@ def test_a_dry_run_finds_what_would_stop_the_job(
     assert "--overwrite" in capsys.readouterr().out
 
 
+def test_a_dry_run_names_what_reads_the_records(folder: Path, capsys: Any) -> None:
+    assert main(["pack", "--config", job(), "--dry-run"]) == 0
+    assert "20 read by packstore's own field names" in capsys.readouterr().out
+
+
 def test_a_dry_run_looks_at_the_records_of_the_job(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -209,7 +209,7 @@ def _require_fit(sizes: Int32 | Int64, setting: str, limit: int, unit: str) -> N
     largest = int(sizes.argmax())
     if sizes[largest] > limit:
         raise RecordError(
-            f"record {largest}: it must fit {setting} {limit}; found "
+            f"item {largest + 1}: it must fit {setting} {limit}; found "
             f"{sizes[largest]} {unit}. Raise {setting}, or leave the record out."
         )
 
@@ -462,7 +462,7 @@ def _collect_ref_logps(
         first_absent = is_present.index(False)
         raise RecordError(
             sentence(
-                where=f"record {first_absent // len(REF_LOGPS)}",
+                where=f"item {first_absent // len(REF_LOGPS) + 1}",
                 rule=f"it must have {' and '.join(REF_LOGPS)}, or no record may",
                 found="not both",
             )
@@ -485,9 +485,8 @@ def _collect_token_values(
     parts = []
     for record, values in enumerate(values_of_records):
         sequences = slice(*examples.example_offsets[record : record + 2])
-        part = _token_values_of(
-            values, counts_of_sequences[sequences], where=f"record {record}, {name}"
-        )
+        where = f"item {record + 1}, {name}"
+        part = _token_values_of(values, counts_of_sequences[sequences], where)
         parts.append(part)
     return np.concatenate(parts)
 

@@ -447,7 +447,7 @@ def test_values_of_tokens_that_are_refused(logps: Any, mentioned: str) -> None:
     group = {"prompt": [1, 2], "responses": [[3, 4], [5]], "scores": [1.0, 0.0]}
     records = [{**group, "p": [-1, -1, -1]}, {**group, "p": logps}]
     names = {"old_logps": "p"}
-    with pytest.raises(RecordError, match=f"record 1, old_logps: .*{mentioned}"):
+    with pytest.raises(RecordError, match=f"item 2, old_logps: .*{mentioned}"):
         pt.pack_in_memory(records, 90, token_values=names)
     with pytest.raises(ConfigError, match="token_values"):
         pt.pack_in_memory(EXAMPLES, 90, kind="preference", token_values=names)
