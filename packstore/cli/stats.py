@@ -30,9 +30,17 @@ from packstore.cli._side_stats import (
     distributions_of_packs,
     require_same_columns,
 )
+from packstore.cli._stats_page import (
+    GroupRanges,
+    TableCells,
+    dataset_page,
+    group_ranges,
+    value_charts,
+)
 from packstore.errors import ConfigError, display
 from packstore.format.arrays import SOURCE_SHIFT, Packs
-from packstore.pages import charts, frame
+from packstore.pages import frame
+from packstore.pages.statistics import statistics_page
 from packstore.registry import choice
 
 if TYPE_CHECKING:
@@ -60,9 +68,6 @@ FILE = "file"
 
 Figures = Mapping[str, Mapping[str, float]]
 """A table of numbers: name of a row -> name of a column -> number."""
-
-TableCells = tuple[list[str], list[list[str]]]
-"""The same as texts: names of the columns; and rows, which begin with their name."""
 
 
 def _configure(parser: argparse.ArgumentParser) -> None:
@@ -104,7 +109,7 @@ def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
         tables[f"By {args.by}"] = _format_cells(largest_groups)
     tables["Percentiles"] = _format_cells(summary)
     if args.html:
-        frame.write(args.html, _page(dataset, values, tables))
+        frame.write(args.html, _page(args, dataset, values, tables))
     if args.json:
         print_result({**summary, "by": groups})
     else:
@@ -303,51 +308,52 @@ def _describe_fill(dataset: Dataset) -> str:
     )
 
 
-def _histograms(values: Mapping[str, Any]) -> list[str]:
-    return [
-        charts.histogram(name, array)
-        for name, array in values.items()
-        if len(array) and array.min() < array.max()
-    ]
-
-
 def _side_page(
     sides: Sequence[Side], values: dict[str, Any], tables: Mapping[str, TableCells]
 ) -> str:
     m = sides[0].manifest
     provenance = {name: format_value(value) for name, value in m.provenance.items()}
-    return charts.charts_page(
+    return statistics_page(
         title="Side data",
         subtitle=f"{sides[0].url}: of a dataset of kind {m.kind}, fingerprint "
         f"{m.fingerprint[:12]}",
         facts={
-            "side datasets": format_value(len(sides)),
-            "examples": format_value(sum(len(side) for side in sides)),
-            **provenance,
+            "Content and origin": {
+                "side datasets": format_value(len(sides)),
+                "examples": format_value(sum(len(side) for side in sides)),
+                **provenance,
+            }
         },
-        charts=_histograms(values),
+        charts={"Values": value_charts(values)},
         tables=tables,
     )
 
 
 def _page(
-    dataset: Dataset, values: dict[str, Any], tables: Mapping[str, TableCells]
+    args: argparse.Namespace,
+    dataset: Dataset,
+    values: dict[str, Any],
+    tables: Mapping[str, TableCells],
 ) -> str:
-    m = dataset.manifest
-    return charts.charts_page(
-        title="Packed dataset",
-        subtitle=f"{dataset.url}: kind {m.kind}, fingerprint {m.fingerprint[:12]}",
-        facts={
-            "fill": _describe_fill(dataset),
-            "packs": format_value(len(dataset)),
-            "examples": format_value(m.totals.examples),
-            "tokens": format_value(m.totals.tokens),
-            "tokens unpacked": format_value(m.totals.logical_tokens),
-            "pack size": format_value(m.pack_size),
-            "layout": m.layout,
-            "strategy": m.strategy,
-        },
-        charts=_histograms(values),
+    """Return the page; without ``--by`` its groups are the input files, if several."""
+    by = args.by
+    if by is None and len(dataset.manifest.source_names) > 1:
+        by = FILE
+    groups: list[GroupRanges] = []
+    num_groups = 0
+    if by is not None and len(dataset):
+        from packstore.io.scan import scan
+
+        examples = scan(dataset)
+        key = _group_key(dataset, by, examples)
+        groups, num_groups = group_ranges(examples, key, dataset.manifest.kind)
+    return dataset_page(
+        dataset,
+        values,
+        groups,
+        num_groups=num_groups,
+        by=by or "",
+        fill=_describe_fill(dataset),
         tables=tables,
     )
 

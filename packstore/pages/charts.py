@@ -1,27 +1,23 @@
-"""The page of charts: histograms drawn as SVG, with a text for each bar."""
+"""Charts with two axes, drawn as SVG: histograms of one number, and of a pair."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from packstore.pages import frame
+from packstore.pages.axes import Area, figure, labels, short, svg_text, ticks
 from packstore.pages.frame import as_html
 
-WIDTH = 440
-HEIGHT = 210
-"""Size of a drawing, in units of its view box."""
-
-LEFT = 56
-RIGHT = 22
-TOP = 12
-BOTTOM = 30
-"""Margins of a drawing, for the texts of the axes."""
-
 MAX_BARS = 48
+
+MAX_CELLS = 24
+"""Columns of a histogram of pairs, and its rows."""
+
+COLOURS = 5
+"""Colours in the legend of a histogram of pairs."""
 
 OUTLIER_RANGE = 1.5
 """The largest 1 % of the values are outliers if the range of all values is more than
@@ -29,33 +25,9 @@ this many times the range without them.
 """
 
 
-def charts_page(
-    title: str,
-    subtitle: str,
-    *,
-    facts: Mapping[str, str],
-    charts: Iterable[str],
-    tables: Mapping[str, tuple[Sequence[str], Iterable[Sequence[str]]]],
+def histogram(
+    title: str, values: npt.NDArray[np.generic], *, x_title: str, y_title: str
 ) -> str:
-    """Return a page: figures, charts, and tables.
-
-    Args:
-        title, subtitle: the heading of the page, and the line below it.
-        facts: name -> value, shown side by side.
-        charts: drawings, as of :func:`histogram`.
-        tables: title -> columns and rows.
-    """
-    drawings = f'<div class="charts">{"".join(charts)}</div>'
-    sections = [
-        frame.section("Figures", frame.facts(facts)),
-        frame.section("Charts", drawings),
-    ]
-    for name, (columns, rows) in tables.items():
-        sections.append(frame.section(name, frame.table(columns, rows)))
-    return frame.page(title, subtitle, sections)
-
-
-def histogram(title: str, values: npt.NDArray[np.generic]) -> str:
     """Return a histogram with bars of equal width.
 
     If few values are far above the others, the last bar holds all of them, and a note
@@ -64,39 +36,48 @@ def histogram(title: str, values: npt.NDArray[np.generic]) -> str:
     Args:
         title: the caption.
         values: `[n]` numbers, not all equal.
+        x_title: the quantity, with its unit.
+        y_title: the things that are counted.
     """
+    area = Area()
     bins = _bins(values)
-    ticks = [tick for tick in _ticks(0, max(bins.counts)) if tick == int(tick)]
-    axis_end = ticks[-1]
+    count_ticks = [tick for tick in ticks(0, max(bins.counts)) if tick == int(tick)]
+    axis_end = count_ticks[-1]
 
     bars = []
     for i, count in enumerate(bins.counts):
-        left, upper = _to_drawing(i / len(bins.counts), count / axis_end)
-        right, base = _to_drawing((i + 1) / len(bins.counts), 0)
-        text = f"{_short(bins.start(i))} to {_short(bins.end(i))}: {count:,}"
+        left, upper = area.point(i / len(bins.counts), count / axis_end)
+        right, base = area.point((i + 1) / len(bins.counts), 0)
         bars.append(
             f'<rect class="bar" x="{left:.1f}" y="{upper:.1f}" '
             f'width="{right - left - 0.8:.1f}" '
-            f'height="{base - upper:.1f}"><title>{as_html(text)}</title></rect>'
+            f'height="{base - upper:.1f}"><title>{as_html(bins.describe(i))}</title>'
+            "</rect>"
         )
 
-    note = f"median {_short(bins.median)}, largest {_short(bins.maximum)}"
+    note = f"median {short(bins.median)}, largest {short(bins.maximum)}"
     if bins.has_outliers:
-        last_start = _short(bins.start(len(bins.counts) - 1))
+        last_start = short(bins.start(len(bins.counts) - 1))
         note += f"; the last bar holds all from {last_start} on"
 
-    return _figure(
+    return figure(
+        area,
         title=title,
         note=note,
-        x_labels=_labels(bins.low, bins.start(len(bins.counts))),
-        y_labels=[(tick / axis_end, _short(tick)) for tick in ticks],
+        x_title=x_title,
+        y_title=y_title,
+        x_labels=bins.labels(),
+        y_labels=[(tick / axis_end, short(tick)) for tick in count_ticks],
         shapes=bars,
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Bins:
-    """Bars of equal width from `low` on; the last one also holds outliers."""
+    """Bars of equal width from `low` on; the last one also holds outliers.
+
+    A bar holds a single number if these are integers and its `width` is 1.
+    """
 
     low: float
     width: float
@@ -104,6 +85,7 @@ class _Bins:
     median: float
     maximum: float
     has_outliers: bool
+    are_single: bool
 
     def start(self, i: int) -> float:
         """Return the smallest value of bar `i`."""
@@ -115,6 +97,25 @@ class _Bins:
             return self.maximum
         return self.start(i + 1)
 
+    def describe(self, i: int) -> str:
+        """Return the values of bar `i` and their number."""
+        count = f"{self.counts[i]:,}"
+        if self.are_single and self.end(i) <= self.start(i) + 1:
+            return f"{short(self.start(i))}: {count}"
+        return f"{short(self.start(i))} to {short(self.end(i))}: {count}"
+
+    def labels(self) -> list[tuple[float, str]]:
+        """Return the labels of the axis: in the middle of bars of a single number."""
+        num_bars = len(self.counts)
+        if not self.are_single:
+            return labels(self.low, self.start(num_bars))
+        numbers = ticks(self.low, max(self.start(num_bars - 1), self.low + 1))
+        return [
+            ((number - self.low + 0.5) / num_bars, short(number))
+            for number in numbers
+            if number == int(number) and self.low <= number < self.start(num_bars)
+        ]
+
 
 def _bins(values: npt.NDArray[np.generic]) -> _Bins:
     """Count the values in each bar. For integers, the width of bars is an integer."""
@@ -122,11 +123,7 @@ def _bins(values: npt.NDArray[np.generic]) -> _Bins:
     numbers = np.asarray(values, np.float64)
     low = float(numbers.min())
     maximum = float(numbers.max())
-
-    high = float(np.quantile(numbers, 0.99))
-    smallest_range = 1 if are_integers else 1e-12
-    if high - low < smallest_range or maximum - low <= OUTLIER_RANGE * (high - low):
-        high = maximum
+    high = _high(numbers, smallest_range=1 if are_integers else 1e-12)
 
     width = max((high - low) / MAX_BARS, 1e-12)
     if are_integers:
@@ -140,90 +137,106 @@ def _bins(values: npt.NDArray[np.generic]) -> _Bins:
         median=float(np.median(numbers)),
         maximum=maximum,
         has_outliers=maximum > high,
+        are_single=are_integers and width == 1,
     )
 
 
-def _ticks(low: float, high: float) -> list[float]:
-    """Return three to seven round numbers, equally far apart, that span `low` to
-    `high`.
-    """
-    if high - low <= 1e-4 * max(abs(high), abs(low)):
-        # Six digits would not distinguish such numbers: put them in the middle.
-        low -= abs(low) / 2
-        high += abs(high) / 2
-
-    power = 10.0 ** np.floor(np.log10((high - low) / 5))
-    for multiple in (1, 2, 5, 10):
-        step = power * multiple
-        if 5 * step >= (high - low) * (1 - 1e-9):
-            break
-
-    first = np.floor(low / step + 1e-9)
-    last = np.ceil(high / step - 1e-9)
-    return [float(f"{step * i:.6g}") for i in np.arange(first, last + 1)]
+def _high(numbers: npt.NDArray[np.float64], smallest_range: float) -> float:
+    """Return the largest of the numbers that are no outliers."""
+    low = float(numbers.min())
+    maximum = float(numbers.max())
+    high = float(np.quantile(numbers, 0.99))
+    if high - low < smallest_range or maximum - low <= OUTLIER_RANGE * (high - low):
+        return maximum
+    return high
 
 
-def _labels(low: float, high: float) -> list[tuple[float, str]]:
-    """Return the labels of an axis from `low` to `high`: fraction of its length, and
-    text.
-    """
-    ticks = [tick for tick in _ticks(low, high) if low <= tick <= high] or [low]
-    return [((tick - low) / (high - low), _short(tick)) for tick in ticks]
-
-
-def _figure(
-    *,
+def pair_histogram(
     title: str,
+    x: npt.NDArray[np.integer[Any]],
+    y: npt.NDArray[np.integer[Any]],
+    *,
+    x_title: str,
+    y_title: str,
+    counted: str,
     note: str,
-    x_labels: Iterable[tuple[float, str]],
-    y_labels: Iterable[tuple[float, str]],
-    shapes: Iterable[str],
 ) -> str:
-    """Return shapes with axes, a caption above and a note below.
+    """Return a histogram of pairs of integers, with a line where both are equal.
+
+    Both axes have the same range. Outliers are in the last column and row.
 
     Args:
-        title, note: texts.
-        x_labels, y_labels: fraction of the axis, and text; see :func:`_labels`.
-        shapes: SVG elements.
+        title: the caption.
+        x, y: `[n]`, at least 0.
+        x_title, y_title: the quantities, with their units.
+        counted: the name of the pairs, for the legend.
+        note: a text below the drawing.
     """
-    axes = []
-    for fraction, text in y_labels:
-        _, y = _to_drawing(0, fraction)
-        axes.append(
-            f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y}" y2="{y}"/>'
+    area = Area(height=400, bottom=64)
+    both = np.concatenate([x, y]).astype(np.float64)
+    high = max(_high(both, smallest_range=1), 1.0)
+    width = float(np.ceil((high + 1) / MAX_CELLS))
+    num_cells = int(high // width) + 1
+    columns = np.minimum(x // width, num_cells - 1).astype(np.int64)
+    rows = np.minimum(y // width, num_cells - 1).astype(np.int64)
+    counts = np.bincount(rows * num_cells + columns, minlength=num_cells**2)
+    largest = int(counts.max())
+
+    shapes = []
+    for cell in np.flatnonzero(counts).tolist():
+        row, column = divmod(cell, num_cells)
+        count = int(counts[cell])
+        left, base = area.point(column / num_cells, row / num_cells)
+        right, upper = area.point((column + 1) / num_cells, (row + 1) / num_cells)
+        text = (
+            f"{short(column * width)} to {short((column + 1) * width)}, "
+            f"{short(row * width)} to {short((row + 1) * width)}: {count:,}"
         )
-        axes.append(
-            f'<text x="{LEFT - 8}" y="{y + 4}" text-anchor="end">{as_html(text)}</text>'
+        shapes.append(
+            f'<rect class="bar" fill-opacity="{_opacity(count, largest):.2f}" '
+            f'x="{left:.1f}" y="{upper:.1f}" width="{right - left - 0.6:.1f}" '
+            f'height="{base - upper - 0.6:.1f}"><title>{as_html(text)}</title></rect>'
         )
-    for fraction, text in x_labels:
-        x, y = _to_drawing(fraction, 0)
-        axes.append(
-            f'<text x="{x}" y="{y + 20}" text-anchor="middle">{as_html(text)}</text>'
-        )
-    return (
-        f"<figure><figcaption>{as_html(title)}</figcaption>"
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{as_html(title)}">'
-        f"{''.join(axes)}{''.join(shapes)}</svg>"
-        f'<p class="soft">{as_html(note)}</p></figure>'
+
+    start_x, start_y = area.point(0, 0)
+    end_x, end_y = area.point(1, 1)
+    shapes.append(
+        f'<line class="equal" x1="{start_x}" y1="{start_y}" x2="{end_x}" y2="{end_y}"/>'
+    )
+    shapes += _colour_legend(area, counted, largest)
+
+    if both.max() > high:
+        last_start = short((num_cells - 1) * width)
+        note += f"; the last column and row hold all from {last_start} on"
+    axis_labels = labels(0, num_cells * width)
+    return figure(
+        area,
+        title=title,
+        note=note,
+        x_title=x_title,
+        y_title=y_title,
+        x_labels=axis_labels,
+        y_labels=axis_labels,
+        shapes=shapes,
     )
 
 
-def _to_drawing(x: float, y: float) -> tuple[float, float]:
-    """Map a point of the unit square, with y upwards, to coordinates of the drawing."""
-    return (
-        LEFT + x * (WIDTH - LEFT - RIGHT),
-        HEIGHT - BOTTOM - y * (HEIGHT - TOP - BOTTOM),
-    )
+def _opacity(count: float, largest: int) -> float:
+    return 0.15 + 0.85 * float(np.log1p(count) / np.log1p(largest))
 
 
-def _short(value: float) -> str:
-    """Format a number for an axis: `1.5M`, `12k`, `3,000`, `0.25`."""
-    if abs(value) >= 1e9:
-        return f"{value / 1e9:.3g}G"
-    if abs(value) >= 1e6:
-        return f"{value / 1e6:.3g}M"
-    if abs(value) >= 1e4:
-        return f"{value / 1e3:.3g}k"
-    if value == int(value) or abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.3g}"
+def _colour_legend(area: Area, counted: str, largest: int) -> list[str]:
+    """Return squares of the colours, with the counts that they stand for."""
+    counts = np.unique(np.geomspace(1, largest, COLOURS).round()).astype(np.int64)
+    y = area.height - 16
+    elements = [svg_text(counted, 0, y + 10, anchor="start")]
+    x = 12.0 + 7 * len(counted)
+    for count in counts.tolist():
+        elements.append(
+            f'<rect class="bar" fill-opacity="{_opacity(count, largest):.2f}" '
+            f'x="{x:.1f}" y="{y}" width="12" height="12"/>'
+        )
+        text = short(count)
+        elements.append(svg_text(text, x + 16, y + 10, anchor="start"))
+        x += 28 + 7 * len(text)
+    return elements

@@ -459,7 +459,7 @@ byId("stop").addEventListener("click", stop);
 const responses = about.sides.length ? about.sides.map((side) => [side, `${side}, supervised`]) : [["response", "response, supervised"]];
 const shared = about.layout === "shared_prefix";
 const roles = [["prompt", "prompt"], ...responses, ["unsupervised", "in a response, not supervised"]];
-if (shared) roles.push(["prompt shared", "stored once, shared with later sequences"]);
+if (shared) roles.splice(1, 0, ["prompt shared", "stored once, shared with later sequences"]);
 for (const [role, name] of roles) byId("legend").append(make("li", {}, make("i", { class: role }), name));
 for (const side of about.sides) byId("side").append(make("option", { value: side }, side));
 for (const name of about.columns) byId("column").append(make("option", { value: name }, name));

@@ -120,7 +120,8 @@ def test_titles_and_tables_of_pages_are_text(hostile: Dataset, tmp_path: Path) -
 
 @pytest.mark.parametrize(("low", "high"), [(-300.0, -100.0), (100.0, 300.0)])
 def test_an_axis_begins_and_ends_beside_its_values(low: float, high: float) -> None:
-    drawing = histogram("rewards", np.linspace(low, high, 101))
+    numbers = np.linspace(low, high, 101)
+    drawing = histogram("rewards", numbers, x_title="reward", y_title="sequences")
     labels = {float(text) for text in re.findall(r"middle\">(-?[0-9]+)<", drawing)}
     assert (min(labels), max(labels)) == (low, high)
 
