@@ -16,6 +16,7 @@ from typing import Any
 from packstore.config import PackConfig
 from packstore.errors import ConfigError, DropRateError, InputError, sentence
 from packstore.etl.dedup_and_split import DUPLICATES, OTHER_SPLIT
+from packstore.etl.events import PROBLEMS, meaning_of
 from packstore.etl.provenance import provenance_of
 from packstore.etl.rejects import RejectsFile
 from packstore.etl.repeated_files import find_repeated_files
@@ -33,37 +34,6 @@ REQUESTED_DROPS = (
 )
 """Reasons to drop that a setting requests, or that a public set has many of; they do
 not count against `max_drop_rate`.
-"""
-
-PROBLEMS = {
-    "double_bos": "a sequence begins with BOS twice",
-    "no_bos": "the tokenizer begins texts with BOS, a sequence does not",
-    "no_eos": "a response does not end with EOS, so the model is not taught to stop",
-    "marker_no_token": (
-        "a marker of the chat template is no token, but split into several: add it to "
-        "the tokenizer as a special token, or take the model's own chat template"
-    ),
-    "foreign_template": (
-        "text holds control strings of another model's chat template; they are "
-        "learned as plain letters"
-    ),
-    "text_unrendered": (
-        "the chat template leaves out words of a message, beside its reasoning"
-    ),
-    "reward_reversed": "the rejected side has the higher reward",
-    "reward_rounded": "rewards that differ are one number as float32",
-    "reward_default": "no rewards, while other records have some: 1 and 0 are taken",
-    "mixed_forms": (
-        "plain text, while other records are chats; as_chat (--as-chat) makes them "
-        "chats"
-    ),
-    "raw_text": (
-        "plain text, though there is a chat template; as_chat (--as-chat) renders it "
-        "as a chat, as_chat=False (--no-as-chat) says that it is right"
-    ),
-}
-"""Findings that harm training: `pack` and `append` log them as warnings, and lint
-reports them as problems.
 """
 
 log = logging.getLogger("packstore")
@@ -363,11 +333,10 @@ def _log_drops(tally: Tally) -> None:
 
 def _log_events(tally: Tally) -> None:
     for event, count in tally.events.items():
-        if event in PROBLEMS:
-            meaning = PROBLEMS[event]
-            log.warning("noted in %s records: %s (%s)", f"{count:,}", event, meaning)
-        else:
-            log.info("noted in %s records: %s", f"{count:,}", event)
+        level = logging.WARNING if event in PROBLEMS else logging.INFO
+        meaning = meaning_of(event)
+        explanation = f" ({meaning})" if meaning else ""
+        log.log(level, "noted in %s records: %s%s", f"{count:,}", event, explanation)
 
 
 def _log_later_columns(tally: Tally, announced: Collection[str]) -> None:

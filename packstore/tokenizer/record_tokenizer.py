@@ -22,7 +22,7 @@ import numpy as np
 
 from packstore.config import RunConfig, SelectConfig, TokenizeConfig
 from packstore.config.remedies import current_door, spell
-from packstore.errors import TokenizerError, sentence
+from packstore.errors import TokenizerError, quote, sentence
 from packstore.format.arrays import (
     Column,
     Examples,
@@ -45,6 +45,7 @@ from packstore.tokenizer.records.parsed import (
     prompt_key,
 )
 from packstore.tokenizer.records.read import (
+    OtherKind,
     ReadRecord,
     RecordReader,
     columns_of,
@@ -58,7 +59,11 @@ from packstore.tokenizer.records.sequences import (
     id_sequences,
 )
 from packstore.tokenizer.records.token_values import check_numbers, find_value
-from packstore.tokenizer.records.unread import UnreadRules, count_unread
+from packstore.tokenizer.records.unread import (
+    UnreadRules,
+    count_unread,
+    judgements_to_ignore,
+)
 from packstore.tokenizer.refusals import Refused, Stop
 from packstore.tokenizer.render import is_rendered_prompt, render_record
 from packstore.tokenizer.tally import Tally
@@ -199,7 +204,7 @@ class RecordTokenizer:
         record.value = value
         if self.carry:
             check_carried(value, self.carry)
-        record.read = self._reader.read(value)
+        record.read = self._read_columns(value)
         parsed = parse(
             record.read.reading,
             self.config,
@@ -211,6 +216,28 @@ class RecordTokenizer:
         if record.has_unread_columns:
             self._rules.check(value, record.read, parsed)
         record.parsed = check_responses(parsed, self.config)
+
+    def _read_columns(self, value: dict[str, Any]) -> ReadRecord:
+        """Return the reading of a record without ignored columns."""
+        try:
+            return self._reader.read(value)
+        except OtherKind as refusal:
+            if self.kind == "sft" and self._adapter is None:
+                self._advise_to_ignore(refusal, value)
+            raise
+
+    def _advise_to_ignore(self, refusal: OtherKind, value: dict[str, Any]) -> None:
+        """Add the way out for answers that only columns of judgements keep from being
+        learned: to ignore these.
+        """
+        names = judgements_to_ignore(value, self.config, self.carry)
+        if not names:
+            return
+        refusal.detail += f", because of {', '.join(quote(name, 40) for name in names)}"
+        refusal.remedy = (
+            "Pack such records apart, or learn all answers, good and bad ({})"
+        )
+        refusal.settings = ({"ignore": names},)
 
     def _token_values(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return the values of the fields that the setting `token_values` names."""

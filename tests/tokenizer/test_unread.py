@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import random
 import re
 import shlex
@@ -40,6 +41,7 @@ from packstore.tokenizer.records import (
     fold,
     names_of,
 )
+from tests.tokenizer.conftest import TEMPLATE
 
 Q = {"role": "user", "content": "Q"}
 A = {"role": "assistant", "content": "x"}
@@ -739,8 +741,6 @@ def test_what_the_remedy_ignores_does_not_stop(base, extra, door):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory, byte_level):
     """A folder with a tokenizer that has a chat template, for the command line."""
-    from tests.tokenizer.conftest import TEMPLATE
-
     folder = tmp_path_factory.mktemp("remedies")
     byte_level(template=TEMPLATE).library.save(str(folder / "tokenizer.json"))
     (folder / "template.jinja").write_text(TEMPLATE, encoding="utf-8")
@@ -807,6 +807,61 @@ def test_the_remedies_of_siblings_work_in_the_shell(pack_file):
     assert "chosen=" not in unknown
     advice = re.findall(r"\((--field first.*?)\)(?=[,;. ]|$)", unknown)[0]
     assert pack_file({**TWO, "overall": 2}, shlex.split(advice)) is None
+
+
+JUDGED: list[dict[str, Any]] = [
+    {"prompt": "Q", "response": "x", "is_safe": True, "reviewer": {"rating": 4}},
+    {"question": "Q", "completion": "x", "label": False, "verdict": "bad"},
+    {"prompt": "Q", "response": "x", "helpfulness": 3, "coherence": 1},
+    {
+        "task_id": 0,
+        "reward": 0.0,
+        "traj": [Q, A],
+        "info": {"reward_info": {"reward": 0}},
+    },
+]
+"""Single answers with judgements, of several forms."""
+
+
+@pytest.mark.parametrize("record", JUDGED)
+def test_one_error_names_all_judgements_that_sft_must_ignore(record, pack_file):
+    """Followed to the letter, nothing else stops the job."""
+    error = pack_file(record, ["--kind", "sft"])
+    assert error is not None
+    (ignores,) = re.findall(r"\((--ignore .*?)\)", error)
+    assert pack_file(record, ["--kind", "sft", *shlex.split(ignores)]) is None
+
+
+@pytest.mark.parametrize("record", [*JUDGED, {**TEXT, "score": 1, "opinion": "bad"}])
+def test_a_scored_job_says_how_to_learn_all_answers(
+    record, pack, byte_level, pack_file, caplog
+):
+    """It could not be trained with loss sft, and that is seen only later."""
+    caplog.set_level(logging.INFO, logger="packstore")
+    pack(byte_level(template=TEMPLATE), record, kind="auto")
+    (ignores,) = re.findall(r"(ignore=\[.*?\])", caplog.text)
+    flags = spell("shell", eval(f"dict({ignores})"))
+    assert pack_file(record, ["--kind", "sft", *shlex.split(flags)]) is None
+
+
+def test_scores_of_several_answers_are_not_to_be_ignored(pack, byte_level, caplog):
+    caplog.set_level(logging.INFO, logger="packstore")
+    pack(byte_level(), RECORDS["scored"][1], kind="auto")
+    assert "ignore=" not in caplog.text
+
+
+@pytest.mark.parametrize("role", ["messages", "response"])
+def test_an_answer_under_an_unknown_name_can_be_mapped_in_each_way(role, pack_file):
+    """A whole dialogue needs no response, and a response no messages."""
+    answer = [Q, A] if role == "messages" else "x"
+    record = {"prompt": "Q", "said": answer} if role == "response" else {"said": answer}
+    error = pack_file(record, ["--kind", "sft"])
+    assert error is not None
+    assert "said" in error
+    ways = re.findall(r"(--field [^,)]*)", error)
+    (way,) = [way for way in ways if role in way]
+    flags = shlex.split(way.replace("NAME", "said"))
+    assert pack_file(record, ["--kind", "sft", *flags]) is None
 
 
 def test_the_remedies_in_python_work(pack, byte_level):

@@ -14,13 +14,14 @@ from functools import cached_property
 
 import numpy as np
 
-from packstore.config import REASONS, PackConfig
+from packstore.config import PackConfig
 from packstore.errors import ConfigError, PackstoreError, quote
 from packstore.etl.dedup_and_split import Seen, pair_keys
+from packstore.etl.events import PROBLEMS, meaning_of
 from packstore.etl.reports.place import Finding
 from packstore.etl.sources import ExampleReader, RecordExampleReader
 from packstore.etl.tokenize import TokenizedBlock
-from packstore.etl.totals import PROBLEMS, absent_fields
+from packstore.etl.totals import absent_fields
 from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples
 from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
@@ -28,41 +29,6 @@ from packstore.tokenizer.dialogue.template import Message, limited
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tally import Tally
-
-_REMARKS = {
-    "unknown_tokens": "text that the vocabulary cannot spell",
-    "generation_prompt_always": (
-        "the chat template writes the generation prompt even where it is not asked "
-        "for; behind the last turn it is stored, and not supervised"
-    ),
-    "rendered_text": (
-        "text that begins with a control string of the chat template, or whose "
-        "answers end with EOS: taken as rendered, with its control strings as control "
-        "ids"
-    ),
-    "empty_thinking": (
-        "a turn begins with an empty thinking block, which is not supervised"
-    ),
-    "tags_once": (
-        "a message stood in the tags that the chat template writes around its role, "
-        "as in <tool_response>: they are written once"
-    ),
-    "arguments_quoted": (
-        "arguments of tool calls that are JSON text, quoted by the chat template"
-    ),
-    "reasoning_unrendered": "the chat template leaves out the reasoning of a turn",
-    "empty_prompt": (
-        "the prompt, or every question, is empty, or only white space or a dash"
-    ),
-    "glued_prompt": "no white space separates the prompt from its answer",
-    "duplicate_prompts": (
-        "the prompt of an earlier record again (dedup=prompt leaves it out)"
-    ),
-    "duplicate_records": (
-        "an earlier record again, rewards apart (dedup=pair leaves it out)"
-    ),
-}
-"""Findings that may be fine, and need an explanation."""
 
 _SENTENCE_ENDS = frozenset(".,;:!?\"'’”)…")
 """Characters at the end of sentences, besides letters and digits.
@@ -125,7 +91,7 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
         yield Finding(
             check,
             level="problem",
-            text=_meaning_of(check),
+            text=meaning_of(check),
             records=count,
             examples=tuple(places[check]),
         )
@@ -133,7 +99,7 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
         yield Finding(
             check,
             level="remark",
-            text=_meaning_of(check),
+            text=meaning_of(check),
             records=count,
             examples=tuple(places[check]),
         )
@@ -141,22 +107,6 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
     for name in sorted(tally.unused):
         check = f"field_not_used: {name}"
         yield Finding(check, "remark", records=tally.unused[name])
-
-
-def _meaning_of(check: str) -> str:
-    """Return an explanation of a check, with the setting that decides, if there is one.
-
-    It is empty for a check that needs no explanation.
-    """
-    if check in PROBLEMS:
-        return PROBLEMS[check]
-    if check in _REMARKS:
-        return _REMARKS[check]
-    if check in REASONS:
-        reason = REASONS[check]
-        values = "|".join(reason.answers)
-        return f"{reason.rule} (--on {check}={values})"
-    return ""
 
 
 def _flag_tokens(examples: Examples, tokenizer: Tokenizer) -> dict[str, Bool]:

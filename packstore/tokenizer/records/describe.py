@@ -10,10 +10,15 @@ from packstore.config.remedies import current_door, spell
 from packstore.errors import RecordError, quote, sentence
 from packstore.tokenizer.dialogue.messages import is_empty
 from packstore.tokenizer.records.adapters import Adapter
+from packstore.tokenizer.records.carry import parse_carry
 from packstore.tokenizer.records.forms import load
 from packstore.tokenizer.records.read import ReadRecord, kind_of_record, without_columns
 from packstore.tokenizer.records.reading import Answers
-from packstore.tokenizer.records.unread import first_values, sibling_remedy
+from packstore.tokenizer.records.unread import (
+    first_values,
+    judgements_to_ignore,
+    sibling_remedy,
+)
 from packstore.tokenizer.refusals import ADAPTER, Refused
 
 
@@ -46,13 +51,7 @@ def describe(
         title = f"by packstore's own field names ({kind})"
         fields = _describe_own_fields(read.columns)
     lines = [f"reading records {title}", f"  fields: {', '.join(fields)}"]
-    is_judged_by_own_names = isinstance(read.reading, Answers) and not read.source
-    if is_judged_by_own_names and "score" in read.columns:
-        score = read.columns["score"]
-        ignores = spell(current_door(), {"ignore": [score]})
-        lines.append(
-            f"  {score} judges each answer; to learn all answers instead: {ignores}"
-        )
+    lines += _describe_judgement(read, record, adapter, config)
     for column, name in values.items():
         lines.append(f"  values of tokens: {column} <- {name}")
     remaining = without_columns(record, (*config.ignore, *values.values()))
@@ -64,9 +63,32 @@ def describe(
         if is_absent:
             line += " (the first record has none)"
         lines.append(line)
-    lines.append("  a later record that cannot be read so stops the job")
+    lines.append("  the job stops at a record without these fields")
     # A name or a value may hold a surrogate, which no file or terminal accepts.
     return [line.encode(errors="backslashreplace").decode() for line in lines]
+
+
+def _describe_judgement(
+    read: ReadRecord,
+    record: dict[str, Any],
+    adapter: Adapter | None,
+    config: TokenizeConfig,
+) -> list[str]:
+    """Return a line on what judges a single answer, and how to learn all answers
+    instead; no line for other records.
+    """
+    if not isinstance(read.reading, Answers) or adapter is not None:
+        return []
+    remaining = without_columns(record, config.ignore)
+    names = judgements_to_ignore(remaining, config, parse_carry(config))
+    if not names:
+        return []
+    ignores = spell(current_door(), {"ignore": names})
+    shown_names = ", ".join(quote(name, 40) for name in names)
+    return [
+        f"  {shown_names}: judges each answer, for losses such as kto; to learn all "
+        f"answers with loss sft, pack with {ignores}"
+    ]
 
 
 def _describe_own_fields(columns: Mapping[str, str]) -> list[str]:

@@ -236,8 +236,8 @@ class OwnReader:
         if self._kind == "preference":
             return self._read_pair(record, fields)
         if self._kind == "scored":
-            return self._read_answers(fields)
-        return self._read_chat(fields)
+            return self._read_answers(record, fields)
+        return self._read_chat(record, fields)
 
     def _read_pair(
         self, record: Mapping[str, Any], fields: OwnFields
@@ -255,7 +255,7 @@ class OwnReader:
             rejected = _rejected_dialogue(chosen, fields.get("rejected_messages"))
             roles = ["prompt", "messages", "rejected_messages"]
         else:
-            raise self._missing_fields(fields, "chosen", "rejected", record=record)
+            raise self._missing_fields(record, fields, ("chosen", "rejected"))
         pair = Pair(
             prompt,
             chosen,
@@ -358,12 +358,14 @@ class OwnReader:
         names_of_sides = side_names(mapped["first"], mapped["second"])
         return [side for side, names in names_of_sides.items() if folded in names]
 
-    def _read_answers(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
+    def _read_answers(
+        self, record: Mapping[str, Any], fields: OwnFields
+    ) -> tuple[Reading, dict[str, str]]:
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
         common = {role: fields.get(role) for role in roles}
         if fields.has("responses"):
             if not fields.has("scores"):
-                raise self._missing_fields(fields, "scores")
+                raise self._missing_fields(record, fields, ("scores",))
             answers = Answers(
                 responses=fields.get("responses"),
                 scores=fields.get("scores"),
@@ -374,7 +376,7 @@ class OwnReader:
             return answers, _of_roles(fields.columns, roles)
 
         if not fields.has("score"):
-            raise self._missing_fields(fields, "score")
+            raise self._missing_fields(record, fields, ("score",))
         score = score_of(fields.get("score"), fields.columns["score"])
         for role in ("response", "messages"):
             if fields.has(role):
@@ -382,60 +384,72 @@ class OwnReader:
                     responses=[fields.get(role)], scores=[score], **common
                 )
                 return answers, _of_roles(fields.columns, [*roles, role, "score"])
-        raise self._missing_fields(fields, "response")
+        raise self._missing_fields(
+            record, fields, ("messages",), ("prompt", "response")
+        )
 
-    def _read_chat(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
+    def _read_chat(
+        self, record: Mapping[str, Any], fields: OwnFields
+    ) -> tuple[Reading, dict[str, str]]:
         if fields.has("input_ids"):
-            return self._read_ids(fields)
+            return self._read_ids(record, fields)
 
         roles = ["prompt", "system", "tools", "chat_template_kwargs"]
         common = {role: fields.get(role) for role in roles}
         if fields.has("response"):
             if not fields.has("prompt"):
-                raise self._missing_fields(fields, "prompt")
+                raise self._missing_fields(record, fields, ("prompt",))
             chat = Chat(response=fields.get("response"), **common)
             return chat, _of_roles(fields.columns, [*roles, "response"])
         if fields.has("messages"):
             chat = Chat(messages=fields.get("messages"), **common)
             return chat, _of_roles(fields.columns, [*roles, "messages"])
-        raise self._missing_fields(fields, "messages", "response")
+        raise self._missing_fields(
+            record, fields, ("messages",), ("prompt", "response")
+        )
 
-    def _read_ids(self, fields: OwnFields) -> tuple[Reading, dict[str, str]]:
+    def _read_ids(
+        self, record: Mapping[str, Any], fields: OwnFields
+    ) -> tuple[Reading, dict[str, str]]:
         """Return a sequence of token ids with its labels, or else with its mask."""
         for role in ("labels", "mask"):
             if fields.get(role) is not None:
                 supervision = {role: fields.get(role)}
                 chat = Chat(input_ids=fields.get("input_ids"), **supervision)
                 return chat, _of_roles(fields.columns, ["input_ids", role])
-        raise self._missing_fields(fields, "labels")
+        raise self._missing_fields(record, fields, ("labels",), ("mask",))
 
     def _missing_fields(
         self,
+        record: Mapping[str, Any],
         fields: OwnFields,
-        *roles: str,
-        record: Mapping[str, Any] | None = None,
+        *choices: tuple[str, ...],
     ) -> Refused:
-        """Return the refusal of a record that needs some roles, and lacks one or more.
+        """Return the refusal of a record that lacks roles of its kind.
 
         Args:
-            fields: fields of the record.
-            roles: the roles that it needs.
-            record: if given, the refusal names the part of a mapped path that it lacks.
+            record: the record.
+            fields: its fields by role.
+            choices: sets of roles; a record of this kind needs those of one set.
         """
-        absent = [role for role in roles if not fields.has(role)]
-        for role in absent:
-            if role in self._names.mapped and record is not None:
-                return Refused("missing_field", self._names.missing_part(record, role))
-        columns = (
-            ", ".join(repr(name) for name in fields.columns.values())
-            or "none of its names"
+        missing_roles = [
+            [role for role in roles if not fields.has(role)] for roles in choices
+        ]
+        for roles in missing_roles:
+            for role in roles:
+                if role in self._names.mapped:
+                    return Refused(
+                        "missing_field", self._names.missing_part(record, role)
+                    )
+
+        needs = ", or ".join(" and ".join(roles) for roles in missing_roles)
+        columns = ", ".join(quote(name, 40) for name in record) or "none"
+        detail = f"a record of kind {self._kind} needs {needs}, found fields {columns}"
+        settings = [{"fields": dict.fromkeys(roles, "NAME")} for roles in missing_roles]
+        places = ", or ".join(["{}"] * len(settings))
+        return Refused(
+            "missing_field", detail, f"Say which field holds them ({places})", *settings
         )
-        detail = (
-            f"a record of kind {self._kind} needs {' and '.join(absent)}, found "
-            f"{columns}"
-        )
-        settings = {"fields": dict.fromkeys(absent, "NAME")}
-        return Refused("missing_field", detail, "Name the field ({})", settings)
 
 
 def _of_roles(columns: Mapping[str, str], roles: Collection[str]) -> dict[str, str]:

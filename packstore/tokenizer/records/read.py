@@ -89,6 +89,10 @@ class ReadRecord:
         return KIND_OF[type(self.reading)]
 
 
+class OtherKind(Stop):
+    """A record is of another kind than the job."""
+
+
 def columns_of(places: Iterable[str]) -> set[str]:
     """Return the names of the columns that names or paths lead to.
 
@@ -197,7 +201,7 @@ class RecordReader:
             return match.structure.kind
         return own_kind(self._names.find(record))
 
-    def _other_kind(self, kind: str) -> Stop:
+    def _other_kind(self, kind: str) -> OtherKind:
         """Return the refusal of a record of another kind than the job's."""
         rule = f"records of one dataset must be of one kind, here {self._kind}"
         detail = f"a record of kind {kind}"
@@ -207,7 +211,7 @@ class RecordReader:
             "Pack such records apart, or name all fields of such a record yourself ({})"
         )
         fields = dict.fromkeys(ROLES_OF_KINDS.get(self._kind, ()), "NAME")
-        return Stop(rule, detail, remedy, {"kind": self._kind, "fields": fields})
+        return OtherKind(rule, detail, remedy, {"kind": self._kind, "fields": fields})
 
     def _match(self, record: dict[str, Any]) -> Match | None:
         """Return the form of a record, or None for own names."""

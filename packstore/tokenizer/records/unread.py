@@ -45,7 +45,11 @@ from packstore.tokenizer.records.judgements import (
 from packstore.tokenizer.records.own import score_of
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.records.paths import EACH, Path, is_path, parse_path
-from packstore.tokenizer.records.read import ReadRecord
+from packstore.tokenizer.records.read import (
+    ReadRecord,
+    RecordReader,
+    without_columns,
+)
 from packstore.tokenizer.records.sequences import unwrapped
 from packstore.tokenizer.records.siblings import (
     Siblings,
@@ -230,16 +234,37 @@ class UnreadRules:
         columns = self._columns_of(record, read)
         if not columns:
             return
+        findings = self._find(record, columns)
+        if self._siblings is not None:
+            self._check_siblings(self._siblings, record, columns)
+        if findings:
+            self._refuse(findings, record, read, parsed)
+
+    def judging_columns(self, record: Mapping[str, Any]) -> list[str]:
+        """Return the columns, or paths inside them, that judge a single answer, as the
+        setting ``ignore`` takes them.
+
+        Args:
+            record: its columns, without those that are ignored.
+        """
+        columns = list(self._compute_columns(record, frozenset()))
+        findings = self._find(record, columns)
+        judgements = [finding for finding in findings if finding.rule in JUDGING]
+        bare_names = {write_path((name,)): name for name in record}
+        paths = [finding.path for finding in _summarized(judgements, record)]
+        return [bare_names.get(path, path) for path in paths]
+
+    def _find(
+        self, record: Mapping[str, Any], columns: Iterable[Column]
+    ) -> list[Finding]:
+        """Return the findings in some columns of a record."""
         findings: list[Finding] = []
         for column in columns:
             value = record[column.name]
             if column.rule is not None or may_matter(value, self._are_single):
                 search = _Search(column, self._are_single, findings)
                 search.look(value, column.path, column.rule)
-        if self._siblings is not None:
-            self._check_siblings(self._siblings, record, columns)
-        if findings:
-            self._refuse(findings, record, read, parsed)
+        return findings
 
     def _columns_of(self, record: Mapping[str, Any], read: ReadRecord) -> list[Column]:
         """Return the columns that are not read, or only in part; computed once for all
@@ -417,6 +442,26 @@ class UnreadRules:
             f"({self._spell_ignored(record, paths)})"
         )
         raise Refused("unread_field", detail, remedy)
+
+
+def judgements_to_ignore(
+    record: dict[str, Any], config: TokenizeConfig, carried: Collection[str]
+) -> list[str]:
+    """Return the columns, and paths inside them, that judge the answer of a record, if
+    the answer can be learned once they are ignored (kind ``sft``); else an empty list.
+
+    Args:
+        record: its columns, without those that are ignored.
+        config: of the job, of any kind.
+        carried: names of columns that are carried.
+    """
+    rules = UnreadRules(config, "sft", carried=carried, has_adapter=False)
+    names = rules.judging_columns(record)
+    try:
+        RecordReader(config, "sft").read(without_columns(record, names))
+    except Refused:
+        return []
+    return names
 
 
 EACH_MARK = "[]"

@@ -219,15 +219,20 @@ class PreferenceLoss(StepLoss):
             and has_single_answers
             and not takes_single_answers
         ):
+            rule = "an example must have several responses to compare"
+            remedy = "Use kto or bco, or pack the responses to a prompt in one record"
+            if not self.rows.needs_judged_responses:
+                rule = "an example must be an answer to learn"
+                remedy = (
+                    "Pack again without the scores, so that all answers are learned "
+                    "(--ignore COLUMN), or use kto or bco"
+                )
             raise CompatibilityError(
                 sentence(
                     where=where,
-                    rule="an example must have several responses",
-                    found="single answers, good or bad",
-                    remedy=(
-                        "Use kto or bco, or pack the responses to a prompt in one "
-                        "record"
-                    ),
+                    rule=rule,
+                    found="kind 'scored': single answers, good and bad",
+                    remedy=remedy,
                 )
             )
 

@@ -13,7 +13,7 @@ from packstore.tokenizer.records.forms.helpers import (
     to_score,
 )
 from packstore.tokenizer.records.forms.verdicts import HELPSTEER2_TURN
-from packstore.tokenizer.records.reading import Answers
+from packstore.tokenizer.records.reading import Answers, Chat
 from packstore.tokenizer.records.types import (
     anything,
     chat,
@@ -398,9 +398,19 @@ def kto_mix(fields: Fields) -> Answers:
     turns={"function_call": None},
     source="https://github.com/sierra-research/tau-bench/blob/main/tau_bench/types.py",
 )
-def tau_bench(fields: Fields) -> Answers:
-    """A dialogue of an agent with a user and tools, and its reward; all its answers are
-    learned.
+@form(
+    "sft",
+    {"task_id": number, "traj": chat},
+    without=("reward",),
+    leaves=("trial", "info.task"),  # `info.reward_info` judges the dialogue, too
+    turns={"function_call": None},
+    source="https://github.com/sierra-research/tau-bench/blob/main/tau_bench/types.py",
+)
+def tau_bench(fields: Fields) -> Answers | Chat:
+    """A dialogue of an agent with a user and tools, and its reward, unless that is
+    ignored; all its answers are learned.
     """
+    if "reward" not in fields:
+        return Chat(messages=fields["traj"])
     prompt, response = split_at_first_answer(fields["traj"])
     return Answers(prompt, [response], [fields["reward"]])
