@@ -460,15 +460,18 @@ class RecordExampleReader:
         if first is None:
             return
         config = self._config
-        lines = describe(first.read, first.value, self.kind, self._adapter, config)
+        lines = describe(
+            first.read, first.value, self.kind, self._adapter, config, self.carry
+        )
         log.info("%s", "\n".join(lines), extra={"lines": lines})
 
     @property
     def announced_columns(self) -> frozenset[str]:
-        """Columns of the first record, which :meth:`announce` names."""
-        if self._first_record is None:
-            return frozenset()
-        return frozenset(self._first_record.value)
+        """Columns that :meth:`announce` names: carried ones, and the first record's."""
+        columns = frozenset(self.carry)
+        if self._first_record is not None:
+            columns |= frozenset(self._first_record.value)
+        return columns
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -154,3 +154,21 @@ def test_the_forms_of_the_records_are_named(tokenizer: Path) -> None:
     ]
     found = doctor(records, tokenizer, chat_template="plain")
     assert found.forms == {"alpaca": 2, "none": 1}
+
+
+def test_a_carried_column_is_not_reported_as_unread(
+    tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither before the work nor after it, nor by a dry run."""
+    records = [PAIR, {**PAIR, "source": "web", "note": "n"}] * 2
+    checks = findings(records, tokenizer, carry=["source"])
+    assert "field_not_used: note" in checks
+    assert "field_not_used: source" not in checks
+
+    caplog.set_level("INFO", "packstore")
+    for name, inputs in {"later": records, "first": records[1:]}.items():
+        caplog.clear()
+        packstore.pack(inputs, tmp_path / name, tokenizer, carry=["source"])
+        lines = [line for line in caplog.text.splitlines() if "not read" in line]
+        assert any("note" in line for line in lines), name
+        assert not any("source" in line for line in lines), name

@@ -26,6 +26,7 @@ from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples
 from packstore.io.inputs.formats import place_of
 from packstore.tokenizer import Tokenizer
 from packstore.tokenizer.dialogue.template import Message, limited
+from packstore.tokenizer.records.carry import parse_carry
 from packstore.tokenizer.records.parsed import Parsed
 from packstore.tokenizer.refusals import Refused
 from packstore.tokenizer.tally import Tally
@@ -104,7 +105,7 @@ def find_in_tally(tally: Tally, config: PackConfig) -> Iterator[Finding]:
             examples=tuple(places[check]),
         )
 
-    for name in sorted(tally.unused):
+    for name in sorted(tally.unused.keys() - set(parse_carry(config))):
         check = f"field_not_used: {name}"
         yield Finding(check, "remark", records=tally.unused[name])
 

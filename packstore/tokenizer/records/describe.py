@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from packstore.config import TokenizeConfig
@@ -28,6 +28,7 @@ def describe(
     kind: str,
     adapter: Adapter | None,
     config: TokenizeConfig,
+    carry: Container[str],
 ) -> list[str]:
     """Return lines on how the first record is read, and on columns that are not read.
 
@@ -38,6 +39,7 @@ def describe(
         kind: of the dataset.
         config: `ignore` has names and paths that count as absent, and `token_values`
             fields that are read apart.
+        carry: names of columns that are copied into the packs.
     """
     values = config.token_values
     if adapter is not None:
@@ -56,7 +58,8 @@ def describe(
         lines.append(f"  values of tokens: {column} <- {name}")
     remaining = without_columns(record, (*config.ignore, *values.values()))
     for name, text in first_values(remaining, unread_columns(read, remaining)).items():
-        lines.append(f"  not read: {name} = {text}")
+        verb = "carried" if name in carry else "not read"
+        lines.append(f"  {verb}: {name} = {text}")
     for name in config.ignore:
         line = f"  ignored: {name}"
         is_absent = without_columns(record, [name]) == record
