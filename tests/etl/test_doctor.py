@@ -160,7 +160,8 @@ def test_a_carried_column_is_not_reported_as_unread(
     tokenizer: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither before the work nor after it, nor by a dry run."""
-    records = [PAIR, {**PAIR, "source": "web", "note": "n"}] * 2
+    carried = {**PAIR, "source": "web"}
+    records = [carried, {**carried, "note": "n"}] * 2
     checks = findings(records, tokenizer, carry=["source"])
     assert "field_not_used: note" in checks
     assert "field_not_used: source" not in checks
