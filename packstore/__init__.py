@@ -51,7 +51,8 @@ __all__ = [
 if TYPE_CHECKING:
     from packstore.config import PackConfig
     from packstore.errors import PackstoreError
-    from packstore.etl.concat import append, concat
+    from packstore.etl.append import append
+    from packstore.etl.concat import concat
     from packstore.etl.pipeline import pack
     from packstore.etl.reports.place import check
     from packstore.etl.reports.records import doctor, estimate
@@ -102,7 +103,7 @@ _LAZY = {
     "PackConfig": "packstore.config",
     "PackstoreError": "packstore.errors",
     "Plan": "packstore.pack.plan",
-    "append": "packstore.etl.concat",
+    "append": "packstore.etl.append",
     "check": "packstore.etl.reports.place",
     "clean": "packstore.io.versions.clean",
     "concat": "packstore.etl.concat",

@@ -23,6 +23,7 @@ from packstore.errors import CONTROL, visible
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
     from packstore.io.manifest.manifest import Records
+    from packstore.io.shards.shard import Totals
 
 UNFOLDED_WIDTH = 1 << 20
 """Width of output that is no terminal: no cell is folded, so that text can be found."""
@@ -133,25 +134,55 @@ def _as_json(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else str(value)
 
 
-def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Print a dataset that a job has committed."""
+def identity_of(dataset: Dataset) -> dict[str, Any]:
+    """Return the first fields of the JSON result of every command that takes or makes a
+    dataset.
+    """
+    return {"url": dataset.url, "version": dataset.version}
+
+
+def print_dataset(
+    args: argparse.Namespace,
+    datasets: Mapping[str | None, Dataset],
+    num_appended: int | None = None,
+) -> None:
+    """Print a dataset that a job has committed.
+
+    Args:
+        args: the command line.
+        datasets: split -> its dataset; None: there are no splits.
+        num_appended: number of records that were appended; None: the job appends none.
+    """
+    dataset = next(iter(datasets.values()))
     m = dataset.manifest
     title = f"{m.kind} dataset {dataset.url}"
     per_pack = m.statistics.examples_per_pack
-    facts: dict[str, object] = {
-        "version": dataset.version,
+    facts: dict[str, object] = {"version": dataset.version}
+    result = identity_of(dataset)
+    if len(datasets) > 1:
+        splits = {str(name): identity_of(split) for name, split in datasets.items()}
+        result["splits"] = splits
+        for name, split in datasets.items():
+            num_records = split.manifest.records.packed
+            facts[f"{name} split"] = (
+                f"{num_records:,} records, version {split.version} of {split.url}"
+            )
+    if num_appended is not None:
+        facts["records appended"] = num_appended
+        result["records_appended"] = num_appended
+
+    facts |= {
         **record_counts(m.records),
         "packs": f"{m.num_packs:,} of {m.pack_size:,} tokens",
         "fill rate": f"{m.fill_rate:.2%}",
         "examples per pack": f"{per_pack.min} to {per_pack.max}, mean "
         f"{per_pack.mean:.2f}",
         "tokens": m.totals.tokens,
+        "saved by sharing": _describe_sharing(m.totals),
         "bytes": m.totals.bytes,
         "shards": len(m.shards),
     }
-    result = {
-        "url": dataset.url,
-        "version": dataset.version,
+    result |= {
         "shards": len(m.shards),
         "kind": m.kind,
         "layout": m.layout,
@@ -162,6 +193,13 @@ def print_dataset(args: argparse.Namespace, dataset: Dataset) -> None:
         "fingerprint": m.fingerprint,
     }
     print_facts(args, title, facts, result)
+
+
+def _describe_sharing(totals: Totals) -> str:
+    """Describe the tokens that are not stored, as sequences share prefixes."""
+    num_saved = totals.logical_tokens - totals.tokens
+    share = num_saved / max(totals.logical_tokens, 1)
+    return f"{num_saved:,} tokens, {share:.1%} of all sequences"
 
 
 def record_counts(records: Records) -> dict[str, int]:

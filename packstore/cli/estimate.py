@@ -20,7 +20,12 @@ from packstore.cli._arguments import (
     source_of,
 )
 from packstore.cli._messages import show_progress
-from packstore.cli._output import format_value, print_result, stdout_console
+from packstore.cli._output import (
+    format_value,
+    identity_of,
+    print_result,
+    stdout_console,
+)
 from packstore.config import (
     BatchConfig,
     PackConfig,
@@ -108,13 +113,18 @@ def _names(text: str) -> list[str]:
 
 def _run(args: argparse.Namespace) -> int:
     from packstore.etl.reports.records import estimate
+    from packstore.io.dataset.dataset import find_dataset
 
     arguments: dict[str, Any] = {
         name: getattr(args, name) for name in SAMPLE_ARGUMENTS if name in args
     }
+    source = source_of(args.source)
+    dataset = find_dataset(source, args.storage_option)
+    if dataset is not None:
+        source = dataset
     with show_progress("estimate", args) as progress:
         report = estimate(
-            source_of(args.source),
+            source,
             args.tokenizer,
             storage_options=args.storage_option,
             progress=progress,
@@ -125,6 +135,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print_result(
             {
+                **({} if dataset is None else identity_of(dataset)),
                 "kind": report.kind,
                 "sample": report.sample,
                 "scale": report.scale,

@@ -25,6 +25,7 @@ from packstore.cli._model import (
 from packstore.cli._output import (
     fact_table,
     figure_table,
+    identity_of,
     print_facts,
     print_result,
     stdout_console,
@@ -111,7 +112,12 @@ def _run_ref_logps(args: argparse.Namespace) -> int:
     if is_main_rank():
         columns = side.manifest.columns
         facts = {"examples": len(side), **columns, **side.manifest.provenance}
-        result = {"url": side.url, **facts}
+        result = {
+            "url": side.url,
+            "version": side.version,
+            "dataset": identity_of(dataset),
+            **facts,
+        }
         print_facts(args, f"side dataset {side.url}", facts, result)
     return 0
 
@@ -251,8 +257,7 @@ def _print_evaluation(
     """
     if args.json:
         result = {
-            "url": dataset.url,
-            "version": dataset.version,
+            **identity_of(dataset),
             "metrics": _without_nan(metrics),
             "by": {name: _without_nan(group) for name, group in groups.items()},
         }

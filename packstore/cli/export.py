@@ -10,9 +10,8 @@ from typing import Any
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, add_settings, read_settings
 from packstore.cli._messages import add_message_options, show_progress
-from packstore.cli._output import print_facts, print_json
+from packstore.cli._output import identity_of, print_facts, print_json
 from packstore.cli._parser import add_command
-from packstore.errors import display
 from packstore.exchange import EXPORTERS, export
 
 STDOUT = "-"
@@ -36,14 +35,17 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(args: argparse.Namespace) -> int:
+    from packstore.io.dataset.dataset import open as open_
+
     options = read_settings(args, EXPORTERS.load(args.format).options)
     if args.format == "text" and args.out == STDOUT:
         return _print_text(args, options)
 
+    dataset = open_(args.dataset, args.storage_option)
     with show_progress("export", args) as progress:
         exported = export(
             args.format,
-            args.dataset,
+            dataset,
             args.out,
             storage_options=args.storage_option,
             progress=progress,
@@ -57,8 +59,13 @@ def _run_export(args: argparse.Namespace) -> int:
     facts["files"] = files[0]
     if len(files) > 1:
         facts["files"] = f"{len(files):,}, first {files[0]}"
-    title = f"exported {display(args.dataset)} as {args.format}"
-    result = {"format": args.format, "files": files, **exported.facts}
+    title = f"exported {dataset.url} as {args.format}"
+    result = {
+        **identity_of(dataset),
+        "format": args.format,
+        "files": files,
+        **exported.facts,
+    }
     print_facts(args, title, facts, result)
     return 0
 

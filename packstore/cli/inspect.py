@@ -5,6 +5,7 @@ of side data.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,12 @@ from packstore.cli._output import (
     fact_table,
     figure_table,
     format_value,
-    print_json,
+    print_result,
     record_counts,
     stdout_console,
 )
 from packstore.config.job import job_of, to_yaml
 from packstore.errors import ConfigError
-from packstore.io.manifest.commit import with_hash
 
 if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
@@ -36,7 +36,7 @@ def _configure(parser: argparse.ArgumentParser) -> None:
     )
     formats = parser.add_mutually_exclusive_group()
     formats.add_argument(
-        "--json", action="store_true", help="print the manifest itself"
+        "--json", action="store_true", help="print the manifest as JSON"
     )
     formats.add_argument(
         "--as-config",
@@ -51,7 +51,7 @@ def _run(args: argparse.Namespace) -> int:
         return _run_sides(args, source)
     dataset = source
     if args.json:
-        print_json(with_hash(dataset.manifest.to_json()).decode())
+        _print_json(dataset)
     elif args.as_config:
         job = job_of(dataset.manifest.provenance, dataset.url)
         sys.stdout.write(to_yaml(job))
@@ -69,10 +69,16 @@ def _run_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
         )
     for side in sides:
         if args.json:
-            print_json(with_hash(side.manifest.to_json()).decode())
+            _print_json(side)
         else:
             _print_side(side)
     return 0
+
+
+def _print_json(source: Dataset | Side) -> None:
+    """Print URL, version and all fields of a manifest."""
+    manifest = json.loads(source.manifest.to_json())
+    print_result({"url": source.url, "version": source.version, **manifest})
 
 
 def _print_side(side: Side) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
@@ -17,7 +17,12 @@ from packstore.cli._arguments import (
     open_dataset_or_sides,
 )
 from packstore.cli._messages import show_progress
-from packstore.cli._output import print_outcome, print_result, stdout_console
+from packstore.cli._output import (
+    identity_of,
+    print_outcome,
+    print_result,
+    stdout_console,
+)
 from packstore.errors import ConfigError, PackstoreError, visible_line
 
 if TYPE_CHECKING:
@@ -63,6 +68,8 @@ def _configure_clean(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_clean(args: argparse.Namespace) -> int:
+    from packstore.io.manifest.commit import newest_version
+    from packstore.io.store.location import Location
     from packstore.io.versions.clean import clean
 
     report = clean(
@@ -74,7 +81,9 @@ def _run_clean(args: argparse.Namespace) -> int:
         storage_options=args.storage_option,
     )
     if args.json:
-        print_result(report)
+        location = Location(args.dataset, args.storage_option)
+        version = newest_version(location) or None
+        print_result({"url": report.url, "version": version, **asdict(report)})
     else:
         _print_clean_report(report, lists_all=args.all)
     return 0
@@ -164,7 +173,7 @@ def _run_verify(args: argparse.Namespace) -> int:
         side_problems = _check_join(source, sides)
     is_ok = report.ok and not side_problems
     if args.json:
-        result = dataclasses.asdict(report)
+        result = {**identity_of(source), **asdict(report)}
         if sides:
             result["side"] = _sides_as_json(side_problems, side_reports)
         return print_outcome(is_ok, result)

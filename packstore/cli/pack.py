@@ -74,10 +74,11 @@ def _run_pack(args: argparse.Namespace) -> int:
         return try_job(args, job)
 
     from packstore.etl.pipeline import pack
+    from packstore.etl.splits import with_sibling
 
     with show_progress("pack", args) as progress:
         dataset = pack(**job, progress=progress)
-    print_dataset(args, dataset)
+    print_dataset(args, with_sibling(dataset))
     return 0
 
 
@@ -133,7 +134,9 @@ PACK = Command(
 
 def _configure_append(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "dataset", metavar="DATASET", help="folder or URL of a packed dataset"
+        "dataset",
+        metavar="DATASET",
+        help="folder or URL of a packed dataset, or of both of --validation-fraction",
     )
     add_source(parser, "files, globs, folders or URLs of records")
     parser.add_argument(
@@ -144,6 +147,11 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
         metavar="MODULE:FUNCTION",
         help="function that read the records of DATASET, if any",
     )
+    parser.add_argument(
+        "--allow-empty",
+        action="store_true",
+        help="succeed if SOURCE has no file or no record",
+    )
     add_json(parser)
     add_storage_options(parser, source=True)
     names = ("dedup", "fields", "on", "partitions")
@@ -152,19 +160,20 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_append(args: argparse.Namespace) -> int:
-    from packstore.etl.concat import append
+    from packstore.etl.append import append_records
 
     with show_progress("append", args) as progress:
-        dataset = append(
+        result = append_records(
             args.dataset,
             source_of(args.source),
             args.tokenizer,
+            allow_empty=args.allow_empty,
             storage_options=args.storage_option,
             source_storage_options=args.source_storage_option,
             progress=progress,
             **read_settings(args, PackConfig),
         )
-    print_dataset(args, dataset)
+    print_dataset(args, result.datasets, result.num_records)
     return 0
 
 
@@ -172,7 +181,8 @@ APPEND = Command(
     configure=_configure_append,
     run=_run_append,
     examples="  packstore append s3://bucket/prefs-8k 'new/*.jsonl.gz' --tokenizer "
-    "Qwen3/\n",
+    "Qwen3/\n"
+    "  packstore append prefs-8k 'new/*.jsonl' --allow-empty\n",
 )
 
 
@@ -202,7 +212,7 @@ def _run_concat(args: argparse.Namespace) -> int:
             storage_options=args.storage_option,
             progress=progress,
         )
-    print_dataset(args, dataset)
+    print_dataset(args, {None: dataset})
     return 0
 
 

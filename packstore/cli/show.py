@@ -17,7 +17,7 @@ from rich.text import Text
 
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, add_side, open_dataset
-from packstore.cli._output import print_json, stdout_console
+from packstore.cli._output import identity_of, print_json, stdout_console
 from packstore.cli._token_values import (
     PackValues,
     ValueDrawing,
@@ -193,7 +193,7 @@ def _run_show(args: argparse.Namespace) -> int:
 def _print_packs_as_json(reader: PackReader, numbers: range) -> None:
     m = reader.dataset.manifest
     value = {
-        "url": reader.dataset.url,
+        **identity_of(reader.dataset),
         "kind": m.kind,
         "layout": m.layout,
         "pack_size": m.pack_size,

@@ -19,6 +19,7 @@ from packstore.cli._messages import show_progress
 from packstore.cli._output import (
     figure_table,
     format_value,
+    identity_of,
     print_result,
     stdout_console,
 )
@@ -111,7 +112,7 @@ def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
     if args.html:
         frame.write(args.html, _page(args, dataset, values, tables))
     if args.json:
-        print_result({**summary, "by": groups})
+        print_result({**identity_of(dataset), "values": summary, "by": groups})
     else:
         _print_tables(dataset, tables, num_groups=len(groups))
     return 0

@@ -278,8 +278,8 @@ def job_of(provenance: Mapping[str, Any], url: str) -> dict[str, Any]:
     part = provenance.get("part")  # "train" or "validation"
     if part is None:
         job["out"] = url
-    elif _last_name(url) == part:
-        job["out"] = _parent(url)
+    elif last_name_of(url) == part:
+        job["out"] = parent_of(url)
     tokenizer = provenance.get("tokenizer")
     if isinstance(tokenizer, Mapping) and tokenizer.get("path"):
         job["tokenizer"] = tokenizer["path"]
@@ -299,13 +299,13 @@ def _settings_without_records(settings: Mapping[str, Any]) -> dict[str, Any]:
     return packing
 
 
-def _last_name(url: str) -> str:
+def last_name_of(url: str) -> str:
     """Return the name of the folder at `url`."""
     path = url if "://" in url else os.path.abspath(url)
     return path.rstrip("/").rpartition("/")[2]
 
 
-def _parent(url: str) -> str:
+def parent_of(url: str) -> str:
     """Return the folder that holds the one at `url`."""
     if "://" in url:
         return url.rstrip("/").rpartition("/")[0]

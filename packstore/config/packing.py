@@ -58,7 +58,7 @@ class SizeConfig(Settings):
                     where="setting share_prefixes",
                     rule="it must be `example` with layout concat, which shares none",
                     found=self.share_prefixes,
-                    remedy="Set layout to shared_prefix, or leave share_prefixes out",
+                    remedy="Set layout to shared_prefix, or share_prefixes to example",
                 )
             )
 
@@ -344,8 +344,7 @@ class PackConfig(TokenizeConfig, SelectConfig, PlanConfig, WriteConfig, RunConfi
     @staticmethod
     def names_without_records() -> frozenset[str]:
         """Return names of settings that also take effect if the source is a dataset."""
-        names = {*SelectConfig.names(), *PlanConfig.names(), *WriteConfig.names()}
-        return frozenset({"max_length", *names})
+        return frozenset({"max_length", *PlanConfig.names(), *WriteConfig.names()})
 
     def recorded(self) -> dict[str, Any]:
         """Return the settings that affect bytes of the result, for the manifest."""

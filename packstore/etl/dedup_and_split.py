@@ -150,11 +150,21 @@ def pair_keys(examples: Examples) -> U64:
     return keys
 
 
-def stored_keys(dataset: Dataset) -> U64:
-    """Return uint64 `[E]`, the keys of the pairs of a dataset, in its order."""
+def stored_keys(datasets: Sequence[Dataset]) -> U64:
+    """Return uint64 `[E]`, the keys of the pairs of datasets, in their order.
+
+    Pairs of sources that only one of them has are left out: an append that was killed
+    between two commits, and is now repeated, has added these.
+    """
+    num_sources = min(
+        len(dataset.manifest.provenance["sources"]) for dataset in datasets
+    )
     keys = [np.empty(0, np.uint64)]
-    for group in range(len(dataset.row_groups)):
-        keys.append(pair_keys(unpack(dataset.read_packs(group))))
+    for dataset in datasets:
+        for group in range(len(dataset.row_groups)):
+            examples = unpack(dataset.read_packs(group))
+            is_common = (examples.example_ids >> SOURCE_SHIFT) < num_sources
+            keys.append(pair_keys(examples)[is_common])
     return np.concatenate(keys)
 
 

@@ -52,7 +52,13 @@ from packstore.etl.partitions.slices import (
 from packstore.etl.partitions.work import PartitionPacker, run_as_task
 from packstore.etl.provenance import find_committed, run_name
 from packstore.etl.rejects import RejectsFile, real_place
-from packstore.etl.sources import ExampleReader, RecordExampleReader, open_examples
+from packstore.etl.sources import (
+    ExampleReader,
+    RecordExampleReader,
+    find_dataset_source,
+    open_examples,
+    packing_settings,
+)
 from packstore.etl.token_values import put_token_values, values_location
 from packstore.etl.totals import RecordTotals, count_records
 from packstore.format.arrays import Int64
@@ -112,7 +118,8 @@ def pack(
         tokenizer: ``tokenizer.json``, a Hugging Face folder or name on the hub, a
             SentencePiece ``.model``, a ``tokenizers.Tokenizer``, or a fast tokenizer of
             transformers. Not for a packstore dataset.
-        config: all settings as one object.
+        config: all settings as one object. Without it, a packstore dataset is packed
+            again with its own settings, unless others are in `settings`.
         adapter: a function from a record to a :class:`packstore.Pair`,
             :class:`packstore.Answers`, :class:`packstore.Chat` or
             :class:`packstore.Drop`, or its name, ``module:function`` or
@@ -128,18 +135,19 @@ def pack(
         With `validation_fraction` it is the dataset in ``OUT/train``; the other one is
         in ``OUT/validation``.
     """
-    config, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     require_path(
         out,
         where="out",
         rule="must be the place of the new dataset, which comes after the records",
     )
-    STRATEGIES.check(config.strategy)
-    ENGINES.check(config.engine)
     options = dict(storage_options or {})
     source_options = options
     if source_storage_options is not None:
         source_options = dict(source_storage_options)
+    source, config = resolve_settings(source, source_options, config, settings)
+    config, loaded_adapter = with_adapter(config, adapter)
+    STRATEGIES.check(config.strategy)
+    ENGINES.check(config.engine)
     open_source = partial(
         open_examples,
         source,
@@ -164,14 +172,38 @@ def pack(
     with contextlib.ExitStack() as stack:
         jobs: dict[str | None, WriteJob] = {}
         for split, split_location in locations.items():
-            # A split that an earlier run has committed is the same dataset: pack again.
-            overwrite = config.overwrite or split in existing
-            jobs[split] = stack.enter_context(writing(split_location, overwrite))
+            if split in existing:
+                jobs[split] = WriteJob.of_committed(existing[split])
+                continue
+            job = stack.enter_context(writing(split_location, config.overwrite))
+            jobs[split] = job
         pack_into(jobs, source, open_source, config, progress)
     datasets = [job.committed for job in jobs.values()]
     for dataset in datasets:
         _log_result(dataset)
     return datasets[0]
+
+
+def resolve_settings(
+    source: Any,
+    storage_options: Mapping[str, Any],
+    config: PackConfig | None,
+    settings: Mapping[str, Any],
+) -> tuple[Any, PackConfig]:
+    """Return the source, opened if it is a packed dataset, and the settings of the job.
+
+    Without `config`, a dataset that is packed again keeps its settings, except those in
+    `settings`.
+    """
+    dataset = find_dataset_source(source, storage_options)
+    if dataset is None:
+        return source, PackConfig.of(config, **settings)
+    if config is None:
+        kept_settings = packing_settings(dataset.manifest)
+        if settings.get("layout") == "concat":  # it shares no prefixes
+            kept_settings.pop("share_prefixes", None)
+        settings = {**kept_settings, **settings}
+    return dataset, PackConfig.of(config, **settings)
 
 
 def with_adapter(
@@ -254,12 +286,11 @@ def _pack(
     for job in jobs.values():
         job.check_fits(reader.kind, reader.carry, reader.provenance)
 
-    # The dataset to append to, if new records are compared with its examples. Appended
-    # records are not split: there is one job.
-    base: Dataset | None = None
+    # The datasets to append to, if new records are compared with their examples.
+    bases: list[Dataset] = []
     if config.dedup != "none":
-        base = next(iter(jobs.values())).extends
-    notes = _open_notes(jobs, reader, base)
+        bases = [job.extends for job in jobs.values() if job.extends is not None]
+    notes = _open_notes(jobs, reader, bases)
     shape = PackShape(
         kind=reader.kind,
         layout=config.layout,
@@ -279,26 +310,31 @@ def _pack(
             shape=shape,
             config=config,
             paths=reader.paths,
-            stored_keys=None if base is None else stored_keys(base),
+            stored_keys=stored_keys(bases) if bases else None,
         )
         packs_of_datasets = _write_partitions(packing, reader, totals, locations)
     for (split, job), packs in zip(jobs.items(), packs_of_datasets, strict=True):
-        _commit(job, split, packs, packing, totals, reader, progress)
+        if not job.has_committed:
+            _commit(job, split, packs, packing, totals, reader, progress)
     for note in notes:
         note.remove()
 
 
 def _open_notes(
-    jobs: Mapping[str | None, WriteJob], reader: ExampleReader, base: Dataset | None
+    jobs: Mapping[str | None, WriteJob],
+    reader: ExampleReader,
+    bases: Sequence[Dataset],
 ) -> list[PartitionNotes]:
     """Open the notes of each job; log if there are notes of other runs.
 
     Args:
         jobs: split -> the job that writes its dataset.
         reader: the source of examples.
-        base: the dataset that new records are compared with, to find duplicates.
+        bases: the datasets that new records are compared with, to find duplicates.
     """
-    base_fingerprint = None if base is None else base.manifest.fingerprint
+    # The last one is the last to be extended. So it is the same for a rerun of a job
+    # that was killed between two commits.
+    base_fingerprint = bases[-1].manifest.fingerprint if bases else None
     notes = []
     for split, job in jobs.items():
         run = run_name(reader, split, base_fingerprint)
@@ -536,7 +572,8 @@ def _commit(
     config = packing.config
     shards = [shard for packs in packs_of_partitions for shard in packs.shards]
     plans = [packs.planning for packs in packs_of_partitions if packs.planning]
-    planning = merged_statistics(plans)
+    # An append may add no packs to one of two splits.
+    planning = merged_statistics(plans) if plans else {}
     planning["partitions"] = config.partitions
     records = count_records(totals.tally_for_split(split))
     provenance = totals.provenance(split)

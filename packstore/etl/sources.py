@@ -39,6 +39,7 @@ from packstore.format.arrays import Examples, Rows, to_offsets
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES, Block, Input, InputReader
 from packstore.io.inputs.sampling import Sampling, head_blocks, sample_blocks
+from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.side_manifest import REF_LOGPS, REF_TOKEN_LOGPS
 from packstore.pack.fill import unpack
 from packstore.pack.layout import count_keys, sizes
@@ -84,12 +85,15 @@ def open_examples(
     storage_options: Mapping[str, Any],
     block_bytes: int = BLOCK_BYTES,
     adapter: Adapter | None = None,
+    skip_empty: bool = False,
 ) -> ExampleReader:
     """Open `source` for packing, its records in blocks of about `block_bytes`.
 
-    `source` and `tokenizer`: see :func:`packstore.pack`.
+    `source` and `tokenizer`: see :func:`packstore.pack`. `skip_empty`: see
+    :class:`InputReader`.
 
     Raises:
+        NoRecordsError: there is no record.
         ConfigError: a setting does not suit the source.
         RecordError: one of the first records would stop the job.
         PackstoreError: the source cannot be read, or the tokenizer does not load.
@@ -97,7 +101,13 @@ def open_examples(
     dataset = find_dataset_source(source, storage_options)
     if dataset is None:
         return open_records(
-            source, tokenizer, config, dict(storage_options), block_bytes, adapter
+            source,
+            tokenizer,
+            config,
+            dict(storage_options),
+            block_bytes,
+            adapter,
+            skip_empty,
         )
     if tokenizer is not None:
         raise ConfigError(
@@ -143,6 +153,7 @@ def open_records(
     storage_options: dict[str, Any],
     block_bytes: int = BLOCK_BYTES,
     adapter: Adapter | None = None,
+    skip_empty: bool = False,
 ) -> RecordExampleReader:
     """Open a source of records, and read its first blocks.
 
@@ -156,7 +167,7 @@ def open_records(
     if config.token_values:
         _refuse_sequence_column(config)
         _require_repeatable(source)
-    input_reader = InputReader(source, storage_options, config, block_bytes)
+    input_reader = InputReader(source, storage_options, config, block_bytes, skip_empty)
     blocks = PeekableBlocks(input_reader)
     # There is a first block: InputReader raises for a source without records.
     first_blocks = blocks.peek(2)
@@ -666,6 +677,25 @@ def _with_size(config: PackConfig, size_config: PackConfig) -> PackConfig:
 # Packed datasets.
 
 
+def packing_settings(manifest: Manifest) -> dict[str, Any]:
+    """Return the settings that a dataset was packed with.
+
+    They are those of :meth:`PackConfig.names_without_records`, without `partitions` and
+    `overwrite`: a dataset that is packed again has them, too, unless others are given.
+    """
+    recorded = manifest.provenance.get("settings", {})
+    names = PackConfig.names_without_records() - {"partitions", "overwrite"}
+    values = {name: recorded[name] for name in names if name in recorded}
+    return {
+        **values,
+        "pack_size": manifest.pack_size,
+        "layout": manifest.layout,
+        "strategy": manifest.strategy,
+        "seed": manifest.seed,
+        "format": manifest.file_format,
+    }
+
+
 class DatasetExampleReader:
     """Yields the examples of a packed dataset, in its order, a row group at a time.
 
@@ -693,14 +723,6 @@ class DatasetExampleReader:
         self._dataset = dataset
         self._config = config
         self._groups: Sequence[int] = range(len(dataset.row_groups))
-        stored_share = manifest.provenance["settings"].get("share_prefixes")
-        if stored_share == "pack" and config.share_prefixes != "pack":
-            log.warning(
-                "%s: its examples share prefixes over a pack; now each stores its own. "
-                "To share them again: %s.",
-                dataset.url,
-                spell(current_door(), {"share_prefixes": "pack"}),
-            )
 
     def __iter__(self) -> Iterator[TokenizedBlock]:
         first_packs = to_offsets(self._dataset.row_groups.rows)  # one row is one pack
@@ -775,12 +797,13 @@ class DatasetExampleReader:
         manifest = self._dataset.manifest
         recorded = replace(self._config, partitions=self.partitions).recorded()
 
-        # Repacking replaces only the settings that have an effect without records.
+        # Repacking replaces only the settings that have an effect without records. All
+        # others, such as `dedup`, still decide what is appended later.
         settings = dict(manifest.provenance.get("settings", {}))
-        actions = {
-            **settings.get("on", {}),
-            "overlong": recorded["on"]["overlong"],
-        }
+        actions = dict(settings.get("on", {}))
+        overlong = recorded["on"]["overlong"]
+        if overlong != PackConfig().on["overlong"]:
+            actions["overlong"] = overlong
         settings_of_repacking = PackConfig.names_without_records()
         for name, value in recorded.items():
             if name in settings_of_repacking:
@@ -817,7 +840,19 @@ def _require_repackable(dataset: Dataset, config: PackConfig) -> None:
         )
         raise ConfigError(sentence(dataset.url, rule, remedy="Pack the records again"))
 
-    kind = dataset.manifest.kind
+    manifest = dataset.manifest
+    if "part" in manifest.provenance and config.seed != manifest.seed:
+        raise ConfigError(
+            sentence(
+                where=dataset.url,
+                rule=f"seed must be {manifest.seed}, as it decides which records that "
+                "are appended go to train and to validation",
+                found=str(config.seed),
+                remedy="Leave it out",
+            )
+        )
+
+    kind = manifest.kind
     if config.kind not in ("auto", kind):
         rule = f"kind must be auto or that of the dataset, {kind}"
         raise ConfigError(sentence(where=dataset.url, rule=rule, found=config.kind))

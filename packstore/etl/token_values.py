@@ -233,6 +233,8 @@ class _BlockReader:
         return ids[indices], counts, columns
 
     def _is_chosen(self, ids: Int64) -> Bool:
+        if not len(self._example_ids):  # of a split that an append adds nothing to
+            return np.zeros(len(ids), np.bool_)
         places = np.searchsorted(self._example_ids, ids)
         places = np.minimum(places, len(self._example_ids) - 1)
         return np.asarray(self._example_ids[places] == ids)

@@ -210,7 +210,9 @@ class RecordTotals(ProgressCounter):
         # If an earlier call appended these records, this one only returns the dataset,
         # and the rejects of the earlier call stay.
         is_repeated = any(
-            job.has_inputs(self.provenance(split)) for split, job in self._jobs.items()
+            job.has_inputs(self.provenance(split))
+            for split, job in self._jobs.items()
+            if not job.has_committed
         )
         if not is_repeated:
             self._rejects.publish()
@@ -228,12 +230,16 @@ class RecordTotals(ProgressCounter):
         _check_fields(self._tally, self._config, job)
         if isinstance(self._reader, RecordExampleReader):
             _log_later_columns(self._tally, self._reader.announced_columns)
-        self._check_splits()
+        if job.extends is None:
+            self._check_splits()
         for split, job in self._jobs.items():
-            job.refuse_repeated_append(self.provenance(split))
+            if job.extends is not None and job.has_committed:
+                job.require_same_append(self.provenance(split))
+            else:
+                job.refuse_repeated_append(self.provenance(split))
 
     def _check_splits(self) -> None:
-        """Raise DropRateError if a split has no example."""
+        """Raise DropRateError if a split of a new dataset has no example."""
         fraction = self._config.validation_fraction
         rule = f"both parts must get a record with validation_fraction {fraction}"
         total = sum(self._num_examples.values())

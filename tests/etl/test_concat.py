@@ -246,7 +246,7 @@ def test_the_keys_of_a_dataset_are_those_of_its_pairs_alone(tmp_path: Path) -> N
     """
     dataset = pack(tmp_path / "ds", pairs(60))
     parts = [pair_keys(unpack(packs)) for packs in dataset.iter_packs()]
-    assert stored_keys(dataset).tolist() == np.concatenate(parts).tolist()
+    assert stored_keys([dataset]).tolist() == np.concatenate(parts).tolist()
 
 
 def test_append_finds_duplicates_of_text_chats_and_answers(tmp_path: Path) -> None:

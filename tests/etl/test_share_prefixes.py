@@ -49,16 +49,6 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [write_jsonl(folder / f"{n}.jsonl", turns(40, n)) for n in range(3)]
 
 
-def test_a_repacking_that_shares_less_says_so(
-    files: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    shared = packstore.pack(files, tmp_path / "shared", **SETTINGS)
-    packstore.pack(shared, tmp_path / "again", **SETTINGS)
-    assert "share_prefixes" not in caplog.text
-    packstore.pack(shared, tmp_path / "less", pack_size=1024)
-    assert "share_prefixes" in caplog.text
-
-
 def examples(dataset: packstore.Dataset) -> dict[int, Any]:
     """Everything of each example, under its id."""
     frame = packstore.scan(dataset, tokens=True).collect().drop("pack", "shard")

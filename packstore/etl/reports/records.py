@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
 from packstore.errors import ConfigError, InputError, sentence
-from packstore.etl.pipeline import with_adapter
+from packstore.etl.pipeline import resolve_settings, with_adapter
 from packstore.etl.repeated_files import find_repeated_files
 from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
@@ -24,13 +24,12 @@ from packstore.etl.reports.projection import Choice, Projection, Report
 from packstore.etl.sources import (
     ExampleReader,
     RecordExampleReader,
-    find_dataset_source,
     open_examples,
 )
 from packstore.etl.tokenize import TokenizedBlock
 from packstore.etl.totals import count_unrequested_drops, describe_drops
 from packstore.format.schema import LAYOUTS
-from packstore.io.dataset.dataset import find_dataset
+from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.inputs.files import BLOCK_BYTES
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
 from packstore.io.store.location import Location
@@ -219,18 +218,16 @@ def dry_run(
         be expected to commit. The first choice of the report has the settings of the
         job, and the others have other values of `layout` and `share_prefixes`.
     """
-    config, loaded_adapter = with_adapter(PackConfig.of(config, **settings), adapter)
     source_options = source_storage_options
     if source_options is None:
         source_options = storage_options
-
-    dataset = find_dataset_source(source, source_options or {})
-    if dataset is None:
-        read_config = _without_stops(config)
-    else:
+    source, config = resolve_settings(source, source_options or {}, config, settings)
+    config, loaded_adapter = with_adapter(config, adapter)
+    if isinstance(source, Dataset):
         # It is packed anew: only its length can be wrong with an example.
-        source = dataset
         read_config = _without_stops(config, ("overlong",))
+    else:
+        read_config = _without_stops(config)
     # Token ids and datasets come without a tokenizer, and are not linted.
     should_lint = tokenizer is not None
     if should_lint:

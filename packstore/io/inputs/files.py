@@ -129,6 +129,12 @@ class Block:
         )
 
 
+class NoRecordsError(InputError):
+    """There is no record: patterns match no file, folders hold none, or files hold no
+    record.
+    """
+
+
 class InputReader:
     """Iterates over the blocks of all inputs, in order.
 
@@ -138,6 +144,7 @@ class InputReader:
         storage_options: options of the fsspec filesystem.
         config: `fields` and `carry` decide which CSV columns are not text.
         block_bytes: approximate bytes of a block.
+        skip_empty: leave out patterns and folders without a file.
 
     Attributes:
         inputs: its files; none for records in memory.
@@ -147,6 +154,7 @@ class InputReader:
         sources: path, bytes, sha256 and records of each input that was read to its end.
 
     Raises:
+        NoRecordsError: there is no record; raised by iterating, too.
         InputError: the source, or one of its files, is not a supported input.
     """
 
@@ -156,6 +164,7 @@ class InputReader:
         storage_options: Mapping[str, Any] | None = None,
         config: PackConfig | None = None,
         block_bytes: int = BLOCK_BYTES,
+        skip_empty: bool = False,
     ) -> None:
         json_columns = _json_columns(config or PackConfig())
         self._options = ReadOptions(block_bytes, json_columns)
@@ -167,7 +176,7 @@ class InputReader:
 
         paths = source if isinstance(source, list | tuple) else [source]
         if paths and all(isinstance(path, str | os.PathLike) for path in paths):
-            self.inputs = tuple(expand(paths, storage_options))
+            self.inputs = tuple(expand(paths, storage_options, skip_empty))
             self.paths = {item.ordinal: item.path for item in self.inputs}
         else:
             self._memory = open_in_memory(source)
@@ -184,7 +193,7 @@ class InputReader:
 
         if not any(source["records"] for source in self.sources):
             where = ", ".join(source["path"] for source in self.sources)
-            raise InputError(
+            raise NoRecordsError(
                 sentence(
                     where=where,
                     rule="must hold at least one record",
@@ -364,18 +373,32 @@ def _memory_block(path: str, piece: Piece) -> Block:
 def expand(
     paths: Iterable[str | os.PathLike[str]],
     storage_options: Mapping[str, Any] | None = None,
+    skip_empty: bool = False,
 ) -> list[Input]:
-    """Return the files of paths, globs, folders and URLs.
+    """Return the files of paths, globs, folders and URLs, at least one.
 
     The order of a list stays; files of a folder or glob are sorted.
 
+    Args:
+        paths, storage_options: see :class:`InputReader`.
+        skip_empty: leave out patterns and folders without a file, unless all are.
+
     Raises:
+        NoRecordsError: a pattern or folder has no file.
         InputError: a path leads to no file of a supported format.
     """
     inputs: list[Input] = []
+    empty: NoRecordsError | None = None
     for url in paths:
         location = Location(os.fspath(url), storage_options or {})
-        for path, file in _list_files(location):
+        try:
+            files = _list_files(location)
+        except NoRecordsError as error:
+            if not skip_empty:
+                raise
+            empty = error
+            continue
+        for path, file in files:
             file_format, compression = format_of(path)
             if file_format is None:
                 raise InputError(
@@ -395,6 +418,8 @@ def expand(
                     compression=compression,
                 )
             )
+    if empty is not None and not inputs:
+        raise empty
     return inputs
 
 
@@ -437,7 +462,7 @@ def _list_matches(pattern: Location) -> list[tuple[str, Location]]:
     if not _is_hidden(pattern.url):
         matches = [file for file in matches if not _is_hidden(file.url)]
     if not matches:
-        raise InputError(
+        raise NoRecordsError(
             sentence(
                 pattern.display,
                 rule="the pattern must match at least one file",
@@ -479,7 +504,7 @@ def _list_folder(folder: Location) -> list[Location]:
     names = [name for name in file_names if _has_records(name)]
     require_one_split(folder, names)
     if not names:
-        raise InputError(
+        raise NoRecordsError(
             sentence(
                 folder.display,
                 rule=f"the folder must hold a file named {_SUPPORTED_NAMES}",

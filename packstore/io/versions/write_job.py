@@ -105,14 +105,27 @@ class WriteJob:
         extends: the dataset that comes first in the next version; None: the version
             has only packs of this job.
         committed: the version written by :meth:`commit`.
+        has_committed: True if it is written, now or by an earlier run of the job.
     """
 
     extends: Dataset | None = None
     committed: Dataset
+    has_committed: bool = False
 
     def __init__(self, location: Location, version: int) -> None:
         self.location = location
         self.version = version
+
+    @classmethod
+    def of_committed(cls, dataset: Dataset) -> WriteJob:
+        """Return the job of a version that an earlier run has committed.
+
+        A job of two datasets that was killed between its commits has one.
+        """
+        job = cls(dataset.location, dataset.version)
+        job.committed = dataset
+        job.has_committed = True
+        return job
 
     def check_fits(
         self,
@@ -182,8 +195,7 @@ class WriteJob:
                 )
             return
 
-        parts = self._past_provenance.get("combined_from")
-        if parts and parts[-1].get("lineage") == provenance.get("lineage"):
+        if self._was_appended_last(provenance):
             raise AppendedBefore("same input and settings")
         text = sentence(
             where=self.location.display,
@@ -192,6 +204,34 @@ class WriteJob:
             remedy="To have them twice, pack them elsewhere and use concat",
         )
         raise DatasetExistsError(text)
+
+    def require_same_append(self, provenance: Mapping[str, Any]) -> None:
+        """Raise DatasetExistsError if an interrupted append was of other records.
+
+        It has extended this dataset, and not yet the other split.
+        """
+        if self._was_appended_last(provenance):
+            return
+        num_sources = self._past_provenance["combined_from"][-1]["sources"]
+        sources = self._past_provenance["sources"][-num_sources:]
+        paths = ", ".join(str(source["path"]) for source in sources[:3])
+        if num_sources > 3:
+            paths += f" and {num_sources - 3} more"
+        raise DatasetExistsError(
+            sentence(
+                where=self.location.display,
+                rule="an append that was interrupted must be completed first",
+                found=f"that of {paths}",
+                remedy="Append them again",
+            )
+        )
+
+    def _was_appended_last(self, provenance: Mapping[str, Any]) -> bool:
+        """Return True if the last part of the extended dataset has this lineage."""
+        parts = self._past_provenance.get("combined_from")
+        if not parts:
+            return False
+        return bool(parts[-1].get("lineage") == provenance.get("lineage"))
 
     def require_shards(self, shards: Iterable[ShardInfo]) -> None:
         """Raise MissingFilesError if a shard is gone, right before the commit."""
@@ -212,6 +252,7 @@ class WriteJob:
         commit(self.location, text, self.version)
         require_committed(self.location, manifest.files, self.version)
         self.committed = Dataset(self.location, as_read, self.version)
+        self.has_committed = True
 
 
 class AppendedBefore(DatasetExistsError):
