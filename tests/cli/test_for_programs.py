@@ -12,7 +12,7 @@ from children import run_python
 from small_jobs import write_jsonl, write_tokenizer
 
 import packstore
-from packstore.cli import main
+from packstore.cli import COMMANDS, main
 
 RECORDS = [
     {"prompt": f"Question {i}? ", "chosen": f"Answer {i}.", "rejected": "No."}
@@ -43,6 +43,55 @@ def command(folder: Path, text: str) -> list[str]:
         "new.jsonl",
     )
     return [str(folder / word) if word in files else word for word in text.split()]
+
+
+RESULTS_WITH_A_DATASET = {
+    "append": ("append packed new.jsonl --tokenizer t.json", "packed"),
+    "clean": ("clean packed", "packed"),
+    "concat": ("concat packed packed more --overwrite", "more"),
+    "estimate": ("estimate packed", "packed"),
+    "export": ("export nemo packed out.npy --overwrite", "packed"),
+    "inspect": ("inspect packed", "packed"),
+    "pack": ("pack pairs.jsonl out --tokenizer t.json --overwrite", "out"),
+    "show": ("show packed --tokenizer t.json", "packed"),
+    "stats": ("stats packed", "packed"),
+    "verify": ("verify packed", "packed"),
+}
+"""Command -> its command line, and the dataset that its result is about."""
+
+RESULTS_ELSEWHERE = {"evaluate", "publish", "ref-logps", "train"}
+"""Commands whose results are tested with the model or the hub that they need."""
+
+NO_RESULT = {"completion", "view"}
+
+
+def test_every_command_is_in_a_table() -> None:
+    assert RESULTS_WITH_A_DATASET.keys() | RESULTS_ELSEWHERE | NO_RESULT == set(
+        COMMANDS
+    )
+
+
+@pytest.mark.parametrize("name", RESULTS_WITH_A_DATASET)
+def test_results_name_the_dataset_and_its_version(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, place = RESULTS_WITH_A_DATASET[name]
+    assert main([*command(folder, text), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    dataset = packstore.open(folder / place)
+    assert (result["url"], result["version"]) == (dataset.url, dataset.version)
+
+
+@pytest.mark.parametrize("name", ["inspect", "show", "stats", "verify"])
+def test_results_name_an_older_version(
+    name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(folder / "pairs.jsonl")
+    tokenizer = str(folder / "t.json")
+    for _ in range(2):
+        packstore.pack(source, folder / "twice", tokenizer, overwrite=True)
+    assert main([name, str(folder / "twice"), "--version", "1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["version"] == 1
 
 
 @pytest.mark.parametrize(

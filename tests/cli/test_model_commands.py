@@ -85,12 +85,17 @@ def test_from_end_to_end(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     side = str(tmp_path / "side")
-    assert main(["ref-logps", made.pairs, side, "--model", made.reference]) == 0
-    assert "model_sha256" in capsys.readouterr().out
+    ref_logps = ["ref-logps", made.pairs, side, "--model", made.reference, "--json"]
+    assert main(ref_logps) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert "model_sha256" in result
+    assert (result["url"], result["version"]) == (side, 1)
+    assert result["dataset"] == {"url": made.pairs, "version": 1}
     assert len(open_side(side)) == 20
     policy = ["--model", made.policy, "--loss-parameter", "beta=0.2"]
     online = figures(capsys, made.pairs, *policy, "--reference-model", made.reference)
     stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
+    assert (online["url"], online["version"]) == (made.pairs, 1)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
     twice = figures(capsys, made.pairs, *policy[:-1], "beta=0.4", "--ref-logps", side)[

@@ -34,6 +34,7 @@ from packstore.torch.reference.provenance import choose_precision
 from packstore.torch.training.arguments import check_setting_names, naming_settings
 from packstore.torch.training.attention_choice import attention_of_checkpoint
 from packstore.torch.training.checkpoint_files import newest_checkpoint, read_position
+from packstore.torch.training.data import datasets_of
 from packstore.torch.training.signals import SignalRepeater
 from packstore.torch.training.trainer import PackedTrainer
 
@@ -65,6 +66,8 @@ class TrainResult:
         metrics: last logged training metrics.
         evaluation: metrics of the last evaluation, named ``eval_…``; empty without one.
         model: folder of the final model, or of its adapter.
+        train_datasets, eval_datasets: `url` and `version` of each dataset that was
+            read.
     """
 
     step: int
@@ -72,6 +75,8 @@ class TrainResult:
     metrics: dict[str, float]
     evaluation: dict[str, float]
     model: Path
+    train_datasets: list[dict[str, Any]]
+    eval_datasets: list[dict[str, Any]]
 
 
 class LogLines(TrainerCallback):  # type: ignore[misc]
@@ -268,7 +273,17 @@ def _result_of(trainer: PackedTrainer, output: Path) -> TrainResult:
         metrics=_last_metrics(training_records),
         evaluation=_last_metrics(_records_with("eval_loss", trainer)),
         model=output,
+        train_datasets=_identities(trainer.train_dataset),
+        eval_datasets=_identities(trainer.eval_dataset),
     )
+
+
+def _identities(source: Any) -> list[dict[str, Any]]:
+    """Return URL and version of the datasets in an argument of a trainer."""
+    return [
+        {"url": dataset.url, "version": dataset.version}
+        for dataset in datasets_of(source)
+    ]
 
 
 def _records_with(name: str, trainer: PackedTrainer) -> list[dict[str, float]]:

@@ -88,11 +88,13 @@ def test_flags_and_files_make_the_same_run(
         tmp_path / name / "adapter_model.safetensors" for name in ("run", "again")
     ]
     assert weights[0].read_bytes() == weights[1].read_bytes()
-    result = json.loads(
-        capsys.readouterr().out.partition("\n{")[2].join(["{", ""]).split("\n}")[0]
-        + "}"
-    )
+    last_result = capsys.readouterr().out.rpartition("\n{")[2]
+    result = json.loads("{" + last_result)
     assert result["step"] == 1
+    assert result["train_datasets"] == [
+        {"url": str(made["train_dataset"]), "version": 1}
+    ]
+    assert result["eval_datasets"] == []
 
 
 def test_help_is_short_and_help_all_lists_every_setting(
