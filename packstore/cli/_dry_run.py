@@ -1,9 +1,11 @@
-"""``packstore pack --dry-run``: lint and plan a sample, and try the destination."""
+"""``--dry-run`` of ``packstore pack`` and ``append``: lint and plan a sample, and try
+the destination.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from packstore.cli._messages import show_progress
@@ -32,6 +34,50 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
 
     with show_progress("dry run", args) as progress:
         report, findings = dry_run(**job, progress=progress)
+    if not args.json:
+        _print_report(report)
+        stdout_console().print(
+            "The first line has the settings of the job; the others are alternatives."
+        )
+    return _print_findings_of_job(args, report, findings)
+
+
+def try_append(args: argparse.Namespace, arguments: dict[str, Any]) -> int:
+    """Print the report of a dry run of an append; return the exit code.
+
+    Args:
+        args: the command line, with ``--allow-empty``.
+        arguments: arguments of ``packstore.append``.
+    """
+    from packstore.etl.reports.records import dry_run_of_append
+    from packstore.io.inputs.files import NoRecordsError
+
+    try:
+        with show_progress("dry run", args) as progress:
+            report, findings = dry_run_of_append(
+                **arguments, allow_empty=args.allow_empty, progress=progress
+            )
+    except NoRecordsError as error:
+        if not args.allow_empty:
+            raise
+        if args.json:
+            return print_outcome(True, {"diagnosis": None, "findings": []})
+        stdout_console().print(f"nothing to append: {error}")
+        return 0
+    if not args.json:
+        _print_report(report)
+    return _print_findings_of_job(args, report, findings)
+
+
+def _print_report(report: Report) -> None:
+    _print_diagnosis(report)
+    print_estimate(report)
+
+
+def _print_findings_of_job(
+    args: argparse.Namespace, report: Report, findings: Sequence[Finding]
+) -> int:
+    """Print the findings, or everything as JSON; return the exit code."""
     ok = all(finding.ok for finding in findings)
     if args.json:
         diagnosis = {
@@ -49,11 +95,6 @@ def try_job(args: argparse.Namespace, job: dict[str, Any]) -> int:
                 "findings": findings,
             },
         )
-    _print_diagnosis(report)
-    print_estimate(report)
-    stdout_console().print(
-        "The first line has the settings of the job; the others are alternatives."
-    )
     _print_findings(findings)
     return 0 if ok else 1
 

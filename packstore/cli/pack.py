@@ -152,6 +152,11 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="succeed if SOURCE has no file or no record",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="lint and plan a sample and try DATASET; write nothing",
+    )
     add_json(parser)
     add_storage_options(parser, source=True)
     names = ("dedup", "fields", "on", "partitions")
@@ -160,18 +165,24 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_append(args: argparse.Namespace) -> int:
+    arguments = {
+        "dataset": args.dataset,
+        "more": source_of(args.source),
+        "tokenizer": args.tokenizer,
+        "storage_options": args.storage_option,
+        "source_storage_options": args.source_storage_option,
+        **read_settings(args, PackConfig),
+    }
+    if args.dry_run:
+        from packstore.cli._dry_run import try_append
+
+        return try_append(args, arguments)
+
     from packstore.etl.append import append_records
 
     with show_progress("append", args) as progress:
         result = append_records(
-            args.dataset,
-            source_of(args.source),
-            args.tokenizer,
-            allow_empty=args.allow_empty,
-            storage_options=args.storage_option,
-            source_storage_options=args.source_storage_option,
-            progress=progress,
-            **read_settings(args, PackConfig),
+            **arguments, allow_empty=args.allow_empty, progress=progress
         )
     print_dataset(args, result.datasets, result.num_records)
     return 0

@@ -139,6 +139,76 @@ def append_records(
     **settings: Any,
 ) -> AppendResult:
     """Do :func:`append`; return all datasets, and the number of records."""
+    plan = plan_append(
+        dataset,
+        more,
+        tokenizer,
+        adapter=adapter,
+        storage_options=storage_options,
+        source_storage_options=source_storage_options,
+        **settings,
+    )
+    bases = plan.bases
+    place = next(iter(bases.values())).url
+    open_source = partial(
+        open_examples,
+        more,
+        plan.tokenizer,
+        plan.config,
+        plan.source_options,
+        adapter=plan.adapter,
+        skip_empty=allow_empty,
+    )
+    with contextlib.ExitStack() as stack:
+        jobs = _start_jobs(bases, stack)
+        try:
+            pack_into(jobs, more, open_source, plan.config, progress)
+        except AppendedBefore as reason:
+            log.info("%s: already there, %s", place, reason)
+            return AppendResult(bases, num_records=0)
+        except NoRecordsError as error:
+            if not allow_empty:
+                raise
+            log.info("%s: nothing to append: %s", place, error)
+            return AppendResult(bases, num_records=0)
+
+    datasets = {split: job.committed for split, job in jobs.items()}
+    num_records = 0
+    for split, extended in datasets.items():
+        num_records += _log_appended(bases[split], extended)
+    return AppendResult(datasets, num_records)
+
+
+@dataclass(frozen=True, eq=False)
+class AppendPlan:
+    """An append that can begin.
+
+    Attributes:
+        bases: split -> newest version of its dataset; None: there are no splits.
+        config: settings of the dataset and of this append.
+        adapter: the function that reads records, if there is one.
+        tokenizer: as passed, or the path that the dataset records.
+        source_options: storage options of the records.
+    """
+
+    bases: Mapping[str | None, Dataset]
+    config: PackConfig
+    adapter: Adapter | None
+    tokenizer: Any
+    source_options: dict[str, Any]
+
+
+def plan_append(
+    dataset: str | Dataset,
+    more: Any,
+    tokenizer: Any = None,
+    *,
+    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    source_storage_options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> AppendPlan:
+    """Open the dataset of :func:`append`, and check the arguments against it."""
     bases = _open_bases(dataset, more, storage_options)
     for base in bases.values():
         base.require_whole("records are appended to a whole dataset")
@@ -161,33 +231,13 @@ def append_records(
         _check_reading(first_base, loaded_adapter)
     if tokenizer is None and not is_packed:
         tokenizer = _recorded_tokenizer(first_base)
-    open_source = partial(
-        open_examples,
-        more,
-        tokenizer,
-        config,
-        dict(source_options),
+    return AppendPlan(
+        bases=bases,
+        config=config,
         adapter=loaded_adapter,
-        skip_empty=allow_empty,
+        tokenizer=tokenizer,
+        source_options=dict(source_options),
     )
-    with contextlib.ExitStack() as stack:
-        jobs = _start_jobs(bases, stack)
-        try:
-            pack_into(jobs, more, open_source, config, progress)
-        except AppendedBefore as reason:
-            log.info("%s: already there, %s", first_base.url, reason)
-            return AppendResult(bases, num_records=0)
-        except NoRecordsError as error:
-            if not allow_empty:
-                raise
-            log.info("%s: nothing to append: %s", first_base.url, error)
-            return AppendResult(bases, num_records=0)
-
-    datasets = {split: job.committed for split, job in jobs.items()}
-    num_records = 0
-    for split, extended in datasets.items():
-        num_records += _log_appended(bases[split], extended)
-    return AppendResult(datasets, num_records)
 
 
 # The dataset, or both splits

@@ -38,6 +38,7 @@ def command(folder: Path, text: str) -> list[str]:
         "t.json",
         "out",
         "more",
+        "joined",
         "out.npy",
         "none",
         "new.jsonl",
@@ -48,7 +49,7 @@ def command(folder: Path, text: str) -> list[str]:
 RESULTS_WITH_A_DATASET = {
     "append": ("append packed new.jsonl --tokenizer t.json", "packed"),
     "clean": ("clean packed", "packed"),
-    "concat": ("concat packed packed more --overwrite", "more"),
+    "concat": ("concat packed packed joined --overwrite", "joined"),
     "estimate": ("estimate packed", "packed"),
     "export": ("export nemo packed out.npy --overwrite", "packed"),
     "inspect": ("inspect packed", "packed"),

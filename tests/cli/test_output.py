@@ -43,7 +43,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     packed = str(folder / "packed")
     tokenizer = ["--tokenizer", str(folder / "t.json")]
     assert main(["pack", source, packed, *tokenizer, "--layout", "concat"]) == 0
-    assert main(["pack", packed, str(folder / "shared")]) == 0
+    assert (
+        main(["pack", packed, str(folder / "shared"), "--layout", "shared_prefix"]) == 0
+    )
     same_words = json.loads((folder / "t.json").read_text(encoding="utf-8"))
     same_words["model"]["merges"] = []
     (folder / "same_words.json").write_text(json.dumps(same_words), encoding="utf-8")

@@ -280,7 +280,8 @@ def test_stats_of_a_dataset_with_side_data(
     dataset: Dataset, values: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     alone = json.loads(run(capsys, "stats", values, "--json"))["values"]
-    figures = json.loads(run(capsys, "stats", dataset.url, "--side", values, "--json"))
+    result = json.loads(run(capsys, "stats", dataset.url, "--side", values, "--json"))
+    figures = result["values"]
     assert {name: figures[name] for name in alone} == alone
     places = [
         place

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
 from packstore.errors import ConfigError, InputError, sentence
+from packstore.etl.append import plan_append
 from packstore.etl.pipeline import resolve_settings, with_adapter
 from packstore.etl.repeated_files import find_repeated_files
 from packstore.etl.reports.lint import find_in_tally, lint_blocks
@@ -36,6 +37,7 @@ from packstore.io.store.location import Location
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import MAX_PACK_SIZE
 from packstore.progress import Progress
+from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.tally import Sample, Tally
 
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
@@ -223,6 +225,83 @@ def dry_run(
         source_options = storage_options
     source, config = resolve_settings(source, source_options or {}, config, settings)
     config, loaded_adapter = with_adapter(config, adapter)
+    report, config = _report_on_sample(
+        source,
+        tokenizer,
+        config,
+        loaded_adapter,
+        source_options or {},
+        sample=sample,
+        progress=progress,
+    )
+    destination = Location(out, storage_options or {})
+    findings = _try_destination(destination)
+    # If a check has failed, looking for a dataset may raise its error.
+    if all(finding.ok for finding in findings):
+        findings.extend(_find_version(destination, config))
+    findings.append(_find_drops(report.tally, config))
+    return report, findings
+
+
+def dry_run_of_append(
+    dataset: str | Dataset,
+    more: Any,
+    tokenizer: Any = None,
+    *,
+    allow_empty: bool = False,
+    sample: int = SAMPLE,
+    progress: Progress | None = None,
+    **arguments: Any,
+) -> tuple[Report, list[Finding]]:
+    """Lint and plan a sample of the records that would be appended, and try the places
+    of the dataset.
+
+    Arguments: see :func:`packstore.append`. The first choice of the report has the
+    settings of the dataset, which no append can change.
+
+    Returns:
+        A report, and the findings at the places. If these are all ok, the append can be
+        expected to commit.
+
+    Raises:
+        NoRecordsError: there is no record, also with `allow_empty`.
+        PackstoreError: as :func:`packstore.append`.
+    """
+    plan = plan_append(dataset, more, tokenizer, **arguments)
+    report, config = _report_on_sample(
+        more,
+        plan.tokenizer,
+        plan.config,
+        plan.adapter,
+        plan.source_options,
+        sample=sample,
+        skip_empty=allow_empty,
+        progress=progress,
+    )
+    findings = []
+    for base in plan.bases.values():
+        findings += _try_destination(base.location)
+        text = f"version {base.version} of {base.url} is extended"
+        findings.append(Finding("version", "ok", text))
+    findings.append(_find_drops(report.tally, config))
+    return replace(report, choices=report.choices[:1]), findings
+
+
+def _report_on_sample(
+    source: Any,
+    tokenizer: Any,
+    config: PackConfig,
+    adapter: Adapter | None,
+    source_options: Mapping[str, Any],
+    *,
+    sample: int,
+    skip_empty: bool = False,
+    progress: Progress | None,
+) -> tuple[Report, PackConfig]:
+    """Lint and plan a sample of the records; return also the settings with a layout.
+
+    Arguments: see :func:`dry_run`.
+    """
     if isinstance(source, Dataset):
         # It is packed anew: only its length can be wrong with an example.
         read_config = _without_stops(config, ("overlong",))
@@ -239,9 +318,10 @@ def dry_run(
         source,
         tokenizer,
         read_config,
-        source_options or {},
+        source_options,
         block_bytes=SAMPLE_BLOCK_BYTES,
-        adapter=loaded_adapter,
+        adapter=adapter,
+        skip_empty=skip_empty,
     )
     config = replace(config, layout=reader.layout)
     sampling = _draw_sample(reader, sample, config.seed, progress)
@@ -271,14 +351,13 @@ def dry_run(
         choices += [projection.choice(each, BatchConfig()) for each in of_same_layout]
         scale = projection.scale
     report = replace(report, sample=sampling, scale=scale, choices=choices)
+    return report, config
 
-    destination = Location(out, {**CHECK_RETRIES, **(storage_options or {})})
-    findings = list(try_place(destination))
-    # If a check has failed, looking for a dataset may raise its error.
-    if all(finding.ok for finding in findings):
-        findings.extend(_find_version(destination, config))
-    findings.append(_find_drops(report.tally, config))
-    return report, findings
+
+def _try_destination(location: Location) -> list[Finding]:
+    """Return the findings at a destination; requests that fail are soon given up."""
+    options = {**CHECK_RETRIES, **location.storage_options}
+    return list(try_place(Location(location.url, options)))
 
 
 def _without_stops(
