@@ -20,8 +20,8 @@ from packstore.io.store.location import Location
 
 def split_of(dataset: Dataset) -> str | None:
     """Return ``train`` or ``validation``; None: the dataset is no split."""
-    split: str | None = dataset.manifest.provenance.get("part")
-    return split
+    split = dataset.manifest.provenance.get("part")
+    return split if isinstance(split, str) and split in OTHER_SPLIT else None
 
 
 def find_splits(

@@ -113,9 +113,9 @@ def _merge_provenance(
 
     provenance = dict(members[0].manifest.provenance)
     provenance.pop("repacked_from", None)
-    splits = {member.manifest.provenance.get("part") for member in members}
-    if len(splits) > 1:  # of both splits of a job, or not only of a split
-        provenance.pop("part", None)
+    splits = [member.manifest.provenance.get("part") for member in members]
+    if any(split != splits[0] for split in splits):
+        provenance.pop("part", None)  # it is no longer one split of a job
     return {
         **provenance,
         "lineage": fingerprint({"parts": lineages}),
