@@ -123,7 +123,7 @@ def align(
     optimizer = torch.optim.AdamW(policy.parameters(), lr=5e-4)
     loss_fn = pt.PreferenceLoss("dpo", beta=0.1)
     loader = pt.PackedDataLoader(pt.PackedDataset(train, seed=0), examples_per_step=16)
-    console.print("epoch    loss  accuracy  on held-out pairs", style="bold")
+    console.print("epoch    loss  accuracy  held-out pairs", style="bold")
     for epoch in range(EPOCHS):
         loader.set_epoch(epoch)
         metrics = pt.Metrics()
@@ -142,7 +142,7 @@ def align(
         accuracy = figures["metrics"]["rewards/accuracies"]
         console.print(
             f"{epoch + 1:5} {means['loss']:7.4f} {means['rewards/accuracies']:9.1%} "
-            f"{accuracy:18.1%}"
+            f"{accuracy:15.1%}"
         )
 
 

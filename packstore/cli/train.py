@@ -15,7 +15,7 @@ from packstore.cli._arguments import (
     read_settings,
 )
 from packstore.cli._model import is_main_rank, redirect_transformers_logs
-from packstore.cli._output import print_facts
+from packstore.cli._output import fact_table, print_result, stdout_console
 from packstore.config.job import read_yaml
 from packstore.config.training import TrainConfig, TrainModelConfig
 
@@ -118,8 +118,7 @@ def _run(args: argparse.Namespace) -> int:
     result, has_trained = _train(config)
     if is_main_rank():
         verdict = "trained" if has_trained else "already finished:"
-        title = f"{verdict} {config.output_dir}"
-        print_facts(args, title, _facts(result), result)
+        _print_train_result(args, f"{verdict} {config.output_dir}", result)
     return 0
 
 
@@ -147,13 +146,29 @@ def _train(config: TrainConfig) -> tuple[TrainResult, bool]:
     return result, has_trained
 
 
-def _facts(result: TrainResult) -> dict[str, object]:
-    facts: dict[str, object] = {"steps": result.step, "examples": result.examples}
-    for name, value in {**result.metrics, **result.evaluation}.items():
-        if name != "examples":  # it counts only the last record
-            facts[name] = f"{value:.6g}"
-    facts["model"] = str(result.model)
-    return facts
+def _print_train_result(
+    args: argparse.Namespace, title: str, result: TrainResult
+) -> None:
+    """Print the run, its last record and its last evaluation."""
+    if args.json:
+        print_result(result)
+        return
+    run = {
+        "steps": result.step,
+        "examples": result.examples,
+        "model": str(result.model),
+    }
+    metrics = dict(result.metrics)
+    metrics.pop("examples", None)  # of the last record alone
+    console = stdout_console()
+    console.print(fact_table(title, run))
+    for name, values in {
+        "last record of training": metrics,
+        "last evaluation": result.evaluation,
+    }.items():
+        if values:
+            texts = {metric: f"{value:.6g}" for metric, value in values.items()}
+            console.print(fact_table(name, texts))
 
 
 TRAIN = Command(

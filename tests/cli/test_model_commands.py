@@ -93,8 +93,12 @@ def test_from_end_to_end(
     assert result["dataset"] == {"url": made.pairs, "version": 1}
     assert len(open_side(side)) == 20
     policy = ["--model", made.policy, "--loss-parameter", "beta=0.2"]
-    online = figures(capsys, made.pairs, *policy, "--reference-model", made.reference)
-    stored = figures(capsys, made.pairs, *policy, "--ref-logps", side)
+    by = ["--by", "source"]
+    online = figures(
+        capsys, made.pairs, *policy, "--reference-model", made.reference, *by
+    )
+    stored = figures(capsys, made.pairs, *policy, "--ref-logps", side, *by)
+    assert list(online["by"]) == ["a", "b"]
     assert (online["url"], online["version"]) == (made.pairs, 1)
     assert stored == online  # float32 both, one pack a batch
     assert online["metrics"]["examples"] == 20
@@ -111,7 +115,7 @@ def test_from_end_to_end(
     assert "rewards/accuracies" in out
     table = tmp_path / "rows.parquet"
     stored = figures(
-        capsys, made.pairs, *policy, "--ref-logps", side, "--examples", str(table)
+        capsys, made.pairs, *policy, "--ref-logps", side, "--examples", str(table), *by
     )
     assert stored == online
     rows = polars.read_parquet(table)
