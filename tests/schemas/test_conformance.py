@@ -107,9 +107,8 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         status = main(
             ["--kit", str(tmp_path), sys.executable, "-c", f"print('''{answer}''')"]
         )
-        return status, [
-            line[:8].strip() for line in capsys.readouterr().out.splitlines()[:-1]
-        ]
+        lines = capsys.readouterr().out.splitlines()
+        return status, [line[:8].strip() for line in lines[: len(names)]]
 
     assert run('{"packs": []}') == (1, ["ok", "WRONG", "WRONG"])
     assert run('{"refused": "unsupported"}') == (1, ["WRONG", "left out", "WRONG"])
@@ -121,6 +120,49 @@ def test_answers_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(DamagedKit, match="case empty"):
         load(tmp_path)
     assert main(["--kit", str(tmp_path), sys.executable]) == 2
+
+
+def reader_that(program: str) -> list[str]:
+    """Return the command of a reader in Python."""
+    return [sys.executable, "-S", "-c", program]
+
+
+def test_a_reader_that_always_fails_is_stopped(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Not one that fails in some cases: here, in all but the first."""
+    program = "import sys; sys.exit('no module hyparquet')"
+    assert main(reader_that(program)) == 2
+    output = capfd.readouterr()
+    assert "no module hyparquet" in output.err
+    assert "exit status 1: no module hyparquet" in output.out
+    assert output.out.count("WRONG") < 10
+
+    names = GOLDEN[:7]
+    program = f"import sys; sys.exit(not sys.argv[1].endswith({names[0]!r}))"
+    program = f"print('{{}}'); {program}"
+    cases = [flag for name in names for flag in ("--case", name)]
+    assert main([*cases, *reader_that(program)]) == 1
+    assert capfd.readouterr().out.count("exit status 1") == len(names) - 1
+
+
+def test_cases_are_chosen_by_name_and_by_part(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    program = "import sys; print('why', file=sys.stderr); sys.exit(len(sys.argv))"
+    assert main(["--case", "preference-concat-side", *reader_that(program)]) == 1
+    output = capfd.readouterr()
+    assert "why" in output.err
+    assert "exit status 3" in output.out
+    assert output.out.splitlines()[-1].endswith("of 1 cases")
+    with pytest.raises(SystemExit):
+        main(["--case", "preference-concat-sdie", *reader_that(program)])
+    assert "preference-concat-side" in capfd.readouterr().err
+
+    flags = ["--without-sides", "--case", "preference-concat-side"]
+    flags += ["--case", "preference-concat"]
+    assert main([*flags, *reader_that("print('{}')")]) == 1
+    assert "preference-concat-side" not in capfd.readouterr().out
 
 
 def test_every_variant_is_there(prose: str, annex: Callable[[str], str]) -> None:

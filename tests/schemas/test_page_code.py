@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from forests import Dialogue, dialogues_of, forest_packs
 
@@ -27,8 +28,12 @@ Annex = Callable[[str], str]
 
 
 def program(page: str) -> str:
-    (text,) = re.findall(r"```python\n(.+?)```", page, re.S)
-    return text
+    """Return the first block of code of a page."""
+    return blocks(page)[0]
+
+
+def blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.+?)```", page, re.S)
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +95,29 @@ def test_the_reader_reads_the_kit(
         assert [json.loads(line) for line in lines] == expected, case["name"]
         num_read += 1
     assert num_read > 50
+
+
+def test_positions_and_mask_are_those_of_the_kit(
+    prose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the mask, a token sees itself and what its sequence has before it."""
+    path = tmp_path / "reader.py"
+    path.write_text("\n\n".join(blocks(prose)), encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", [str(path), str(KIT / "datasets" / "empty")])
+    functions = runpy.run_path(str(path))
+
+    num_shared = 0
+    for file in sorted((KIT / "expected").glob("*.json")):
+        for pack in json.loads(file.read_text(encoding="utf-8"))["packs"]:
+            positions, mask = functions["positions_and_mask"](pack)
+            assert positions.tolist() == pack["position_ids"], file.name
+            for token, segment in enumerate(pack["segment_ids"]):
+                start = pack["cu_seqlens_k"][segment]
+                end = start + pack["position_ids"][token] + 1
+                expected = sorted(pack["kv_index"][start:end])
+                assert np.flatnonzero(mask[token]).tolist() == expected, file.name
+            num_shared += any(pack["segment_offsets"])
+    assert num_shared > 5
 
 
 def whole(pack: dict[str, Any]) -> list[list[Any]]:
