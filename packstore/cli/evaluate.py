@@ -192,8 +192,8 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         loss.check_data(dataset)
         if loss.reference and not (args.reference_model or args.ref_logps):
             raise ConfigError(
-                f"loss {loss_name!r} compares with a reference: give "
-                "--reference-model or --ref-logps."
+                f"loss {loss_name!r} compares with a reference: give the model "
+                "that training began with as --reference-model, or --ref-logps."
             )
         warn_about_unused(loss, args.reference_model, *args.ref_logps)
         urls = args.ref_logps if loss.reference else ()

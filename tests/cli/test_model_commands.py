@@ -303,7 +303,7 @@ def test_two_ranks(made: SimpleNamespace, tmp_path: Path) -> None:
         ),
         (
             ("evaluate", "{pairs}", "--model", "{policy}"),
-            "--reference-model or --ref-logps",
+            "--reference-model, or --ref-logps",
         ),
         (
             ("evaluate", "{pairs}", "--model", "{policy}", "--loss", "dpoo"),
