@@ -183,6 +183,27 @@ def test_a_table_of_many_groups_names_how_many_there_are(
     assert "│ 9 " not in table
 
 
+def test_a_group_with_nothing_to_compare_has_null(
+    made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """JSON has no NaN, which is the mean over no pairs."""
+    rows = [
+        {"prompt": [1], "responses": [[3], [i], [i, 5]], "scores": [i % 2, 0, 0]}
+        | {"source": "ab"[i % 2]}
+        for i in range(6, 20)
+    ]
+    data = packstore.pack(
+        rows, str(tmp_path / "tied"), pack_size=40, carry=("source:string",)
+    )
+    command = [data.url, "--model", made.policy, "--loss", "simpo", "--by", "source"]
+    groups = figures(capsys, *command)["by"]
+    assert groups["a"]["examples"] == groups["b"]["examples"] == 7
+    assert groups["a"]["loss"] is None
+    assert groups["b"]["loss"] > 0
+    assert main(["evaluate", *command]) == 0
+    assert "│ a " in capsys.readouterr().out
+
+
 def test_log_probs_of_what_was_appended(
     made: SimpleNamespace, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
