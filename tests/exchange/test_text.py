@@ -15,6 +15,7 @@ from typing import Any
 import fsspec
 import pyarrow as pa
 import pytest
+from stores import Store
 
 import packstore
 from packstore import Dataset, export
@@ -195,6 +196,30 @@ def test_text_packs_again_to_the_same_tokens(
     assert_packs_again(dataset, tmp_path, **settings)
 
 
+def test_a_prompt_that_ends_inside_a_character(tmp_path: Path) -> None:
+    """A token joins the last byte of the prompt and the first of each response."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ((symbols, _),) = byte_level.pre_tokenize_str("好的")
+    last_byte, first_byte = symbols[2:4]
+    tokens = [*sorted(byte_level.alphabet()), last_byte + first_byte]
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    model = models.BPE(vocab=vocabulary, merges=[(last_byte, first_byte)])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(tmp_path / "bytes.json"))
+
+    settings = settings_for(str(tmp_path / "bytes.json"))
+    records = [{"prompt": "a好", "chosen": "的", "rejected": "的!"}]
+    dataset = packstore.pack(records, tmp_path / "ds", **settings)
+    assert dataset.manifest.records.noted["boundary_merged"] == 1
+    assert_packs_again(dataset, tmp_path, **settings)
+    (line,) = read_lines(tmp_path / "text.jsonl")
+    assert (line["prompt"], line["chosen"]) == ("a好", "的")
+
+
 @pytest.mark.parametrize("eos", [True, False])
 @pytest.mark.parametrize("bos", [True, False])
 def test_bos_and_eos_by_the_settings(
@@ -207,6 +232,16 @@ def test_bos_and_eos_by_the_settings(
     for line in read_lines(tmp_path / "text.jsonl"):
         assert "<s>" not in line["prompt"]
         assert "</s>" not in line["chosen"]
+
+    # Records with BOS and EOS of their own, which are taken as rendered.
+    rendered = [
+        {"prompt": "<s>a b", "chosen": "c</s>", "rejected": "d</s>"},
+        {"prompt": "<s>a b", "chosen": "c", "rejected": "d"},
+        {"prompt": "a b", "chosen": "c</s>", "rejected": "d</s>"},
+    ]
+    dataset = packstore.pack(rendered, tmp_path / "ds", overwrite=True, **settings)
+    assert dataset.manifest.records.noted["rendered_text"] == 3
+    assert_packs_again(dataset, tmp_path, **settings)
 
 
 @pytest.mark.slow
@@ -354,3 +389,26 @@ def test_a_store_and_an_existing_file(small: Dataset, tmp_path: Path) -> None:
         assert file.read() == (tmp_path / "x.jsonl").read_bytes()
     with pytest.raises(DatasetExistsError, match="folder"):
         export("text", small, tmp_path)
+
+
+def test_from_an_object_store_to_it(
+    tmp_path: Path,
+    tokenizers: dict[str, str],
+    s3: Store,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = random_records("sft", 40, 4, PIECES)
+    settings = settings_for(tokenizers["eos"], storage_options=s3.options)
+    dataset = packstore.pack(records, f"{s3.url}/ds", **settings)
+    words = ["export", "text", dataset.url, f"{s3.url}/x.jsonl.gz", "--json"]
+    for name, value in s3.options.items():
+        words += ["--storage-option", f"{name}={value}"]
+    capsys.readouterr()
+    assert main(words) == 0
+    num_examples = dataset.manifest.totals.examples
+    assert json.loads(capsys.readouterr().out)["examples"] == num_examples
+
+    with fsspec.open(f"{s3.url}/x.jsonl.gz", "rb", **s3.options) as file:
+        lines = gzip.decompress(file.read())
+    export("text", dataset, tmp_path / "x.jsonl")
+    assert lines == (tmp_path / "x.jsonl").read_bytes()
