@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import shlex
 import sys
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -119,6 +121,8 @@ def _run(args: argparse.Namespace) -> int:
     if is_main_rank():
         verdict = "trained" if has_trained else "already finished:"
         _print_train_result(args, f"{verdict} {config.output_dir}", result)
+        if not args.json:
+            _print_evaluate_command(config)
     return 0
 
 
@@ -169,6 +173,36 @@ def _print_train_result(
         if values:
             texts = {metric: f"{value:.6g}" for metric, value in values.items()}
             console.print(fact_table(name, texts))
+
+
+def _print_evaluate_command(config: TrainConfig) -> None:
+    """Print the command that evaluates the model.
+
+    There is none for a mix of losses, which evaluate does not take; with options of a
+    store it is left out, as they may be secrets.
+    """
+    from packstore.torch.losses.named import make_loss
+
+    if not isinstance(config.loss, str) or config.storage_options:
+        return
+    if config.eval_dataset is None:
+        dataset, ref_logps, sides = config.train_dataset, config.ref_logps, config.side
+    else:
+        dataset = config.eval_dataset
+        ref_logps, sides = config.eval_ref_logps, config.eval_side
+
+    words = ["packstore", "evaluate", dataset, "--model", config.output_dir]
+    words += ["--loss", config.loss]
+    for name, value in config.loss_parameters.items():
+        words += ["--loss-parameter", f"{name}={json.dumps(value)}"]
+    if make_loss(config.loss, config.loss_parameters).reference:
+        if not ref_logps:
+            words += ["--reference-model", config.reference or config.model]
+        for url in ref_logps:
+            words += ["--ref-logps", url]
+    for url in sides:
+        words += ["--side", url]
+    stdout_console().print(f"To evaluate it: {shlex.join(words)}")
 
 
 TRAIN = Command(

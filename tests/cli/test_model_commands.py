@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -260,6 +261,49 @@ def test_a_run_and_its_rerun(
     examples = sum(r.get("examples", 0) for r in records["log_history"])
     assert examples > 30
     assert f"| examples | {examples:.0f} |" in card
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param(["--loss-parameter", "beta=0.3"], id="reference"),
+        pytest.param(
+            ["--loss", "simpo", "--loss-parameter", "gamma=0.7"],
+            id="no reference",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["--ref-logps", "{side}", "--eval-ref-logps", "{side}"],
+            id="stored reference",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_run_ends_with_the_command_that_evaluates_it(
+    made: SimpleNamespace,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flags: list[str],
+) -> None:
+    side = str(tmp_path / "side")
+    if "{side}" in flags:
+        assert main(["ref-logps", made.pairs, side, "--model", made.policy]) == 0
+    out = str(tmp_path / "a run")
+    job = ["train", "--model", made.policy, "--train-dataset", made.pairs]
+    job += ["--eval-dataset", made.pairs, "--output-dir", out, "--max-steps", "2"]
+    job += ["--learning-rate", "1e-2", "--warmup-steps", "0"]
+    job += [flag.format(side=side) for flag in flags]
+    capsys.readouterr()
+    assert main(job) == 0
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    program, command, *words = shlex.split(last_line.partition(": ")[2])
+    assert (program, command) == ("packstore", "evaluate")
+    metrics = figures(capsys, *words)["metrics"]
+    state = json.loads(Path(out, "trainer_state.json").read_text(encoding="utf-8"))
+    evaluation = [r for r in state["log_history"] if "eval_loss" in r][-1]
+    for name in ("loss", "rewards/margins"):
+        assert metrics[name] == pytest.approx(evaluation[f"eval_{name}"], rel=1e-5)
+    assert metrics["rewards/margins"] != 0
 
 
 @pytest.mark.slow
