@@ -98,6 +98,20 @@ def test_code_does_what_the_page_says(
         run_page(page, dict(names))
 
 
+@pytest.mark.parametrize("page", ["own-model.md"])
+def test_python_runs_in_a_fresh_interpreter(page: str, tmp_path: Path) -> None:
+    """Top to bottom, without the files and variables of the quickstart."""
+    pytest.importorskip("torch", reason="torch is in the extra train")
+    code = "\n".join(
+        block.code
+        for block in blocks((DOCS / page).read_text(encoding="utf-8"))
+        if block.language == "python"
+    )
+    done = run_python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "optimizer steps: should hold" not in done.stderr  # it reads as a mistake
+
+
 @pytest.mark.parametrize("page", SECTIONS)
 def test_code_does_what_the_section_says(
     page: str, quickstart: tuple[Path, dict[str, Any]], tmp_path: Path

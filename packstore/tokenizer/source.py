@@ -324,7 +324,10 @@ def _from_object(source: Any) -> _Files:
         return _Files("tokenizers.Tokenizer", source.to_str().encode())
     if not hasattr(source, "backend_tokenizer"):
         rule = "it must be a path, a name on the hub, or a fast tokenizer"
-        remedy = "Save it, e.g. tokenizer.save_pretrained(FOLDER), and give the folder"
+        remedy = (
+            "Tokenize with it yourself and pack records of token ids, without a "
+            "tokenizer: docs/tokenizing.md, your own tokenizer"
+        )
         description = f"an object of type {type(source).__name__}"
         raise TokenizerError(sentence("tokenizer", rule, description, remedy))
     files = _Files(type(source).__name__, source.backend_tokenizer.to_str().encode())

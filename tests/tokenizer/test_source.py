@@ -97,7 +97,7 @@ def test_bos_and_eos_by_the_post_processor(facts):
 @pytest.mark.parametrize(
     ("source", "found"),
     [
-        (object(), "save_pretrained"),
+        (object(), "token ids"),
         (transformers.CanineTokenizer(), "CanineTokenizer"),
         ("s3://key:secret@bucket/t", "s3://bucket/t"),
         ("Qwen/Qwen3-0.6B", r"hf download Qwen/Qwen3-0\.6B"),
