@@ -44,7 +44,8 @@ def _bar(parts: list[int], size: int) -> str:
     title = f"{sum(parts):,} of {size:,} tokens"
     layout = "display:flex;height:16px;max-width:640px;margin:6px 0"
     style = f"{layout};background:{_FREE_COLOUR}"
-    return f'<div title="{title}" style="{style}">{"".join(segments)}</div>'
+    bar = f'<div title="{title}" style="{style}">{"".join(segments)}</div>'
+    return f"{bar}<div>{_text(len(parts))} examples, {title}</div>"
 
 
 def _text(value: object) -> str:

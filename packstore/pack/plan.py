@@ -61,6 +61,13 @@ class Plan:
     seed: int
     shuffle: bool
 
+    def __repr__(self) -> str:
+        return (
+            f"Plan(packs={self.num_packs}, examples={self.num_examples}, "
+            f"pack_size={self.pack_size}, tokens={self.tokens}, "
+            f"fill_rate={self.fill_rate:.4f})"
+        )
+
     def _repr_html_(self) -> str:
         fewest, mean, most = self.examples_per_pack
         facts = {
