@@ -20,6 +20,7 @@ from packstore.cli._model import is_main_rank, redirect_transformers_logs
 from packstore.cli._output import fact_table, print_result, stdout_console
 from packstore.config.job import read_yaml
 from packstore.config.training import TrainConfig, TrainModelConfig
+from packstore.errors import display
 
 if TYPE_CHECKING:
     from packstore.torch.training.train import TrainResult
@@ -178,18 +179,21 @@ def _print_train_result(
 def _print_evaluate_command(config: TrainConfig) -> None:
     """Print the command that evaluates the model.
 
-    There is none for a mix of losses, which evaluate does not take; with options of a
-    store it is left out, as they may be secrets.
+    There is none for a mix of losses, which evaluate does not take, nor with options or
+    addresses of a store that may hold secrets.
     """
     from packstore.torch.losses.named import make_loss
 
-    if not isinstance(config.loss, str) or config.storage_options:
+    if not isinstance(config.loss, str):
         return
     if config.eval_dataset is None:
         dataset, ref_logps, sides = config.train_dataset, config.ref_logps, config.side
     else:
         dataset = config.eval_dataset
         ref_logps, sides = config.eval_ref_logps, config.eval_side
+    places = [dataset, *ref_logps, *sides]
+    if config.storage_options or any(display(place) != place for place in places):
+        return
 
     words = ["packstore", "evaluate", dataset, "--model", config.output_dir]
     words += ["--loss", config.loss]
