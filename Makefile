@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 PIP = $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
-.PHONY: demo test test-all check docs package floors kernels clean
+.PHONY: demo test test-all check docs package beside floors kernels release publish clean
 
 demo: $(VENV)/installed
 	@echo "the demo takes less than a minute on a CPU, and writes to ./demo"
@@ -32,6 +32,20 @@ docs: $(VENV)/installed
 # sdist and wheel, tried in clean environments: EXTRAS='--extra s3', EXTRAS='--extra all'.
 package:
 	$(PYTHON) tests/try_release.py $(EXTRAS)
+
+# The table of docs/support.md: what resolves beside each trainer. Takes some minutes.
+beside:
+	$(PYTHON) -m venv .venv-floors
+	$(FLOORS)/python -m pip install --quiet uv
+	$(FLOORS)/python tests/try_release.py --beside $(FLOORS)/uv
+
+# Version, changelog, build, an upload that is rehearsed, commit and tag: make release
+# VERSION=0.2.0. Nothing is pushed. `publish` uploads a tagged commit to PyPI.
+release:
+	$(PYTHON) .ci/release.py '$(VERSION)'
+
+publish:
+	$(PYTHON) .ci/release.py --publish
 
 # torch first and by version: asked for later, as a dependency, pip may choose a CUDA build of
 # several gigabytes where a CPU build is at hand.

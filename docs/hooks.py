@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,14 @@ PAGES = {
 """A file of the repository -> its place on the site."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]\n]+)\]\(([^)#\s]*)(#[^)]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """Set the address of the repository, once pyproject.toml has one."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    urls = tomllib.loads(text)["project"].get("urls", {})
+    config.repo_url = urls.get("Source")
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import packstore.pack as _pack_package
+from packstore.registry import missing_extra
 from packstore.version import VERSION as __version__
 
 __all__ = [
@@ -90,7 +91,7 @@ else:
             return inspect.signature(_load_pack())
 
     def _load_pack() -> Any:
-        return importlib.import_module("packstore.etl.pipeline").pack
+        return _load("pack", "packstore.etl.pipeline")
 
     _pack_package.__class__ = _CallablePackage
 
@@ -118,9 +119,16 @@ _LAZY = {
 """Public name -> its module, which is imported at the first use."""
 
 
+def _load(name: str, module: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), name)
+    except ModuleNotFoundError as error:
+        raise missing_extra(f"packstore.{name}", "", error) from error
+
+
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+        return _load(name, _LAZY[name])
     raise AttributeError(f"module 'packstore' has no attribute {name!r}")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +24,7 @@ class Registry(dict[str, str], Generic[T]):
         noun: noun for the names in error messages (``"strategy"``).
         entries: name -> ``"module:attribute"``.
         extras: name -> the extra of packstore that installs the required third-party
-            package.
+            package; empty: packstore itself does, unless the install is lean.
     """
 
     def __init__(
@@ -72,12 +73,39 @@ def choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
 
 
 def missing_extra(noun: str, extra: str, error: ImportError) -> MissingExtraError:
-    """Return the error for a missing package, with the command that installs it."""
+    """Return the error for a missing package, with the command that installs it.
+
+    Args:
+        noun: the part of packstore that needs the package.
+        extra: the extra that installs it; empty for a dependency of packstore itself,
+            which only a lean install lacks (docs/install.md).
+        error: the failed import.
+    """
     package = (error.name or str(error)).partition(".")[0]
+    requirement = f"'packstore[{extra}]'" if extra else "packstore"
     return MissingExtraError(
         f"{noun} needs the package {package!r}, which is not installed. "
-        f"Run: pip install 'packstore[{extra}]'"
+        f"Run: pip install {requirement}"
     )
+
+
+LEFT_OUT_OF_LEAN = frozenset(
+    {"fastokens", "jinja2", "numba", "polars", "rich", "tokenizers", "yaml"}
+)
+"""Modules of the dependencies of packstore itself that a lean install leaves out."""
+
+
+def require_package(name: str, noun: str) -> None:
+    """Raise MissingExtraError if a dependency of packstore itself is not installed.
+
+    Called before the import of a package that a lean install leaves out.
+
+    Args:
+        name: the top-level module.
+        noun: the part of packstore that needs it.
+    """
+    if importlib.util.find_spec(name) is None:
+        raise missing_extra(noun, "", ImportError(name=name))
 
 
 NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`

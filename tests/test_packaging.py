@@ -36,6 +36,21 @@ def test_the_license_is_the_one_that_is_declared() -> None:
     assert PROJECT["license-files"] == ["LICENSE"]
 
 
+def test_the_address_of_the_project_has_one_home() -> None:
+    """Other files name it by a placeholder until it is there, and then by itself."""
+    placeholder = "git+" + "ADDRESS"
+    pages = {
+        name
+        for name in SCRIPT["sources"]()
+        if (ROOT / name).suffix in (".md", ".toml", ".cff", ".yml", ".py", ".ipynb")
+        and placeholder in (ROOT / name).read_text(encoding="utf-8")
+    } - {"pyproject.toml"}
+    address = PROJECT.get("urls", {}).get("Source")
+    assert pages <= ({"README.md", "docs/install.md"} if address is None else set())
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation.get("repository-code", address) == address
+
+
 def test_the_wheel_holds_pages_and_example_configs() -> None:
     package = ROOT / "packstore"
     patterns = CONFIG["tool"]["setuptools"]["package-data"]["packstore"]
@@ -49,7 +64,9 @@ def test_the_wheel_holds_pages_and_example_configs() -> None:
 def test_the_smoke_test_has_a_part_for_every_extra() -> None:
     parts = set(runpy.run_path(str(ROOT / "tests" / "support" / "smoke.py"))["PARTS"])
     assert (
-        parts == {"core"} | set(PROJECT["optional-dependencies"]) - SCRIPT["NOT_TRIED"]
+        parts
+        == {"core", "lean"}
+        | set(PROJECT["optional-dependencies"]) - SCRIPT["NOT_TRIED"]
     )
 
 
@@ -75,6 +92,15 @@ def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
     printed = run_python(*command).stdout
     assert {torch, "transformers==5.6", "numpy==2.2"} <= set(printed.split())
     assert f"--oldest --extra train --torch {torch.removeprefix('torch==')}.0" in recipe
+
+
+def test_the_table_of_trainers_has_a_row_for_each_that_is_tried() -> None:
+    page = (ROOT / "docs" / "support.md").read_text(encoding="utf-8")
+    table = page.partition("<!-- beside -->")[2].partition("<!-- /beside -->")[0]
+    rows = re.findall(r"^\| ([\w-]+) [\w.]+ \| (.+) \|$", table, re.MULTILINE)
+    assert [name for name, _ in rows] == list(SCRIPT["BESIDE"])
+    for _, cells in rows:
+        assert re.fullmatch(r"(yes|no: [^|]+)( \| (yes|no: [^|]+)){2}", cells)
 
 
 def test_an_upper_bound_has_its_reason_beside_it() -> None:

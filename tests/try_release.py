@@ -4,12 +4,14 @@ it there.
     python tests/try_release.py                        the core dependencies alone
     python tests/try_release.py --extra s3 --extra ray  also these extras, each in an environment
     python tests/try_release.py --extra all            also every extra that is tried
+    python tests/try_release.py --lean                 also the lean install
     python tests/try_release.py --python python3.13    with another interpreter (repeatable)
     python tests/try_release.py --oldest               with the oldest releases in pyproject.toml,
                                                        but torch by --torch and
                                                        --torch-index
     python tests/try_release.py --floors torch train   prints them, with these extras
-    python tests/try_release.py --beside uv            beside which trainers and servers it resolves
+    python tests/try_release.py --beside uv            writes the table of docs/support.md: beside
+                                                       which trainers and servers it resolves
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip
 uses here. ``flash`` needs a GPU and its compiler, so ``all`` leaves it out; ``docs`` and
@@ -19,8 +21,10 @@ uses here. ``flash`` needs a GPU and its compiler, so ``all`` leaves it out; ``d
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -32,11 +36,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 SMOKE = ROOT / "tests" / "support" / "smoke.py"
+LEAN = "lean"
+"""Name of the install of docs/install.md for training images, as an attempt."""
+LEAN_PACKAGES = ("fsspec", "msgspec", "numpy", "orjson", "pyarrow")
+"""Packages of a lean install, beside torch."""
 TORCH = "2.13.0"
 """Release of torch, installed first, as the Makefile does: a CPU build is taken if
 there is one.
 """
-NEEDS_TORCH = frozenset({"torch", "train"})
+NEEDS_TORCH = frozenset({"torch", "train", "trl", LEAN})
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
     "project"
 ]
@@ -52,13 +60,15 @@ SHOWN = (
     "peft",
 )
 """Packages that an attempt prints with their releases."""
+SUPPORT = ROOT / "docs" / "support.md"
+BESIDE_PYTHON = "3.12"
 MADE = frozenset({"PKG-INFO", "setup.cfg"})
 BESIDE = (
     *("trl", "axolotl", "llamafactory", "ms-swift", "openrlhf", "unsloth", "verl"),
-    *("torchtune", "vllm", "sglang"),
+    *("torchtune", "megatron-bridge", "nemo-aligner", "vllm", "sglang"),
 )
 """Trainers and servers of docs/support.md's table."""
-NOT_IN_SDIST = (".ci/", ".gitignore")
+NOT_IN_SDIST = (".ci/", ".github/", ".gitignore")
 """What is of use in the repository alone."""
 
 
@@ -96,23 +106,31 @@ def floors(extra: str) -> list[str]:
     """Return the oldest release of each dependency that pyproject.toml names for this
     extra.
     """
-    optional = PROJECT["optional-dependencies"].get(extra, [])
-    nested = [
-        name.removeprefix("packstore[").rstrip("]")
-        for name in optional
-        if _is_nested(name)
-    ]
-    required = list(PROJECT["dependencies"])
-    for name in nested:
-        required += PROJECT["optional-dependencies"][name]
-    required += [name for name in optional if not _is_nested(name)]
+    required = [*PROJECT["dependencies"], *_packages_of(extra)]
     lower_bounds = [name.partition(",")[0] for name in required]
     return [name.replace(">=", "==") for name in lower_bounds]
 
 
-def _is_nested(requirement: str) -> bool:
-    """Return True for another extra of packstore."""
-    return requirement.startswith("packstore[")
+def _packages_of(extra: str) -> list[str]:
+    """Return the requirements of an extra, with those of the extras that it names."""
+    required: list[str] = []
+    for requirement in PROJECT["optional-dependencies"].get(extra, []):
+        nested = re.fullmatch(r"packstore\[([\w,]+)\]", requirement)
+        if nested is None:
+            required.append(requirement)
+            continue
+        for name in nested[1].split(","):
+            required += _packages_of(name)
+    return required
+
+
+def lean_requirements() -> list[str]:
+    """Return the packages of a lean install, with the bounds of pyproject.toml."""
+    return [
+        requirement
+        for requirement in PROJECT["dependencies"]
+        if re.match(r"[\w-]+", requirement)[0] in LEAN_PACKAGES  # type: ignore[index]
+    ]
 
 
 def sources() -> list[str]:
@@ -170,7 +188,7 @@ def attempt(
         work: an empty folder, or one of other attempts.
         python: interpreter that makes the environment.
         source: the wheel, or the folder of a checkout.
-        extra: name of an extra.
+        extra: name of an extra, or `lean` for the lean install.
         oldest: install the oldest releases in pyproject.toml, except for torch.
         torch: arguments of pip that install torch, before everything else.
 
@@ -183,8 +201,12 @@ def attempt(
         # Before packstore itself, as pip tries combinations for minutes if it may
         # choose.
         target += [name for name in floors(extra) if not name.startswith("torch==")]
-    inside = environment(work / f"with-{extra or 'core'}", python, first, target)
-    run(inside, "-m", "pip", "check")
+    groups = [first, target]
+    if extra == LEAN:
+        groups = [first, lean_requirements(), ["--no-deps", str(source)]]
+    inside = environment(work / f"with-{extra or 'core'}", python, *groups)
+    if extra != LEAN:
+        run(inside, "-m", "pip", "check")
     installed = releases(inside)
     if oldest and "pandas" in installed:
         # pyarrow imports it where it can, so that a need for it would not be seen.
@@ -193,7 +215,7 @@ def attempt(
         )
     empty = work / f"empty-{extra or 'core'}"
     empty.mkdir()
-    parts = ["core", *([extra] if extra else [])]
+    parts = ["core", extra] if extra not in ("", LEAN) else [extra or "core"]
     printed = run(inside, "-I", SMOKE, *parts, folder=empty)
     age = "the oldest releases" if oldest else "the newest releases"
     named = [f"{name} {installed[name]}" for name in SHOWN if name in installed]
@@ -211,36 +233,64 @@ def releases(python: Path) -> dict[str, str]:
     return {entry["name"]: entry["version"] for entry in listed}
 
 
-def resolve(uv: str, work: Path, *wanted: str) -> dict[str, str] | None:
-    """Releases that uv chooses for these requirements on Linux; None where there are
-    none.
-    """
+def resolve(uv: str, work: Path, requirements: Sequence[str]) -> dict[str, str] | None:
+    """Return the releases that uv chooses on Linux; None if the requirements conflict."""
     listed = work / "requirements.in"
-    listed.write_text("\n".join(wanted), encoding="utf-8")
-    options = "--no-annotate --no-header --python-version 3.12 --python-platform linux"
-    command = [uv, "pip", "compile", "--quiet", *options.split(), str(listed)]
+    listed.write_text("\n".join(requirements), encoding="utf-8")
+    options = f"--python-version {BESIDE_PYTHON} --python-platform linux"
+    options += " --quiet --no-annotate --no-header"
+    command = [uv, "pip", "compile", *options.split(), str(listed)]
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    if done.returncode:
+        return None
     lines = [line.partition("==") for line in done.stdout.splitlines()]
-    return (
-        {name: release for name, _, release in lines} if done.returncode == 0 else None
-    )
+    return {name: release for name, _, release in lines}
 
 
-def beside(uv: str, work: Path) -> None:
-    """Prints, as Markdown, what resolves beside the newest release of each trainer and
-    server.
+def compare(uv: str, work: Path, package: str, requirements: Sequence[str]) -> str:
+    """Return `yes` if all requirements resolve beside a package, or those that do not."""
+    if resolve(uv, work, [package, *requirements]):
+        return "yes"
+    conflicts = [
+        f"`{requirement.partition(',')[0]}`"
+        for requirement in requirements
+        if resolve(uv, work, [package, requirement]) is None
+    ]
+    return f"no: {', '.join(conflicts) or 'only together'}"
+
+
+def beside(uv: str, work: Path) -> list[str]:
+    """Return, as a Markdown table, what resolves beside the newest release of each
+    trainer and server.
     """
-    print("| | `packstore` | `packstore[train]` |")
-    print("|---|---|---|")
+    installs = {
+        "lean": [*lean_requirements(), "torch"],
+        "`packstore`": list(PROJECT["dependencies"]),
+        "`packstore[train]`": [*PROJECT["dependencies"], *_packages_of("train")],
+    }
+    lines = [f"| | {' | '.join(installs)} |", "|---" * (1 + len(installs)) + "|"]
     for name in BESIDE:
-        release = (resolve(uv, work, name) or {}).get(name, "none")
-        wanted = (f"packstore{extra} @ {ROOT.as_uri()}" for extra in ("", "[train]"))
-        found = [resolve(uv, work, f"{name}=={release}", package) for package in wanted]
-        print(
-            "|",
-            " | ".join([f"{name} {release}", *("yes" if f else "no" for f in found)]),
-            "|",
-        )
+        release = (resolve(uv, work, [name]) or {}).get(name, "none")
+        cells = [f"{name} {release}"]
+        for requirements in installs.values():
+            cells.append(compare(uv, work, f"{name}=={release}", requirements))
+        lines.append(f"| {' | '.join(cells)} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def write_table(lines: Sequence[str]) -> None:
+    """Replace the table of docs/support.md, and its date."""
+    text = SUPPORT.read_text(encoding="utf-8")
+    today = datetime.datetime.now(datetime.UTC).date()
+    table = "\n".join([f"Resolved on {today}:", "", *lines])
+    new = re.sub(
+        r"(<!-- beside -->\n).*(<!-- /beside -->)",
+        lambda match: f"{match[1]}\n{table}\n\n{match[2]}",
+        text,
+        flags=re.DOTALL,
+    )
+    SUPPORT.write_text(new, encoding="utf-8")
 
 
 def main() -> None:
@@ -248,6 +298,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--extra", action="append", default=[], metavar="NAME")
+    parser.add_argument("--lean", action="store_true", help="try the lean install too")
     parser.add_argument("--python", action="append", default=[], metavar="PATH")
     parser.add_argument("--oldest", action="store_true")
     parser.add_argument(
@@ -263,18 +314,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.beside:
         with tempfile.TemporaryDirectory() as folder:
-            beside(args.beside, Path(folder))
+            write_table(beside(args.beside, Path(folder)))
         return
     if args.floors:
         named = dict.fromkeys(name for extra in args.floors for name in floors(extra))
         print(*(name.partition(";")[0] for name in named))  # a word each, for make
         return
     known = [name for name in PROJECT["optional-dependencies"] if name not in NOT_TRIED]
-    extras = known if args.extra == ["all"] else args.extra
+    extras = list(known if args.extra == ["all"] else args.extra)
     if unknown := set(extras) - set(known):
         parser.error(
             f"no extra {', '.join(sorted(unknown))}; choose from {', '.join(known)}"
         )
+    if args.lean:
+        extras.append(LEAN)
     torch = [f"torch=={args.torch}"]
     if args.torch_index:
         torch += ["--index-url", args.torch_index]

@@ -27,7 +27,7 @@ from packstore.errors import (
     sentence,
     visible,
 )
-from packstore.registry import Registry, missing_extra
+from packstore.registry import LEFT_OUT_OF_LEAN, Registry, missing_extra
 from packstore.secrets import client_text
 from packstore.version import VERSION
 
@@ -117,6 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # while the command was loaded, or while it failed
         print("packstore: interrupted", file=sys.stderr)
         return 130
+    except ModuleNotFoundError as error:  # while the command was loaded
+        reason = missing_extra("the command line", "", error)
+        print(f"packstore: error: {reason}", file=sys.stderr)
+        return 1
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -245,6 +249,8 @@ def _report(error: Exception, args: argparse.Namespace, command_name: str) -> No
         package = str(error.name).partition(".")[0]
         if package in TRAIN_PACKAGES:
             error = missing_extra(f"packstore {command_name}", "train", error)
+        elif package in LEFT_OUT_OF_LEAN:
+            error = missing_extra(f"packstore {command_name}", "", error)
     if isinstance(error, PackstoreError):
         fail(args, f"error: {message_with_notes(error)}")
     elif isinstance(error, OSError) and error.strerror:

@@ -34,6 +34,7 @@ from packstore.io.manifest.stored_file import decoding
 from packstore.io.side.join import SideColumns
 from packstore.io.side.side import Side
 from packstore.pack.fill import unpack
+from packstore.registry import require_package
 
 if TYPE_CHECKING:
     from polars import DataFrame, Expr, LazyFrame
@@ -92,6 +93,7 @@ def scan(
         PackstoreError: as :func:`packstore.open`; while the frame is collected, as
             :meth:`packstore.Dataset.read_packs`.
     """
+    require_package("polars", "packstore.scan")
     from polars.io.plugins import register_io_source
 
     if isinstance(url, Dataset):

@@ -9,6 +9,8 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
+from packstore.registry import require_package
+
 F = TypeVar("F", bound=Callable[..., Any])
 Function = Callable[..., Any]
 
@@ -58,6 +60,7 @@ def highest_bit(word: Any) -> int:
 
 
 def _compile(loop: Function) -> Function:
+    require_package("numba", f"packing {MIN_ROWS:,} rows or more")
     with _lock:
         if loop not in _compiled_loops:
             if not _compiled_loops:

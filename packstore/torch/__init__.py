@@ -10,9 +10,15 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from packstore.registry import missing_extra
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    raise missing_extra("packstore.torch", "torch", error) from error
+
 from packstore.format.arrays import TopK
 from packstore.io.side.side import SideWriter, open_side
-from packstore.registry import missing_extra
 from packstore.torch.batch.batch import PackedBatch, collate
 from packstore.torch.batch.inputs import packed_seq_params
 from packstore.torch.data.dataset import PackedDataset

@@ -5,7 +5,8 @@
 
 A part packs or reads a few made-up records. ``core`` needs the core dependencies alone:
 it packs token ids and texts, reads them back, verifies them, and calls every command
-that reads a dataset. The other parts are named like the extras of ``pyproject.toml``.
+that reads a dataset. The other parts are named like the extras of ``pyproject.toml``; ``lean`` tries the
+install of docs/install.md for training images, without ``core``.
 """
 
 from __future__ import annotations
@@ -125,6 +126,37 @@ def torch() -> str:
     return f"{PAIRS} pairs in batches, with a loss and its gradient"
 
 
+def lean() -> str:
+    """Loads and takes a loss with the packages of a lean install alone."""
+    import packstore.torch as pt
+    from packstore.errors import MissingExtraError
+    from packstore.registry import LEFT_OUT_OF_LEAN
+
+    present = {name for name in LEFT_OUT_OF_LEAN if find_spec(name)}
+    assert present <= {"jinja2"}, f"not lean: {present}"  # torch needs jinja2
+    report = torch()
+    dataset = packstore.open("for-torch")
+    assert dataset.verify().ok
+    loader = pt.PackedDataLoader(
+        pt.PackedDataset("for-torch", seed=0), packs_per_batch=1, num_workers=1
+    )
+    assert sum(batch.num_examples for batch in loader) == PAIRS
+    message = ""
+    try:
+        packstore.scan(dataset)
+    except MissingExtraError as error:
+        message = str(error)
+    assert "'polars'" in message
+    assert "pip install packstore" in message
+    call = [sys.executable, "-I", "-m", "packstore", "verify", "for-torch"]
+    done = subprocess.run(call, capture_output=True, encoding="utf-8", check=False)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert "'rich'" in line
+    assert "pip install packstore" in line
+    return f"{report}, without {', '.join(sorted(LEFT_OUT_OF_LEAN - present))}"
+
+
 def train() -> str:
     """Trains a tiny model by ``packstore train``."""
     from tokenizers import Tokenizer
@@ -159,6 +191,16 @@ def train() -> str:
     models = ("--model", "run", "--reference-model", "model")
     assert "accurac" in command("evaluate", "for-train", *models)
     return "a tiny model trained and evaluated from the command line"
+
+
+def trl() -> str:
+    """Imports TRL's trainer on packs, which needs a model and a config to do more."""
+    import trl
+
+    import packstore.torch as pt
+
+    assert issubclass(pt.PackedDPOTrainer, trl.DPOTrainer)
+    return f"PackedDPOTrainer on TRL {trl.__version__}"
 
 
 def sentencepiece() -> str:
@@ -229,7 +271,8 @@ def filesystem(protocol: str) -> str:
 
 
 PARTS: dict[str, Callable[[], str]] = {
-    f.__name__.strip("_"): f for f in (core, torch, train, sentencepiece, ray, http_)
+    f.__name__.strip("_"): f
+    for f in (core, lean, torch, train, trl, sentencepiece, ray, http_)
 }
 for extra, scheme in {"s3": "s3", "gcs": "gs", "azure": "az"}.items():
     PARTS[extra] = functools.partial(filesystem, scheme)

@@ -228,6 +228,15 @@ def glob(fs: Any, pattern: str, url: str) -> dict[str, Any]:
     return {}
 
 
+def _require_bucket(fs: Any, bucket: str) -> None:
+    """Raise FileNotFoundError for a missing bucket, not for an empty one."""
+    try:
+        fs.info(bucket)
+    except FileNotFoundError:
+        # s3fs 2025.3 raises it for an empty bucket too, but lists that one.
+        fs.ls(bucket, detail=False)
+
+
 def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
     """Raise StorageError if `path` was not found because its bucket is missing."""
     scheme = url.partition("://")[0]
@@ -235,7 +244,7 @@ def refuse_missing_bucket(fs: Any, path: str, url: str) -> None:
         return
     bucket = path.partition("/")[0]
     try:
-        fs.info(bucket)
+        _require_bucket(fs, bucket)
     except FileNotFoundError:
         text = sentence(
             where=display(url),

@@ -50,7 +50,7 @@ ENGINES: Registry[Callable[[bytes, str], Engine]] = Registry(
             "packstore.tokenizer.engines.sentencepiece:SentencePieceEngine"
         ),
     },
-    extras={"sentencepiece": "sentencepiece"},
+    extras={"tokenizers": "", "sentencepiece": "sentencepiece"},
 )
 """Name -> class, called with the bytes of the tokenizer file and its name for error
 texts.

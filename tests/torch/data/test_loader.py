@@ -493,7 +493,12 @@ def test_stratified_order(varied: Dataset) -> None:
 
 
 @pytest.mark.parametrize(
-    "context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)]
+    "context",
+    [
+        "fork",
+        pytest.param("forkserver", marks=pytest.mark.slow),  # of Python 3.14
+        pytest.param("spawn", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.filterwarnings(
     "ignore:This process .* is multi-threaded:DeprecationWarning"
