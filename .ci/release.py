@@ -210,11 +210,11 @@ def rehearse_upload(work: Path, version: str) -> None:
         login = ("--username", "rehearsal", "--password", "rehearsal")
         run(python, *upload, *login, *files)
 
-        installed = environment(
-            work / "installed",
-            sys.executable,
-            ["--no-deps", "--index-url", f"{url}simple/", f"packstore=={version}"],
-        )
+        # In the environment of the attempt, which has the dependencies.
+        installed = work / "with-core" / "bin" / "python"
+        install = ("-m", "pip", "install", "--quiet", "--no-cache-dir", "--no-deps")
+        options = ("--force-reinstall", "--index-url", f"{url}simple/")
+        run(installed, *install, *options, f"packstore=={version}")
     printed = run(installed, "-m", "packstore", "--version", folder=work).strip()
     if printed != f"packstore {version}":
         raise NotReleasable(f"`packstore --version` prints {printed!r}")

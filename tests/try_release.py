@@ -10,8 +10,9 @@ it there.
                                                        but torch by --torch and
                                                        --torch-index
     python tests/try_release.py --floors torch train   prints them, with these extras
-    python tests/try_release.py --beside uv            writes the table of docs/support.md: beside
-                                                       which trainers and servers it resolves
+    python tests/try_release.py --beside uv            checks wheels for each Python, and writes the
+                                                       table of docs/support.md: beside which trainers
+                                                       and servers it resolves
 
 ``tests/support/smoke.py`` is what runs there. Packages come from the index that pip
 uses here. ``flash`` needs a GPU and its compiler, so ``all`` leaves it out; ``docs`` and
@@ -233,13 +234,19 @@ def releases(python: Path) -> dict[str, str]:
     return {entry["name"]: entry["version"] for entry in listed}
 
 
-def resolve(uv: str, work: Path, requirements: Sequence[str]) -> dict[str, str] | None:
+def resolve(
+    uv: str,
+    work: Path,
+    requirements: Sequence[str],
+    python: str = BESIDE_PYTHON,
+    *options: str,
+) -> dict[str, str] | None:
     """Return the releases that uv chooses on Linux; None if the requirements conflict."""
     listed = work / "requirements.in"
     listed.write_text("\n".join(requirements), encoding="utf-8")
-    options = f"--python-version {BESIDE_PYTHON} --python-platform linux"
-    options += " --quiet --no-annotate --no-header"
-    command = [uv, "pip", "compile", *options.split(), str(listed)]
+    command = [uv, "pip", "compile", "--python-version", python, *options]
+    command += ["--python-platform", "linux", "--quiet", "--no-annotate", "--no-header"]
+    command.append(str(listed))
     done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
     if done.returncode:
         return None
@@ -279,6 +286,21 @@ def beside(uv: str, work: Path) -> list[str]:
     return lines
 
 
+def require_wheels(uv: str, work: Path) -> None:
+    """Exit unless wheels alone satisfy the extra `dev`, for each Python that is named."""
+    requirements = [*PROJECT["dependencies"], *_packages_of("dev"), f"torch=={TORCH}"]
+    for classifier in PROJECT["classifiers"]:
+        if ":: 3." not in classifier:
+            continue
+        python = classifier.rpartition(" ")[2]
+        wheels = resolve(uv, work, requirements, python, "--only-binary", ":all:")
+        if wheels is None:
+            sys.exit(f"packaging: a dependency has no wheel for Python {python}")
+        print(
+            f"Python {python}: {len(wheels)} wheels satisfy packstore[dev]", flush=True
+        )
+
+
 def write_table(lines: Sequence[str]) -> None:
     """Replace the table of docs/support.md, and its date."""
     text = SUPPORT.read_text(encoding="utf-8")
@@ -314,6 +336,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.beside:
         with tempfile.TemporaryDirectory() as folder:
+            require_wheels(args.beside, Path(folder))
             write_table(beside(args.beside, Path(folder)))
         return
     if args.floors:

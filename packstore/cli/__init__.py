@@ -129,6 +129,9 @@ def _main(argv: Sequence[str] | None) -> int:
     if words in ([], ["--help"], ["-h"]):
         print(FRONT_PAGE, end="")
         return 0
+    if words == ["--version"]:
+        print(f"packstore {VERSION}")
+        return 0
 
     # Usually only the file of one command is imported. An unknown command needs all of
     # them, to suggest the nearest name.
