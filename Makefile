@@ -33,7 +33,8 @@ docs: $(VENV)/installed
 package:
 	$(PYTHON) tests/try_release.py $(EXTRAS)
 
-# The table of docs/support.md: what resolves beside each trainer. Takes some minutes.
+# Wheels for each Python, and the table of docs/support.md: what resolves beside each trainer.
+# It takes some minutes.
 beside:
 	$(PYTHON) -m venv .venv-floors
 	$(FLOORS)/python -m pip install --quiet uv
@@ -58,8 +59,7 @@ $(VENV)/installed: pyproject.toml
 	$(PIP) -e '.[dev]'
 	touch $@
 
-# The suite on the oldest releases that pyproject.toml admits, but for fsspec: the servers of the
-# tests need a newer one. uv, as pip tries combinations for minutes. Without access to torch's own
+# The suite on the oldest releases that pyproject.toml admits. uv, as pip tries combinations for minutes. Without access to torch's own
 # index: make floors CPU_TORCH=, which installs the CUDA build, of several gigabytes.
 # First the same releases with nothing else: the packages of the tests bring pandas, for example.
 CPU_TORCH = https://download.pytorch.org/whl/cpu
@@ -69,7 +69,7 @@ floors:
 	$(PYTHON) -m venv .venv-floors
 	$(FLOORS)/python -m pip install --quiet uv
 	$(FLOORS)/python tests/try_release.py --oldest --extra train --torch 2.11.0 $(addprefix --torch-index ,$(CPU_TORCH))
-	$(FLOORS)/python tests/try_release.py --floors torch train | tr ' ' '\n' | grep -v ^fsspec > .venv-floors/floors.txt
+	$(FLOORS)/python tests/try_release.py --floors torch train s3 gcs azure | tr ' ' '\n' > .venv-floors/floors.txt
 	$(FLOORS)/uv pip install --quiet --python $(FLOORS)/python $(addprefix --index-url ,$(CPU_TORCH)) torch==2.11.0
 	$(FLOORS)/uv pip install --quiet --python $(FLOORS)/python -e '.[dev]' -r .venv-floors/floors.txt
 	$(FLOORS)/python -m pytest -m 'not slow'

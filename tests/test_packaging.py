@@ -87,10 +87,11 @@ def test_make_floors_takes_the_oldest_torch_and_transformers() -> None:
     assert "--index-url" in first
     assert first.endswith(f" {torch}.0")
     assert "-r .venv-floors/floors.txt" in second
-    assert "try_release.py --floors torch train" in recipe
-    command = [ROOT / "tests" / "try_release.py", "--floors", "torch", "train"]
-    printed = run_python(*command).stdout
-    assert {torch, "transformers==5.6", "numpy==2.2"} <= set(printed.split())
+    assert "try_release.py --floors torch train s3 gcs azure |" in recipe
+    extras = ["torch", "train", "s3", "gcs", "azure"]
+    command = [ROOT / "tests" / "try_release.py", "--floors", *extras]
+    printed = set(run_python(*command).stdout.split())
+    assert {torch, "transformers==5.6", "numpy==2.2", "s3fs==2024.12"} <= printed
     assert f"--oldest --extra train --torch {torch.removeprefix('torch==')}.0" in recipe
 
 

@@ -161,7 +161,8 @@ def uploads(location: Location) -> list[Upload] | None:
     fs, full_path = location.filesystem("")
     if not clients.is_s3fs(fs):
         return None
-    bucket, prefix, _ = fs.split_path(full_path.strip("/") + "/")
+    bucket, key, _ = fs.split_path(full_path.strip("/"))
+    prefix = f"{key}/" if key else ""
 
     listed = []
     query = {"Bucket": bucket, "Prefix": prefix}
