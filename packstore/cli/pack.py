@@ -136,7 +136,7 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "dataset",
         metavar="DATASET",
-        help="folder or URL of a packed dataset, or of both of --validation-fraction",
+        help="folder or URL of a packed dataset, or of its train and validation splits",
     )
     add_source(parser, "files, globs, folders or URLs of records")
     parser.add_argument(
@@ -150,7 +150,7 @@ def _configure_append(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-empty",
         action="store_true",
-        help="succeed if SOURCE has no file or no record",
+        help="succeed without new files or records",
     )
     parser.add_argument(
         "--dry-run",

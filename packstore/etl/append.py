@@ -168,7 +168,9 @@ def append_records(
             return AppendResult(bases, num_records=0)
         except NoRecordsError as error:
             if not allow_empty:
-                raise
+                remedy = "If that is no mistake, allow it (allow_empty=True, "
+                remedy += "--allow-empty)."
+                raise NoRecordsError(f"{error} {remedy}") from None
             log.info("%s: nothing to append: %s", place, error)
             return AppendResult(bases, num_records=0)
 

@@ -200,8 +200,11 @@ def resolve_settings(
         return source, PackConfig.of(config, **settings)
     if config is None:
         kept_settings = packing_settings(dataset.manifest)
-        if settings.get("layout") == "concat":  # it shares no prefixes
+        # The layout concat shares no prefixes, so only one of the two can be kept.
+        if settings.get("layout") == "concat":
             kept_settings.pop("share_prefixes", None)
+        if settings.get("share_prefixes") == "pack":
+            kept_settings.pop("layout")
         settings = {**kept_settings, **settings}
     return dataset, PackConfig.of(config, **settings)
 

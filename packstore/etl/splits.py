@@ -90,7 +90,7 @@ def refuse_lone_split(dataset: Dataset) -> None:
         return
     other = _other(split)
     if find_sibling(dataset) is not None:
-        remedy = f"Append to {parent_of(dataset.url)}, for both"
+        remedy = f"Append to {parent_of(dataset.url)}, which extends both"
     else:
         remedy = f"Keep {split} and {other} in one folder, and append to that folder"
     raise ConfigError(

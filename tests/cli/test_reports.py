@@ -113,7 +113,7 @@ def made(source: Path, tmp_path_factory: pytest.TempPathFactory) -> packstore.Da
 def test_tokens_of_packs_are_counted_as_stored_and_unpacked(
     made: packstore.Dataset, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    result = figures(capsys, "stats", made.url)
+    result = figures(capsys, "stats", made.url)["values"]
     totals = made.manifest.totals
     statistics = made.manifest.statistics
     left_out = totals.logical_tokens - totals.tokens
@@ -164,7 +164,7 @@ def test_groups_equal_a_loop_over_the_packs(
     for drawing in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(drawing)
     tables = tables_of(text)
-    for title, named in (("Percentiles", result), (f"By {by}", result["by"])):
+    for title, named in (("Percentiles", result["values"]), (f"By {by}", result["by"])):
         for name, row in tables[title].items():
             for shown, value in zip(
                 row, named[name].values() if name else (), strict=bool(name)

@@ -16,6 +16,7 @@ from small_jobs import pairs, write_jsonl
 import packstore
 from packstore import Dataset, errors
 from packstore.cli import main
+from packstore.io.manifest.manifest import Records
 
 SPLITS = ("train", "validation")
 SETTINGS: dict[str, Any] = {
@@ -242,8 +243,12 @@ def appender() -> Iterator[Appender]:
     appender.close()
 
 
-def fingerprints(folder: Path) -> list[str]:
-    return [dataset.manifest.fingerprint for dataset in open_splits(folder / "vf")]
+def results(folder: Path) -> list[tuple[str, Records]]:
+    """The packs and the counts of records of both splits."""
+    return [
+        (dataset.manifest.fingerprint, dataset.manifest.records)
+        for dataset in open_splits(folder / "vf")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,7 @@ def test_a_killed_append_is_completed_by_a_rerun(
 
     reset()
     num_acts = appender.append(folder, source, settings)
-    expected = fingerprints(folder)
+    expected = results(folder)
     states = set()
     for moment in range(num_acts, 0, -step):
         reset()
@@ -283,12 +288,12 @@ def test_a_killed_append_is_completed_by_a_rerun(
             with pytest.raises(errors.DatasetExistsError, match=r"more\.jsonl"):
                 packstore.append(folder / "vf", other)
         appender.append(folder, source, settings)
-        assert fingerprints(folder) == expected
+        assert results(folder) == expected
         assert versions(folder / "vf") == [2, 2]
         for split in SPLITS:
             place = str(folder / "vf" / split)
             packstore.clean(place, delete=True, older_than=0, no_writers=True)
             assert not packstore.clean(place, older_than=0, no_writers=True).leftovers
-        assert fingerprints(folder) == expected
+        assert results(folder) == expected
         assert all(dataset.verify().ok for dataset in open_splits(folder / "vf"))
     assert states == {(1, 1), (2, 1), (2, 2)}

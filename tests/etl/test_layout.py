@@ -126,10 +126,14 @@ def test_a_dry_run_of_a_dataset_compares_layouts_too(
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
-def test_packing_anew_follows_the_kind_too(tmp_path: Path, kind: str) -> None:
+def test_packing_again_keeps_the_layout_or_follows_the_kind(
+    tmp_path: Path, kind: str
+) -> None:
     other = "concat" if LAYOUTS[kind] == "shared_prefix" else "shared_prefix"
     dataset = pack(tmp_path / "ds", kind, layout=other)
-    anew = packstore.pack(dataset, tmp_path / "anew", pack_size=128)
+    same = packstore.pack(dataset, tmp_path / "same", pack_size=128)
+    assert same.manifest.layout == other
+    anew = packstore.pack(dataset, tmp_path / "anew", layout="auto")
     assert anew.manifest.layout == LAYOUTS[kind]
     assert anew.manifest.provenance["settings"]["layout"] == LAYOUTS[kind]
 
