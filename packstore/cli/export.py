@@ -5,7 +5,7 @@ trainer, or on the hub.
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, add_settings, read_settings
@@ -13,6 +13,9 @@ from packstore.cli._messages import add_message_options, show_progress
 from packstore.cli._output import identity_of, print_facts, print_json
 from packstore.cli._parser import add_command
 from packstore.exchange import EXPORTERS, export
+
+if TYPE_CHECKING:
+    from packstore.io.dataset.dataset import Dataset
 
 STDOUT = "-"
 """In place of a file: standard output."""
@@ -38,10 +41,10 @@ def _run_export(args: argparse.Namespace) -> int:
     from packstore.io.dataset.dataset import open as open_
 
     options = read_settings(args, EXPORTERS.load(args.format).options)
-    if args.format == "text" and args.out == STDOUT:
-        return _print_text(args, options)
-
     dataset = open_(args.dataset, args.storage_option)
+    if args.format == "text" and args.out == STDOUT:
+        return _print_text(args, dataset, options)
+
     with show_progress("export", args) as progress:
         exported = export(
             args.format,
@@ -70,12 +73,12 @@ def _run_export(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_text(args: argparse.Namespace, options: dict[str, Any]) -> int:
+def _print_text(
+    args: argparse.Namespace, dataset: Dataset, options: dict[str, Any]
+) -> int:
     """Print a dataset as JSON lines, and nothing else."""
     from packstore.exchange.text import TextOptions, TextWriter
-    from packstore.io.dataset.dataset import open as open_dataset
 
-    dataset = open_dataset(args.dataset, args.storage_option)
     writer = TextWriter(dataset, TextOptions(**options))
     with show_progress("export", args) as progress:
         for line in writer.lines(progress):

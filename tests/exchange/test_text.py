@@ -181,18 +181,27 @@ def settings_for(tokenizer: str, **settings: Any) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("share", ["example", "pack", None])
-@pytest.mark.parametrize("kind", ["preference", "sft", "scored"])
-@pytest.mark.parametrize("name", ["eos", "bos", "chat"])
+@pytest.mark.parametrize(
+    ("name", "kind", "share"),
+    [
+        ("eos", "preference", "example"),
+        ("bos", "preference", "pack"),
+        ("chat", "scored", "pack"),
+        ("bos", "scored", "example"),
+        ("eos", "sft", None),
+        ("bos", "sft", "pack"),
+        ("chat", "sft", "example"),
+    ],
+)
 def test_text_packs_again_to_the_same_tokens(
     tmp_path: Path, tokenizers: dict[str, str], name: str, kind: str, share: str | None
 ) -> None:
-    """In each layout, with control strings among the words."""
+    """In each layout (share None: concat), with control strings among the words."""
     layout = {"layout": "concat"} if share is None else {"share_prefixes": share}
     settings = settings_for(tokenizers[name], **layout)
-    records = random_records(kind, 150, 0, PIECES + CONTROLS)
+    records = random_records(kind, 120, 0, PIECES + CONTROLS)
     dataset = packstore.pack(records, tmp_path / "ds", kind=kind, **settings)
-    assert dataset.manifest.totals.examples > 100
+    assert dataset.manifest.totals.examples > 80
     assert_packs_again(dataset, tmp_path, **settings)
 
 
