@@ -141,6 +141,10 @@ class Settings:
         }
 
 
+MAX_LISTED_NAMES = 30
+"""The names of a table are listed in an error if they are no more than these."""
+
+
 def check_names(
     names: Iterable[str], valid: Iterable[str], listed_by: str, noun: str = "setting"
 ) -> None:
@@ -150,20 +154,23 @@ def check_names(
     another program is answered once.
     """
     valid = sorted(valid)
+    lists_all = f"{listed_by} lists all"
+    if len(valid) <= MAX_LISTED_NAMES:
+        lists_all = f"{listed_by} explains {', '.join(valid)}"
     hints = {name: suggest(str(name), valid) for name in names if name not in valid}
     if not hints:
         return
     if len(hints) == 1:
         [(name, hint)] = hints.items()
-        message = f"unknown {noun} {quote(name)}; {listed_by} lists all.{hint}"
+        message = f"unknown {noun} {quote(name)}; {lists_all}.{hint}"
     else:
         unknown_names = [
             f"{quote(name)} ({hint.strip()})" if hint else quote(name)
             for name, hint in hints.items()
         ]
         message = (
-            f"{len(unknown_names)} unknown {noun}s; {listed_by} lists all: "
-            f"{', '.join(unknown_names)}."
+            f"{len(unknown_names)} unknown {noun}s: {', '.join(unknown_names)}; "
+            f"{lists_all}."
         )
     raise UnknownNameError(message)
 

@@ -435,8 +435,10 @@ def _remedy_for_drops(dropped: Counter[str], kind: str, job: WriteJob) -> str:
             "The dataset decides pack_size, max_length and max_keys: pack these "
             "records elsewhere"
         )
-    remedy = "Raise pack_size, max_length or max_keys, or truncate "
-    remedy += "(--on overlong=truncate_prompt)"
+    remedy = (
+        "Raise pack_size, max_length or max_keys (`packstore estimate` counts what "
+        "each pack size drops), or truncate (--on overlong=truncate_prompt)"
+    )
     if kind == "scored":
         remedy += ", or pack the answers of a group one by one (page Recipes)"
     return remedy

@@ -418,7 +418,7 @@ def _template_of(
         template = tokenizer.template_for(parsed.tools, variables)
     if template is None:
         rule = "chat messages need a chat template"
-        remedy = "Set chat_template: a Jinja file, chatml or plain"
+        remedy = "Set chat_template (--chat-template): a Jinja file, chatml or plain"
         raise TokenizerError(
             sentence(f"tokenizer {tokenizer.name}", rule, "none", remedy)
         )

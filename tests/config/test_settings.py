@@ -12,8 +12,9 @@ from small_jobs import trained_tokenizer
 from tokenizers import Tokenizer
 
 import packstore
-from packstore.config import PackConfig
-from packstore.errors import ConfigError
+from packstore.config import REASONS, PackConfig
+from packstore.errors import ConfigError, UnknownNameError
+from packstore.torch.losses.named import make_loss
 
 PAIRS: list[dict[str, Any]] = [
     {
@@ -113,3 +114,13 @@ def test_carried_columns_have_the_type_of_their_values(
         zip(group.example_ids.tolist(), group.columns["n"].tolist(), strict=True)
     )
     assert told == {i: r["n"] for i, r in enumerate(records) if r["n"] is not None}
+
+
+def test_an_unknown_reason_or_loss_parameter_is_answered_with_all_names() -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        PackConfig.of(on={"nonsense": "drop"})
+    assert all(name in str(caught.value) for name in REASONS)
+    with pytest.raises(UnknownNameError) as caught:
+        make_loss("distill", {"temperature": 2})
+    for name in ("direction", "rest", "average"):
+        assert name in str(caught.value)

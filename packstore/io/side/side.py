@@ -269,7 +269,13 @@ class SideWriter:
             return np.zeros(num_examples, np.int64)
         if num_targets is None:
             raise ConfigError(
-                f"{token_columns[0]} is of tokens, and needs num_targets."
+                sentence(
+                    where=f"column {quote(token_columns[0])}",
+                    rule="values of tokens need num_targets, the number of supervised "
+                    "tokens of each example",
+                    found="none",
+                    remedy="A batch of a loader has it: num_targets=batch.num_targets",
+                )
             )
         return _counts("num_targets", num_targets, num_examples)
 

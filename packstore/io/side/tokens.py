@@ -131,7 +131,13 @@ def token_lists(values: Any, type_: TokenType, rows: ColumnRows) -> pa.Array:
 
     if not isinstance(values, TopK):
         raise ConfigError(
-            f"{rows.column} must be a TopK; found {type(values).__name__}."
+            sentence(
+                where=f"column {quote(rows.column)}",
+                rule=f"values must be a packstore.torch.TopK of ids and log-probs, "
+                f"[n, {type_.k}] each",
+                found=type(values).__name__,
+                remedy="Pass TopK(ids, logps)",
+            )
         )
     ids = np.asarray(values.ids)
     logps = np.asarray(values.logps)

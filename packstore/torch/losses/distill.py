@@ -31,7 +31,10 @@ logger = logging.getLogger("packstore")
 Direction = Literal["forward", "reverse"]
 Rest = Literal["outcome", "renormalize"]
 
-WRITE_TOP_K = "Write it by packstore ref-logps --top-k 16, and join it as side data"
+WRITE_TOP_K = (
+    "Write it by packstore ref-logps --top-k 16, and join it: side=[…] in Python, "
+    "--side of train and evaluate, --eval-side for the evaluation data of train"
+)
 
 
 class DistillLoss(TokenLoss):

@@ -16,6 +16,7 @@ from small_jobs import pack, pairs
 
 import packstore
 import packstore.torch as pt
+from packstore.errors import ConfigError
 from packstore.format.arrays import concat_token_values
 from packstore.io.side import side as side_module
 from packstore.io.side import table as table_module
@@ -41,6 +42,27 @@ def values_of(example_ids: np.ndarray, num_targets: np.ndarray) -> dict[str, obj
         "teacher": pt.TopK(ids, logps.astype(np.float16)),
         "coarse": pt.TopK(ids, logps),
     }
+
+
+@pytest.mark.parametrize("form", [dict, tuple])
+def test_the_top_k_in_another_form_is_answered_with_the_class_to_use(
+    tmp_path: Path, form: type
+) -> None:
+    """As servers return it. The number of tokens is asked for, too."""
+    dataset = packstore.pack(pairs(2), str(tmp_path / "ds"), pack_size=64)
+    columns = {"teacher": COLUMNS["teacher"]}
+    (packs, *_) = dataset.iter_packs()
+    top = values_of(packs.example_ids, packs.num_targets)["teacher"]
+    assert isinstance(top, pt.TopK)
+    with pt.SideWriter(str(tmp_path / "side"), dataset, columns) as writer:
+        with pytest.raises(ConfigError, match=r"num_targets=batch\.num_targets"):
+            writer.write(packs.example_ids, {"teacher": top})
+        values = top._asdict() if form is dict else tuple(top)
+        with pytest.raises(ConfigError, match=r"packstore\.torch\.TopK.*\[n, 4\]"):
+            writer.write(
+                packs.example_ids, {"teacher": values}, None, packs.num_targets
+            )
+        writer.write(packs.example_ids, {"teacher": top}, None, packs.num_targets)
 
 
 @pytest.mark.parametrize("layout", ["concat", "shared_prefix"])
