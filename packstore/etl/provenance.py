@@ -246,8 +246,8 @@ def _exists_error(
     return DatasetExistsError(
         sentence(
             where=dataset.url,
-            rule="must not hold another dataset yet",
-            found=f"version {dataset.version} of one{difference}",
+            rule="must be empty, or hold the dataset of this job",
+            found=f"version {dataset.version} of a dataset{difference}",
             remedy=remedy,
         )
     )

@@ -81,7 +81,8 @@ def _log_other_special_tokens(manifest: Manifest, config: Any) -> None:
         is_list = isinstance(config_ids, Sequence)
         if packed_id not in (config_ids if is_list else [config_ids]):
             logger.warning(
-                "the model's config says %s is %s, the dataset was packed with %s",
+                "the model's config has %s_token_id %s, but the dataset was packed "
+                "with %s",
                 role,
                 config_ids,
                 packed_id,
