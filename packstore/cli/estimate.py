@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 LEGEND = (
     "shares: where sequences share prefixes (share_prefixes); stored: tokens in "
     "percent of all sequences; fill: tokens in percent of the packs' capacity; steps: "
-    "optimizer steps of an epoch, on one rank; dropped: records that are dropped, "
-    "mostly as too long."
+    "optimizer steps of an epoch, on one rank, of 64 examples unless the flags of "
+    "steps say otherwise; dropped: records that are dropped, mostly as too long."
 )
 
 SAMPLED_SHARING = (
@@ -219,6 +219,6 @@ def _describe_sample(report: Report) -> str:
 ESTIMATE = Command(
     configure=_configure,
     run=_run,
-    examples="  packstore estimate prefs.jsonl --tokenizer Qwen3/ --examples-per-step "
-    "64\n",
+    examples="  packstore estimate prefs.jsonl --tokenizer Qwen3/ --pack-sizes "
+    "4096,8192\n",
 )

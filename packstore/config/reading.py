@@ -12,6 +12,11 @@ import msgspec
 from packstore.config.settings import Settings, kind_of, setting
 from packstore.errors import ConfigError, sentence
 
+DEFAULT_EXAMPLES_PER_STEP = 64
+"""Examples per optimizer step of `train` and `estimate`, unless a setting says how many
+packs or batches make a step.
+"""
+
 MAX_EXCESS = 1.1
 """Steps may hold on average this many times `examples_per_step` without a warning."""
 

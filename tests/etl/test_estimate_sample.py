@@ -161,3 +161,17 @@ def test_records_dropped_for_any_reason_count(tmp_path: Path) -> None:
         file.write(json.dumps({**record(10), "rejected": []}) + "\n")
     (choice,) = sampled(source).choices
     assert (choice.examples, choice.dropped) == (5, 2)
+
+
+@pytest.mark.parametrize("sample", [10_000, 50])
+def test_the_progress_of_a_stage_ends_with_its_count(sample: int) -> None:
+    """Also of a sample, whose number of records is known only at the end."""
+    records = [{"prompt": [5], "chosen": [6, i], "rejected": [7]} for i in range(3000)]
+    last: dict[str, tuple[int, int | None]] = {}
+
+    def progress(stage: str, completed: int, total: int | None, unit: str) -> None:
+        last[stage] = (completed, total)
+
+    report = estimate(records, None, sample=sample, progress=progress)
+    assert last["read"] == (report.tally.read, report.tally.read)
+    assert all(completed == total for completed, total in last.values())

@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
+from packstore.config.reading import DEFAULT_EXAMPLES_PER_STEP
 from packstore.errors import ConfigError, InputError, sentence
 from packstore.etl.append import plan_append
 from packstore.etl.pipeline import resolve_settings, with_adapter
@@ -94,6 +95,10 @@ def doctor(
     return _read(reader, config, progress, should_lint=True)
 
 
+TRAIN_BATCHING = BatchConfig(examples_per_step=DEFAULT_EXAMPLES_PER_STEP)
+"""Steps of a training with the default settings."""
+
+
 def estimate(
     source: Any,
     tokenizer: Any = None,
@@ -127,7 +132,8 @@ def estimate(
         sample: maximum number of sampled records.
         records: total number of records to scale counts to, if larger than the input.
         packs_per_batch, gradient_accumulation_steps, examples_per_step: how one rank
-            makes steps of packs, see :class:`packstore.config.BatchConfig`.
+            makes steps of packs, see :class:`packstore.config.BatchConfig`. Without any
+            of them, a step has 64 examples, as in :func:`packstore.torch.train`.
         config: other settings of :func:`packstore.pack`. Its `pack_size`, `layout` and
             `share_prefixes` are not used; `seed` also decides the sample.
         settings: fields of :class:`packstore.PackConfig`, which override `config`.
@@ -141,6 +147,8 @@ def estimate(
         InputError: no record could be used.
         PackstoreError: the input cannot be read, or the tokenizer does not load.
     """
+    if packs_per_batch is None and gradient_accumulation_steps == 1:
+        examples_per_step = examples_per_step or DEFAULT_EXAMPLES_PER_STEP
     batching = BatchConfig(
         packs_per_batch=packs_per_batch,
         gradient_accumulation_steps=gradient_accumulation_steps,
@@ -339,16 +347,16 @@ def _report_on_sample(
             projection=projection,
             should_lint=should_lint,
         )
-        choices = [projection.choice(config, BatchConfig())]
+        choices = [projection.choice(config, TRAIN_BATCHING)]
         if _is_cut_for_layout(report.tally, config):
             choices += _read_again(
-                reader, of_other_layout, BatchConfig(), sampling, total
+                reader, of_other_layout, TRAIN_BATCHING, sampling, total
             )
         else:
             choices += [
-                projection.choice(each, BatchConfig()) for each in of_other_layout
+                projection.choice(each, TRAIN_BATCHING) for each in of_other_layout
             ]
-        choices += [projection.choice(each, BatchConfig()) for each in of_same_layout]
+        choices += [projection.choice(each, TRAIN_BATCHING) for each in of_same_layout]
         scale = projection.scale
     report = replace(report, sample=sampling, scale=scale, choices=choices)
     return report, config
@@ -439,10 +447,17 @@ def _draw_sample(
     if progress is None:
         return reader.sample(sample, seed)
 
+    num_records = 0
+
     def report(records: int) -> None:
+        nonlocal num_records
+        num_records = records
         progress("sample", records, None, "records")
 
-    return reader.sample(sample, seed, report)
+    sampling = reader.sample(sample, seed, report)
+    if num_records:
+        progress("sample", num_records, num_records, "records")
+    return sampling
 
 
 def _read(
@@ -467,6 +482,8 @@ def _read(
             projection.add(examples, block_tally)
         if progress is not None:
             progress("read", tally.read, None, "records")
+    if progress is not None:
+        progress("read", tally.read, tally.read, "records")  # the end of the stage
 
     if broken_lines:
         # All of them in place of the first few, so that a user can correct all at once.

@@ -26,6 +26,7 @@ import torch
 from accelerate.utils import parse_flag_from_env
 from transformers import PrinterCallback, TrainerCallback, TrainingArguments
 
+from packstore.config.reading import DEFAULT_EXAMPLES_PER_STEP
 from packstore.config.training import TrainConfig, TrainModelConfig
 from packstore.errors import ConfigError, PackstoreError, StorageError, quote, sentence
 from packstore.io.store.storage_errors import is_of_client
@@ -52,8 +53,6 @@ LOGGED_METRICS: dict[str, tuple[str, str]] = {
     "learning_rate": ("learning rate", ".2e"),
 }
 """Metric -> its name and its format in a line of the log."""
-
-DEFAULT_EXAMPLES_PER_STEP = 64
 
 
 @dataclass(frozen=True, kw_only=True)

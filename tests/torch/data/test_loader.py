@@ -409,6 +409,16 @@ def test_an_estimate_has_the_steps_of_a_loader(tmp_path: Path) -> None:
         assert choice.steps == pytest.approx(plan.steps, rel=0.02)
 
 
+def test_an_estimate_has_the_steps_of_a_training_by_default(tmp_path: Path) -> None:
+    records = [{"prompt": [5], "chosen": [6] * 9, "rejected": [7] * 9}] * 1000
+    (choice,) = packstore.estimate(records, pack_size=128, layout="concat").choices
+    assert choice.steps == pytest.approx(1000 / 64, rel=0.1)
+    (choice,) = packstore.estimate(
+        records, pack_size=128, layout="concat", packs_per_batch=1
+    ).choices
+    assert choice.steps == choice.packs
+
+
 def test_refusals(stored: Dataset, tmp_path: Any) -> None:
     with pytest.raises(DatasetNotFoundError):
         PackedDataset(tmp_path / "nothing")
