@@ -197,6 +197,9 @@ def test_the_demo_ends_with_commands_that_work(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert len(done.stdout.splitlines()) < 50
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (num_pairs,) = re.findall(r"packs (\d+) pairs", readme)
+    assert f"{num_pairs} pairs are now" in done.stdout
     commands = re.findall(r"^  \S+/packstore (.*)$", done.stdout, re.M)
     assert [command.split()[0] for command in commands] == ["view", "stats", "train"]
     view, *finite_commands = commands
