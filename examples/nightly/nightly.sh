@@ -19,7 +19,10 @@ finish() {
   local code=$?
   cat "$log" >&2
   if ((code != 0)); then
-    { echo "nightly job of $dataset failed ($code)"; tail -n 20 "$log"; } | bash -c "${ALERT:-cat >&2}" || true
+    {
+      echo "nightly job of $dataset failed ($code)"
+      tail -n 20 "$log"
+    } | bash -c "${ALERT:-cat >&2}" || true
   fi
   rm -f "$log"
 }
