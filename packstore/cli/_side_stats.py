@@ -91,7 +91,7 @@ class SideStatistics:
         return {
             name: ColumnSize(
                 type=type_name,
-                unit=_unit_of(type_name),
+                unit=unit_of(type_name),
                 values=self._values[name],
                 bytes=num_bytes[name],
             )
@@ -163,7 +163,8 @@ def _length(values: TokenValues | pa.Array) -> int:
     return len(values.ids if isinstance(values, TopK) else values)
 
 
-def _unit_of(type_name: str) -> str:
+def unit_of(type_name: str) -> str:
+    """Return the things that a column of this type has a value for."""
     if token_type(type_name) is not None:
         return "supervised token"
     return "sequence" if type_name == PER_SEQUENCE else "example"

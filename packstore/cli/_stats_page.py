@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from packstore.cli._output import format_value
+from packstore.cli._side_stats import unit_of
 from packstore.pages import charts, rows
 from packstore.pages.rows import Range
 from packstore.pages.statistics import paragraph, statistics_page
@@ -57,8 +58,15 @@ CHARTS = {
 }
 """Distribution -> heading of its chart, title of its axis, and the counted things."""
 
-OTHER_CHART = ("Side data", "value", "values")
-"""The same for distributions of side data."""
+SIDE_DATA = "Side data"
+
+QUANTITIES = {
+    "mass": "probability",
+    "entropy": "nats",
+    "log-prob of the token": "nats",
+    "share of tokens in it": "1 if the token is among the k",
+}
+"""Distribution of a top k, after the name of its column -> title of its axis."""
 
 
 def dataset_page(
@@ -69,6 +77,7 @@ def dataset_page(
     num_groups: int,
     by: str,
     fill: str,
+    side_types: Mapping[str, str],
     tables: Mapping[str, TableCells],
 ) -> str:
     """Return the page of a packed dataset.
@@ -80,6 +89,7 @@ def dataset_page(
         num_groups: the number of all groups.
         by: the column or ``file`` that makes the groups.
         fill: the fill rate, as text.
+        side_types: column of side data -> its type.
         tables: heading -> table.
     """
     m = dataset.manifest
@@ -90,10 +100,15 @@ def dataset_page(
     }
     if m.kind == "preference":
         drawings[PAIRS].append(_length_pairs(values["supervised tokens"]))
+    side_values: dict[str, Any] = {}
     for name, array in values.items():
-        heading, x_title, y_title = CHARTS.get(name, OTHER_CHART)
+        if name not in CHARTS:
+            side_values[name] = array
+            continue
+        heading, x_title, y_title = CHARTS[name]
         drawing = _histogram(name, array, x_title=x_title, y_title=y_title)
-        drawings.setdefault(heading, []).append(drawing)
+        drawings[heading].append(drawing)
+    drawings[SIDE_DATA] = value_charts(side_values, side_types)
     if groups:
         has_rewards = _vary(values["reward"], m.kind)
         drawings[groups_heading] = _group_charts(groups, num_groups, has_rewards)
@@ -118,12 +133,24 @@ def dataset_page(
     )
 
 
-def value_charts(values: Mapping[str, Any]) -> list[str]:
-    """Return a histogram of each distribution of side data."""
-    return [
-        _histogram(name, array, x_title="value", y_title="values")
-        for name, array in values.items()
-    ]
+def value_charts(values: Mapping[str, Any], types: Mapping[str, str]) -> list[str]:
+    """Return a histogram of each distribution of side data.
+
+    Args:
+        values: distribution -> its values.
+        types: column -> its type; a distribution is named after its column.
+    """
+    drawings = []
+    for column, type_name in types.items():
+        y_title = f"{unit_of(type_name)}s"
+        titles = {f"{column}: {name}": title for name, title in QUANTITIES.items()}
+        for name, x_title in {column: column, **titles}.items():
+            if name in values:
+                drawing = _histogram(
+                    name, values[name], x_title=x_title, y_title=y_title
+                )
+                drawings.append(drawing)
+    return drawings
 
 
 def _histogram(name: str, array: Any, *, x_title: str, y_title: str) -> str:

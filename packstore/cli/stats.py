@@ -110,7 +110,9 @@ def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
         tables[f"By {args.by}"] = _format_cells(largest_groups)
     tables["Percentiles"] = _format_cells(summary)
     if args.html:
-        frame.write(args.html, _page(args, dataset, values, tables))
+        side_types = {} if side is None else side.types
+        page = _page(args, dataset, values, tables, side_types)
+        frame.write(args.html, page)
     if args.json:
         print_result({**identity_of(dataset), "values": summary, "by": groups})
     else:
@@ -325,7 +327,7 @@ def _side_page(
                 **provenance,
             }
         },
-        charts={"Values": value_charts(values)},
+        charts={"Values": value_charts(values, m.known_columns)},
         tables=tables,
     )
 
@@ -335,6 +337,7 @@ def _page(
     dataset: Dataset,
     values: dict[str, Any],
     tables: Mapping[str, TableCells],
+    side_types: Mapping[str, str],
 ) -> str:
     """Return the page; without ``--by`` its groups are the input files, if several."""
     by = args.by
@@ -355,6 +358,7 @@ def _page(
         num_groups=num_groups,
         by=by or "",
         fill=_describe_fill(dataset),
+        side_types=side_types,
         tables=tables,
     )
 

@@ -17,6 +17,8 @@ from small_jobs import write_jsonl
 import packstore
 from packstore import Dataset
 from packstore.cli import main
+from packstore.format.arrays import TopK
+from packstore.io.side import SideWriter
 
 RNG = np.random.default_rng(0)
 
@@ -193,3 +195,28 @@ def test_a_page_of_any_dataset(kind: str, tmp_path: Path) -> None:
         assert section.count("(1 examples)</span>") == 12
         assert "the 12 largest of 30 groups" in section
     page_of(dataset, tmp_path, "--by", "file")
+
+
+def test_values_of_side_data_have_units(made: Dataset, tmp_path: Path) -> None:
+    side = tmp_path / "teacher"
+    columns = {"teacher": "token<top1,float16>", "difficulty": "float32"}
+    with SideWriter(str(side), made, columns) as writer:
+        for packs in made.iter_packs():
+            ids = packs.signed_ids[packs.supervised][:, None]
+            logps = np.linspace(-8, 0, len(ids))[:, None]
+            difficulty = np.arange(len(packs.example_ids), dtype=np.float32)
+            values = {"teacher": TopK(ids, logps), "difficulty": difficulty}
+            writer.write(packs.example_ids, values, num_targets=packs.num_targets)
+
+    file = tmp_path / "side.html"
+    assert main(["stats", str(side), "--html", str(file)]) == 0
+    of_side = file.read_text(encoding="utf-8")
+    of_both = page_of(made, tmp_path, "--side", str(side))
+    for page in (of_side, of_both):
+        assert ">nats<" in figure_of(page, "teacher: entropy")
+        mass = figure_of(page, "teacher: mass")
+        assert {">probability<", ">supervised tokens<"} <= set(
+            re.findall(">[^<>]+<", mass)
+        )
+        assert ">examples<" in figure_of(page, "difficulty")
+    assert ">nats<" in figure_of(of_both, "teacher: log-prob of the token")
