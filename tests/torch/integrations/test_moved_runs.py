@@ -208,6 +208,54 @@ def data(
     return trainer, {job["out"]: str(out)}
 
 
+CUSTOMER = {"from": "customer", "value": "Add 1 and 2."}
+ANSWER = {"from": "bot", "value": "It is 3."}
+REFUSAL = {"from": "bot", "value": "I do not know."}
+QUESTION = {"from": "human", "value": "Add 1 and 2."}
+REPLY = {"from": "gpt", "value": "It is 3."}
+OWN_ROLES = ["--role=customer=user", "--role=bot=assistant"]
+
+MAPPED: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "columns of a prompt": (
+        {"question": "Add 1 and 2.", "chosen": "3", "rejected": "4"},
+        ["--field=prompt=question", "--as-chat"],
+        "preference",
+    ),
+    "columns of messages": (
+        {"dialogue": [QUESTION, REPLY]},
+        ["--field=messages=dialogue"],
+        "sft",
+    ),
+    "kto_tag": (
+        {"conversations": [QUESTION, REPLY], "good": True},
+        ["--field=score=good"],
+        "scored",
+    ),
+    "tags of chats": ({"conversations": [CUSTOMER, ANSWER]}, OWN_ROLES, "sft"),
+    "tags of pairs": (
+        {"conversations": [CUSTOMER], "chosen": ANSWER, "rejected": REFUSAL},
+        [*OWN_ROLES, "--field=prompt=conversations"],
+        "preference",
+    ),
+}
+"""Entry of dataset_info.json -> record, the flags that its page names, and the kind."""
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_mapped_fields_are_packed(name: str, model: str, tmp_path: Path) -> None:
+    record, flags, kind = MAPPED[name]
+    source, out = tmp_path / "records.jsonl", tmp_path / "out"
+    source.write_text(f"{json.dumps(record)}\n" * 5, encoding="utf-8")
+    settings = ["--tokenizer", model, "--num-workers=0", "--quiet"]
+    assert main(["pack", str(source), str(out), *settings, *flags]) == 0
+    manifest = packstore.open(str(out)).manifest
+    assert (manifest.kind, manifest.totals.examples) == (kind, 5)
+
+    page = (DOCS / "from-llama-factory.md").read_text(encoding="utf-8")
+    for flag in flags:
+        assert flag.replace("=", " ", 1) in page
+
+
 def check_trl_arguments(args: Any, settings: Mapping[str, Any]) -> None:
     """Compare a run with TRL's configuration, and so with defaults of TRL."""
     trl = pytest.importorskip("trl", reason="TRL's own configuration")
