@@ -22,13 +22,14 @@ VERBOSE_LIBRARIES = (
     "fsspec",
     "s3fs",
     "aiobotocore",
+    "botocore",
     "gcsfs",
     "azure",
     "httpx",
     "httpx2",
     "urllib3",
 )
-"""Libraries that log each request: only their warnings are shown."""
+"""Libraries that log requests, or their settings: only their warnings are shown."""
 
 # In a log, each stage of a job ("read", "write", …) has a line of progress at times.
 

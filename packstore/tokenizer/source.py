@@ -286,10 +286,20 @@ def _local(source: str | PathLike[str]) -> Path:
         # Both hide secrets: errors of the hub's client may show a login or a token.
         cause_text = client_text(error).partition("\n")[0]
         cause = client_cause(error)
+        found = f"neither: {cause_text}"
+        # By name, as the package is imported only for a download.
+        if type(error).__name__ in ("LocalEntryNotFoundError", "ConnectError"):
+            from huggingface_hub import constants
+
+            endpoint = client_text(constants.ENDPOINT)
+            found = (
+                f"no such file or folder, and no connection to {endpoint} to look for "
+                "the name"
+            )
         message = sentence(
             where=f"tokenizer {name}",
             rule=rule,
-            found=f"neither: {cause_text}",
+            found=found,
             remedy=remedy,
         )
         raise TokenizerError(message) from cause

@@ -302,3 +302,15 @@ def test_a_log_has_a_line_a_minute(
     assert (
         lines[6] == "pack: read (pass 2 of 2) 325 of 1,000 records, 5/s, 0:02:15 left"
     )
+
+
+def test_clients_of_stores_do_not_announce_their_settings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With AWS_ENDPOINT_URL, botocore would log its endpoint in every call."""
+    caplog.set_level(logging.INFO)
+    main(["inspect", "nothing"])
+    for name in ("botocore.configprovider", "aiobotocore.client", "s3fs", "gcsfs"):
+        library = logging.getLogger(name)
+        assert not library.isEnabledFor(logging.INFO)
+        assert library.isEnabledFor(logging.WARNING)

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import tokenizers
 import transformers
+from children import run_python
+from hub import served
 
 from packstore.cli import main
 from packstore.errors import CompatibilityError, MissingExtraError, TokenizerError
@@ -110,6 +112,19 @@ def test_a_tokenizer_that_is_elsewhere_names_the_way(
 ) -> None:
     with pytest.raises(TokenizerError, match=found):
         facts(source)
+
+
+def test_a_hub_out_of_reach_is_told_from_a_name_that_it_lacks(tmp_path: Path) -> None:
+    code = "from packstore.tokenizer import load_tokenizer; load_tokenizer('me/modle')"
+    with served({"models/me/model": {}}) as (env, _):
+        env = env | {"HF_HOME": str(tmp_path)}
+        absent = run_python("-c", code, env=env).stderr.splitlines()[-1]
+    unreachable = run_python("-c", code, env=env).stderr.splitlines()[-1]
+    for error in (absent, unreachable):
+        assert "tokenizer me/modle" in error
+        assert "hf download me/modle" in error
+    assert f"no connection to {env['HF_ENDPOINT']}" in unreachable
+    assert "no connection" not in absent
 
 
 def test_names_on_the_hub(hub: Path, facts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,7 +137,8 @@ def _from_pretrained(
         The model; and transformers' loading info, which lists weights by name under
         ``missing_keys``, ``unexpected_keys`` and ``mismatched_keys``.
     """
-    offline = {"local_files_only": _is_out_of_reach(name)}
+    is_out_of_reach = _is_out_of_reach(name)
+    offline = {"local_files_only": is_out_of_reach}
     try:
         return auto.from_pretrained(  # type: ignore[no-any-return]
             name,
@@ -148,24 +149,48 @@ def _from_pretrained(
             **settings,
         )
     except Exception as error:  # the library raises errors of any class
+        if is_out_of_reach:
+            raise _unreachable_hub(name, kind) from client_cause(error)
         text = client_text(error).strip().replace(":\n", ": ").partition("\n")[0]
         raise _load_error(name, kind, quote(text, 200)) from client_cause(error)
 
 
 def _load_error(name: str, kind: str, found: str) -> ConfigError:
-    rule = f"it must be a folder or hub name of a {kind} that transformers loads"
     if os.path.exists(name):
+        rule = _load_rule(kind)
         return ConfigError(sentence(f"model {name}", rule=rule, found=found))
     safe_name = client_text(name)
     return ConfigError(
         sentence(
             where=f"model {safe_name}",
-            rule=rule,
+            rule=_load_rule(kind),
             found=f"no such folder: {found}",
             remedy=f"Check the name; `hf download {safe_name} --local-dir FOLDER` gets "
             "one of the hub",
         )
     )
+
+
+def _unreachable_hub(name: str, kind: str) -> ConfigError:
+    """Return the error of a name that only the hub could have, without a network."""
+    from huggingface_hub import constants
+
+    safe_name = client_text(name)
+    endpoint = client_text(constants.ENDPOINT)
+    return ConfigError(
+        sentence(
+            where=f"model {safe_name}",
+            rule=_load_rule(kind),
+            found=f"no such folder, and no connection to {endpoint} to look for the "
+            "name",
+            remedy=f"Where there is a network, `hf download {safe_name} --local-dir "
+            "FOLDER`, and give that folder",
+        )
+    )
+
+
+def _load_rule(kind: str) -> str:
+    return f"it must be a folder or hub name of a {kind} that transformers loads"
 
 
 def require_reachable_hub(name: str) -> None:
@@ -177,9 +202,7 @@ def require_reachable_hub(name: str) -> None:
     from huggingface_hub import try_to_load_from_cache
 
     if _is_out_of_reach(name) and not try_to_load_from_cache(name, "config.json"):
-        raise _load_error(
-            name, "causal LM", found="the hub is out of reach, and its cache has none"
-        )
+        raise _unreachable_hub(name, "causal LM")
 
 
 def _is_out_of_reach(name: str) -> bool:

@@ -123,6 +123,8 @@ def test_a_hub_out_of_reach_is_not_waited_for(
     with served({"models/me/model": folder_files(Path(made["model"]))}) as (env, _):
         done = run_python("-c", LOAD, "me/model", env=env | cache)
         assert done.returncode == 0, done.stderr
+        done = run_python("-c", LOAD, "me/modle", env=env | cache)
+        assert "no connection" not in done.stderr.splitlines()[-1]
     done = run_python("-c", LOAD, "me/model", "me/modle", env=env | cache)
     assert "Retrying" not in done.stderr
     *_, line = done.stderr.splitlines()
