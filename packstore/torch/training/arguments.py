@@ -63,7 +63,10 @@ REFUSED: Refusals = {
 REFUSED_WITH_DATASETS: Refusals = {
     **REFUSED,
     "auto_find_batch_size": ((False,), "A forward call holds packs_per_batch packs"),
-    "per_device_eval_batch_size": ((8,), "Give packs_per_batch"),
+    "per_device_eval_batch_size": (
+        (8,),
+        "Leave it out; packs_per_batch is the size of a forward call",
+    ),
     "label_names": ((None, ["labels"]), "Packs have no columns of labels"),
     "length_column_name": (("length",), "Packs have no such column"),
     "dataloader_in_order": ((True,), "The order is always kept"),
