@@ -236,7 +236,10 @@ class RecordTotals(ProgressCounter):
             if job.extends is not None and job.has_committed:
                 job.require_same_append(self.provenance(split))
             else:
-                job.refuse_repeated_append(self.provenance(split))
+                job.refuse_repeated_append(
+                    self.provenance(split),
+                    drops_duplicates=self._config.dedup != "none",
+                )
 
     def _check_splits(self) -> None:
         """Raise DropRateError if a split of a new dataset has no example."""

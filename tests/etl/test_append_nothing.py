@@ -52,6 +52,28 @@ def test_patterns_without_a_file_are_left_out(folder: Path) -> None:
     assert grown.manifest.pairs == 35
 
 
+def test_files_of_an_earlier_append_are_refused_beside_new_ones(folder: Path) -> None:
+    """As a pattern over all nights would match them: their records would count twice."""
+    write_jsonl(folder / "newer.jsonl", pairs(7, 35))
+    both = str(folder / "new*.jsonl")
+    packstore.append(folder / "ds", folder / "new.jsonl")
+    with pytest.raises(errors.DatasetExistsError, match=r"new\.jsonl") as refusal:
+        packstore.append(folder / "ds", both)
+    assert "newer.jsonl" not in str(refusal.value)
+    assert packstore.open(folder / "ds").manifest.pairs == 35
+
+    grown = packstore.append(folder / "ds", both, dedup="pair")
+    assert (grown.version, grown.manifest.pairs) == (3, 42)
+
+
+def test_empty_files_of_several_nights_are_not_the_same_records(folder: Path) -> None:
+    for night in (1, 2):
+        write_jsonl(folder / f"night-{night}.jsonl", pairs(4, 100 * night))
+        sources = [str(folder / f"night-{night}.jsonl"), str(folder / "none.jsonl.gz")]
+        grown = packstore.append(folder / "ds", sources)
+    assert grown.manifest.pairs == 38
+
+
 @pytest.mark.parametrize("source", ["typo.jsonl", "no/folder", "new.txt"])
 def test_a_wrong_path_is_an_error(source: str, folder: Path) -> None:
     (folder / "new.txt").write_text("{}", encoding="utf-8")

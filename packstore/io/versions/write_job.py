@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -177,33 +177,45 @@ class WriteJob:
         """Provenance of the extended dataset; empty if there is none."""
         return self.extends.manifest.provenance if self.extends else {}
 
-    def refuse_repeated_append(self, provenance: Mapping[str, Any]) -> None:
-        """Refuse to append records that the extended dataset has.
+    def refuse_repeated_append(
+        self, provenance: Mapping[str, Any], drops_duplicates: bool
+    ) -> None:
+        """Refuse to append files that the extended dataset has.
+
+        Args:
+            provenance: of the packs to append.
+            drops_duplicates: records that the dataset has were dropped, so that new
+                files may have such ones beside them.
 
         Raises:
             AppendedBefore: they are its last part, so there is nothing to do.
-            DatasetExistsError: they are in an earlier part, or under other settings.
+            DatasetExistsError: some are in it, in an earlier part, or under other
+                settings.
         """
-        if not self.has_inputs(provenance):
-            new_hashes = _input_hashes(provenance)
-            repeated = new_hashes & _input_hashes(self._past_provenance)
-            if repeated:
-                log.warning(
-                    "%d of %d inputs are in the dataset already",
-                    len(repeated),
-                    len(new_hashes),
-                )
+        repeated = _input_hashes(provenance) & _input_hashes(self._past_provenance)
+        if not repeated:
             return
-
-        if self._was_appended_last(provenance):
-            raise AppendedBefore("same input and settings")
-        text = sentence(
-            where=self.location.display,
-            rule="records that are appended must not be in it yet",
-            found="these very ones, by the hash of the input",
-            remedy="To have them twice, pack them elsewhere and use concat",
+        if self.has_inputs(provenance):
+            if self._was_appended_last(provenance):
+                raise AppendedBefore("same input and settings")
+            files = "these very ones, by the hash of the input"
+            remedy = "To have them twice, pack them elsewhere and use concat"
+        else:
+            if drops_duplicates:
+                return
+            paths = _paths_of(provenance, repeated)
+            files = f"{len(paths):,} that are: {', '.join(paths[:3])}"
+            if len(paths) > 3:
+                files += " and more"
+            remedy = "Append the others alone, or drop what is in it (dedup=pair)"
+        raise DatasetExistsError(
+            sentence(
+                where=self.location.display,
+                rule="records that are appended must not be in it yet",
+                found=files,
+                remedy=remedy,
+            )
         )
-        raise DatasetExistsError(text)
 
     def require_same_append(self, provenance: Mapping[str, Any]) -> None:
         """Raise DatasetExistsError if an interrupted append was of other records.
@@ -263,9 +275,22 @@ class AppendedBefore(DatasetExistsError):
 
 
 def _input_hashes(provenance: Mapping[str, Any]) -> set[str]:
-    """Return the hashes of the inputs that have one."""
+    """Return the hashes of the inputs that have records."""
+    return {source["sha256"] for source in _hashed_inputs(provenance)}
+
+
+def _paths_of(provenance: Mapping[str, Any], hashes: Container[str]) -> list[str]:
+    """Return the paths of the inputs with these hashes."""
+    sources = _hashed_inputs(provenance)
+    return [str(source["path"]) for source in sources if source["sha256"] in hashes]
+
+
+def _hashed_inputs(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the inputs with records and a hash; files without records are equal."""
     sources = provenance.get("sources", ())
-    return {source["sha256"] for source in sources if source.get("sha256")}
+    return [
+        source for source in sources if source.get("sha256") and source.get("records")
+    ]
 
 
 # Places that are refused
