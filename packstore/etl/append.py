@@ -31,6 +31,7 @@ from packstore.errors import (
 from packstore.etl.pipeline import pack_into, require_path, with_adapter
 from packstore.etl.sources import open_examples, packing_settings
 from packstore.etl.splits import find_ahead, find_splits, refuse_lone_split, split_of
+from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset, find_dataset
 from packstore.io.dataset.dataset import open as open_dataset
 from packstore.io.inputs.files import NoRecordsError
@@ -132,22 +133,14 @@ def append_records(
     tokenizer: Any = None,
     *,
     allow_empty: bool = False,
-    adapter: Callable[[dict[str, Any]], Any] | str | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    source_storage_options: Mapping[str, Any] | None = None,
     progress: Progress | None = None,
-    **settings: Any,
+    **arguments: Any,
 ) -> AppendResult:
-    """Do :func:`append`; return all datasets, and the number of records."""
-    plan = plan_append(
-        dataset,
-        more,
-        tokenizer,
-        adapter=adapter,
-        storage_options=storage_options,
-        source_storage_options=source_storage_options,
-        **settings,
-    )
+    """Do :func:`append`; return all datasets, and the number of records.
+
+    Further arguments are those of :func:`plan_append`.
+    """
+    plan = plan_append(dataset, more, tokenizer, **arguments)
     bases = plan.bases
     place = next(iter(bases.values())).url
     open_source = partial(
@@ -164,6 +157,7 @@ def append_records(
         try:
             pack_into(jobs, more, open_source, plan.config, progress)
         except AppendedBefore as reason:
+            _refuse_incomplete(jobs)
             log.info("%s: already there, %s", place, reason)
             return AppendResult(bases, num_records=0)
         except NoRecordsError as error:
@@ -171,13 +165,15 @@ def append_records(
                 remedy = "If that is no mistake, allow it (allow_empty=True, "
                 remedy += "--allow-empty)."
                 raise NoRecordsError(f"{error} {remedy}") from None
+            _refuse_incomplete(jobs)
             log.info("%s: nothing to append: %s", place, error)
             return AppendResult(bases, num_records=0)
 
     datasets = {split: job.committed for split, job in jobs.items()}
+    num_earlier_sources = min(_count_sources(base) for base in bases.values())
     num_records = 0
-    for split, extended in datasets.items():
-        num_records += _log_appended(bases[split], extended)
+    for extended in datasets.values():
+        num_records += _log_appended(extended, num_earlier_sources)
     return AppendResult(datasets, num_records)
 
 
@@ -324,6 +320,15 @@ def _start_jobs(
     return jobs
 
 
+def _refuse_incomplete(jobs: Mapping[str | None, WriteJob]) -> None:
+    """Raise DatasetExistsError if an interrupted append has extended one split, and
+    this one has no records that complete it.
+    """
+    for job in jobs.values():
+        if job.has_committed:
+            job.require_same_append(provenance={})
+
+
 def _refuse_packed_source(base: Dataset, more: Any) -> None:
     """Raise ConfigError: a packed dataset has no prompts by which to split it."""
     place = more.url if isinstance(more, Dataset) else display(os.fspath(more))
@@ -374,8 +379,8 @@ def _settings_for_append(
     base = next(iter(bases.values()))
     _check_adjustable(base, settings)
     values = _recorded_settings(base)
-    for other in bases.values():
-        _require_same_settings(base, other)
+    if len(bases) > 1:
+        _require_same_settings(*bases.values())
     answers = dict(base.manifest.provenance["settings"].get("on", {}))
     if is_packed:
         # All other reasons to refuse were applied when its records were packed, and
@@ -402,16 +407,16 @@ def _settings_for_append(
 
 def _require_same_settings(train: Dataset, validation: Dataset) -> None:
     """Raise ConfigError if one of the splits was packed again with other settings."""
-    train_settings = _recorded_settings(train)
     validation_settings = _recorded_settings(validation)
-    for name, value in train_settings.items():
-        other_value = validation_settings.get(name)
-        if value != other_value:
+    for name, train_value in _recorded_settings(train).items():
+        validation_value = validation_settings.get(name)
+        if train_value != validation_value:
+            values = f"{quote(train_value, 24)} and {quote(validation_value, 24)}"
             raise ConfigError(
                 sentence(
                     where=f"{train.url} and {validation.url}",
                     rule="both must have been packed with the same settings",
-                    found=f"{name} {quote(value, 24)} and {quote(other_value, 24)}",
+                    found=f"{name} {values}",
                     remedy="Pack one of them again like the other",
                 )
             )
@@ -533,13 +538,27 @@ def _check_adapter(
         )
 
 
-def _log_appended(base: Dataset, extended: Dataset) -> int:
-    """Log and return the number of records that were appended."""
-    added = extended.manifest.records.packed - base.manifest.records.packed
+def _count_sources(dataset: Dataset) -> int:
+    return len(dataset.manifest.provenance["sources"])
+
+
+def _log_appended(extended: Dataset, num_earlier_sources: int) -> int:
+    """Log and return the number of records that were appended, also if an interrupted
+    call had committed them.
+
+    Args:
+        extended: the new version.
+        num_earlier_sources: number of its sources before the append.
+    """
+    first_id = num_earlier_sources << SOURCE_SHIFT
+    num_records = 0
+    for shard in extended.manifest.shards:
+        if shard.example_id_base >= first_id:
+            num_records += shard.examples
     log.info(
         "appended %s records: version %d of %s",
-        f"{added:,}",
+        f"{num_records:,}",
         extended.version,
         extended.url,
     )
-    return added
+    return num_records

@@ -140,6 +140,31 @@ def test_joined_splits_are_one_dataset(tmp_path: Path) -> None:
     assert grown.manifest.pairs == 69
 
 
+@pytest.mark.parametrize("change", [{"seed": 6}, {"validation_fraction": 0.5}])
+def test_splits_of_two_rules_cannot_grow_once_joined(
+    change: dict[str, Any], tmp_path: Path
+) -> None:
+    """Either rule would put records into train whose prompt is in validation."""
+    packstore.pack(records_of(0, 60), tmp_path / "a", **SETTINGS)
+    packstore.pack(records_of(60, 60), tmp_path / "b", **{**SETTINGS, **change})
+    for split in SPLITS:
+        both = [str(tmp_path / job / split) for job in ("a", "b")]
+        packstore.concat(both, tmp_path / "joined" / split)
+    with pytest.raises(errors.ConfigError, match="validation_fraction"):
+        packstore.append(tmp_path / "joined", records_of(120, 9))
+
+
+def test_splits_of_one_rule_grow_once_joined(tmp_path: Path) -> None:
+    packstore.pack(records_of(0, 60), tmp_path / "a", **SETTINGS)
+    packstore.pack(records_of(60, 60), tmp_path / "b", **SETTINGS)
+    for split in SPLITS:
+        both = [str(tmp_path / job / split) for job in ("a", "b")]
+        packstore.concat(both, tmp_path / "joined" / split)
+    packstore.append(tmp_path / "joined", records_of(120, 9))
+    packstore.pack(records_of(0, 129), tmp_path / "whole", **SETTINGS)
+    assert contents(tmp_path / "joined") == contents(tmp_path / "whole")
+
+
 def test_folders_that_are_no_splits_are_refused(tmp_path: Path) -> None:
     for split in SPLITS:
         packstore.pack(records_of(0, 30), tmp_path / "own" / split, pack_size=64)
@@ -168,6 +193,20 @@ def test_json_names_both_versions(
             "validation": {"url": str(tmp_path / "vf" / "validation"), "version": 2},
         }
         assert (result["url"], result["version"]) == (str(tmp_path / "vf" / "train"), 3)
+
+
+def test_a_completed_append_counts_the_records_of_both_splits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packstore.pack(records_of(0, 60), tmp_path / "vf", **SETTINGS)
+    more = write_jsonl(tmp_path / "more.jsonl", records_of(60, 20))
+    packstore.append(tmp_path / "vf", more)
+    # As if it had been killed between the two commits:
+    (tmp_path / "vf" / "validation" / "_packstore" / "manifest-000002.json").unlink()
+    assert versions(tmp_path / "vf") == [2, 1]
+    assert main(["append", str(tmp_path / "vf"), more, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["records_appended"] == 20
+    assert versions(tmp_path / "vf") == [2, 2]
 
 
 # Killed between two acts
@@ -287,6 +326,11 @@ def test_a_killed_append_is_completed_by_a_rerun(
         if state == (2, 1):
             with pytest.raises(errors.DatasetExistsError, match=r"more\.jsonl"):
                 packstore.append(folder / "vf", other)
+            for nothing_new in ([], records_of(0, 10)):
+                with pytest.raises(errors.DatasetExistsError, match=r"more\.jsonl"):
+                    packstore.append(
+                        folder / "vf", nothing_new, allow_empty=True, dedup="pair"
+                    )
         appender.append(folder, source, settings)
         assert results(folder) == expected
         assert versions(folder / "vf") == [2, 2]

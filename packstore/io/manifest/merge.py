@@ -113,7 +113,7 @@ def _merge_provenance(
 
     provenance = dict(members[0].manifest.provenance)
     provenance.pop("repacked_from", None)
-    splits = [member.manifest.provenance.get("part") for member in members]
+    splits = [_split_rule(member.manifest) for member in members]
     if any(split != splits[0] for split in splits):
         provenance.pop("part", None)  # it is no longer one split of a job
     return {
@@ -123,6 +123,13 @@ def _merge_provenance(
         "package_version": VERSION,
         "combined_from": combined_from,
     }
+
+
+def _split_rule(manifest: Manifest) -> tuple[Any, ...]:
+    """Return the name of a split, and all that decides which records are in it."""
+    settings = manifest.provenance.get("settings", {})
+    split = manifest.provenance.get("part")
+    return (split, manifest.seed, settings.get("validation_fraction"))
 
 
 def _sum_records(parts: Sequence[Records]) -> Records:
