@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from packstore.io.side.side import Side
 
 
+FILE = "file"
+"""Value of ``--by`` that groups by input file, unless a column has this name."""
+
+
 def add_source(
     parser: argparse.ArgumentParser, help: str = "as for packstore pack"
 ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -113,8 +114,11 @@ def print_facts(
 
 
 def print_result(result: Any) -> None:
-    """Print one JSON value; dataclasses become objects, and unknown values text."""
-    print_json(json.dumps(result, indent=1, default=_as_json) + "\n")
+    """Print one JSON value; dataclasses become objects, and unknown values text.
+
+    JSON has no NaN or infinity: they become null.
+    """
+    print_json(json.dumps(_as_json(result), indent=1, allow_nan=False) + "\n")
 
 
 def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:
@@ -130,8 +134,14 @@ def print_json(text: str) -> None:
 
 def _as_json(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return dataclasses.asdict(value)
-    return dict(value) if isinstance(value, Mapping) else str(value)
+        value = dataclasses.asdict(value)
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, str | int | None) else str(value)
 
 
 def identity_of(dataset: Dataset) -> dict[str, Any]:

@@ -5,7 +5,6 @@ dataset.
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,7 +12,13 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from packstore.cli import Command
-from packstore.cli._arguments import add_dataset, add_json, add_settings, open_dataset
+from packstore.cli._arguments import (
+    FILE,
+    add_dataset,
+    add_json,
+    add_settings,
+    open_dataset,
+)
 from packstore.cli._messages import show_progress
 from packstore.cli._model import (
     add_model,
@@ -39,8 +44,8 @@ from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pages.frame import check_writable
 from packstore.registry import choice
 
-FILE = "file"
-"""Value of ``--by`` that groups examples by their input file."""
+GROUP_TYPES = ("string", "int64", "bool")
+"""Types of columns whose values make groups."""
 
 MAX_GROUPS = 20
 """Groups in the table, the largest ones."""
@@ -230,15 +235,19 @@ def _run_evaluate(args: argparse.Namespace) -> int:
 
 
 def _check_group_column(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Raise UnknownNameError if no column has the name in ``--by``.
+    """Raise UnknownNameError if no column has the name in ``--by``, or its values make
+    no groups.
 
     Otherwise the error would come after the model is loaded.
     """
+    types = dict(dataset.manifest.carried)
     joined = open_sides(
         [*args.ref_logps, *args.side], dataset.manifest, args.storage_option
     )
-    joined_names = [name for side in joined for name in side.manifest.columns]
-    choice("--by", args.by, (FILE, *dataset.manifest.carried, *joined_names))
+    for side in joined:
+        types |= side.manifest.known_columns
+    names = [name for name, type_name in types.items() if type_name in GROUP_TYPES]
+    choice("--by", args.by, (FILE, *names))
 
 
 def _print_evaluation(
@@ -256,12 +265,7 @@ def _print_evaluation(
         groups: value of the column in ``--by`` -> the same, the largest group first.
     """
     if args.json:
-        result = {
-            **identity_of(dataset),
-            "metrics": _without_nan(metrics),
-            "by": {name: _without_nan(group) for name, group in groups.items()},
-        }
-        print_result(result)
+        print_result({**identity_of(dataset), "metrics": metrics, "by": groups})
         return
 
     facts = {name: _format_metric(name, value) for name, value in metrics.items()}
@@ -280,13 +284,6 @@ def _print_evaluation(
         console.print(
             f"the largest {MAX_GROUPS} of {len(groups):,} groups; --json has all"
         )
-
-
-def _without_nan(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Replace NaN, the mean over nothing, by None, as JSON has no NaN."""
-    return {
-        name: None if math.isnan(value) else value for name, value in metrics.items()
-    }
 
 
 def _format_metric(name: str, value: float) -> str:

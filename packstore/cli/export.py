@@ -38,10 +38,10 @@ def _configure_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_export(args: argparse.Namespace) -> int:
-    from packstore.io.dataset.dataset import open as open_
+    from packstore.io.dataset.dataset import open as open_dataset
 
     options = read_settings(args, EXPORTERS.load(args.format).options)
-    dataset = open_(args.dataset, args.storage_option)
+    dataset = open_dataset(args.dataset, args.storage_option)
     if args.format == "text" and args.out == STDOUT:
         return _print_text(args, dataset, options)
 

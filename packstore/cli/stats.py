@@ -10,6 +10,7 @@ import numpy as np
 
 from packstore.cli import Command
 from packstore.cli._arguments import (
+    FILE,
     add_dataset,
     add_json,
     add_side,
@@ -63,9 +64,6 @@ PERCENTILES = {
 
 MAX_GROUPS = 40
 """Groups in a table, the largest ones."""
-
-FILE = "file"
-"""Value of ``--by`` that groups by input file, unless a column has this name."""
 
 Figures = Mapping[str, Mapping[str, float]]
 """A table of numbers: name of a row -> name of a column -> number."""

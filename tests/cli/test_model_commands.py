@@ -90,6 +90,9 @@ def test_from_end_to_end(
     assert main(ref_logps) == 0
     result = json.loads(capsys.readouterr().out)
     assert "model_sha256" in result
+    numbers = ["evaluate", made.pairs, "--model", "./no", "--ref-logps", side]
+    assert main([*numbers, "--by", "ref_logps"]) == 1
+    assert "file, source" in capsys.readouterr().err
     assert (result["url"], result["version"]) == (side, 1)
     assert result["dataset"] == {"url": made.pairs, "version": 1}
     assert len(open_side(side)) == 20

@@ -149,7 +149,7 @@ def _from_pretrained(
             **settings,
         )
     except Exception as error:  # the library raises errors of any class
-        if is_out_of_reach:
+        if is_out_of_reach and not _is_cached(name):
             raise _unreachable_hub(name, kind) from client_cause(error)
         text = client_text(error).strip().replace(":\n", ": ").partition("\n")[0]
         raise _load_error(name, kind, quote(text, 200)) from client_cause(error)
@@ -199,10 +199,15 @@ def require_reachable_hub(name: str) -> None:
     For trainers that load the model themselves: they would wait long, see
     :func:`_is_out_of_reach`.
     """
+    if _is_out_of_reach(name) and not _is_cached(name):
+        raise _unreachable_hub(name, "causal LM")
+
+
+def _is_cached(name: str) -> bool:
+    """Return True if the hub's cache has the config of a model."""
     from huggingface_hub import try_to_load_from_cache
 
-    if _is_out_of_reach(name) and not try_to_load_from_cache(name, "config.json"):
-        raise _unreachable_hub(name, "causal LM")
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
 
 
 def _is_out_of_reach(name: str) -> bool:

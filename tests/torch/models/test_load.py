@@ -131,6 +131,14 @@ def test_a_hub_out_of_reach_is_not_waited_for(
     assert "model me/modle" in line
     assert env["HF_ENDPOINT"] in line
     assert "hf download me/modle" in line
+
+    (weights,) = tmp_path.rglob("model.safetensors")
+    weights.resolve().write_bytes(b"not weights")
+    done = run_python("-c", LOAD, "me/model", env=env | cache)
+    *_, line = done.stderr.splitlines()
+    assert "model me/model" in line
+    assert "no connection" not in line
+
     done = run_python("-c", LOAD_BY_TRL, env=env | cache)
     assert "Retrying" not in done.stderr
     assert "me/modle" in done.stderr.splitlines()[-1]
