@@ -49,7 +49,7 @@ def figures(capsys: pytest.CaptureFixture[str], *command: object) -> Any:
 def test_the_figures_of_an_estimate_are_those_of_packing(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["estimate", source, "--pack-sizes", "200,400"]
+    command = ["estimate", source, "--pack-sizes", "200,400", "--packs-per-batch", 1]
     result = figures(capsys, *command)
     assert len(result["choices"]) == 6
     for i, choice in enumerate(result["choices"]):
