@@ -29,7 +29,7 @@ from packstore.errors import (
     sentence,
 )
 from packstore.etl.pipeline import pack_into, require_path, with_adapter
-from packstore.etl.sources import open_examples, packing_settings
+from packstore.etl.sources import find_dataset_source, open_examples, packing_settings
 from packstore.etl.splits import find_ahead, find_splits, refuse_lone_split, split_of
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.io.dataset.dataset import Dataset, find_dataset
@@ -145,7 +145,7 @@ def append_records(
     place = next(iter(bases.values())).url
     open_source = partial(
         open_examples,
-        more,
+        plan.source,
         plan.tokenizer,
         plan.config,
         plan.source_options,
@@ -153,9 +153,9 @@ def append_records(
         skip_empty=allow_empty,
     )
     with contextlib.ExitStack() as stack:
-        jobs = _start_jobs(bases, stack)
+        jobs = _start_jobs(bases, plan.ahead, stack)
         try:
-            pack_into(jobs, more, open_source, plan.config, progress)
+            pack_into(jobs, plan.source, open_source, plan.config, progress)
         except AppendedBefore as reason:
             _refuse_incomplete(jobs)
             log.info("%s: already there, %s", place, reason)
@@ -183,6 +183,8 @@ class AppendPlan:
 
     Attributes:
         bases: split -> newest version of its dataset; None: there are no splits.
+        ahead: the split that an interrupted append has extended, if there is one.
+        source: the records, or the packed dataset to append.
         config: settings of the dataset and of this append.
         adapter: the function that reads records, if there is one.
         tokenizer: as passed, or the path that the dataset records.
@@ -190,6 +192,8 @@ class AppendPlan:
     """
 
     bases: Mapping[str | None, Dataset]
+    ahead: str | None
+    source: Any
     config: PackConfig
     adapter: Adapter | None
     tokenizer: Any
@@ -216,12 +220,11 @@ def plan_append(
     source_options = first_base.location.storage_options
     if source_storage_options is not None:
         source_options = source_storage_options
-    is_packed = (
-        isinstance(more, Dataset) or find_dataset(more, source_options) is not None
-    )
-    if is_packed and len(bases) > 1:
-        _refuse_packed_source(first_base, more)
+    packed_source = find_dataset_source(more, source_options)
+    if packed_source is not None and len(bases) > 1:
+        raise _packed_source_error(first_base, packed_source)
 
+    is_packed = packed_source is not None
     config = _settings_for_append(bases, settings, is_packed)
     loaded_adapter = None
     if not is_packed:
@@ -231,6 +234,8 @@ def plan_append(
         tokenizer = _recorded_tokenizer(first_base)
     return AppendPlan(
         bases=bases,
+        ahead=find_ahead(bases) if len(bases) > 1 else None,
+        source=more if packed_source is None else packed_source,
         config=config,
         adapter=loaded_adapter,
         tokenizer=tokenizer,
@@ -291,13 +296,12 @@ def _find_swapped(
 
 
 def _start_jobs(
-    bases: Mapping[str | None, Dataset], stack: contextlib.ExitStack
+    bases: Mapping[str | None, Dataset], ahead: str | None, stack: contextlib.ExitStack
 ) -> dict[str | None, WriteJob]:
     """Return the job that writes the next version of each dataset.
 
-    A split that an interrupted append has extended gets no further version.
+    The split `ahead` has it already, by an interrupted append.
     """
-    ahead = find_ahead(bases) if len(bases) > 1 else None
     jobs: dict[str | None, WriteJob] = {}
     for split, base in bases.items():
         if split is not None and split == ahead:
@@ -329,12 +333,11 @@ def _refuse_incomplete(jobs: Mapping[str | None, WriteJob]) -> None:
             job.require_same_append(provenance={})
 
 
-def _refuse_packed_source(base: Dataset, more: Any) -> None:
-    """Raise ConfigError: a packed dataset has no prompts by which to split it."""
-    place = more.url if isinstance(more, Dataset) else display(os.fspath(more))
-    raise ConfigError(
+def _packed_source_error(base: Dataset, source: Dataset) -> ConfigError:
+    """Return the error of a packed dataset, which has no prompts to split it by."""
+    return ConfigError(
         sentence(
-            where=place,
+            where=source.url,
             rule=f"records must be given to append to {base.url} and its other split",
             found="a packed dataset, which cannot be split",
             remedy="Pack both with the same validation_fraction and seed, and join "

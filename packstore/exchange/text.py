@@ -24,6 +24,7 @@ import orjson
 import pyarrow as pa
 
 from packstore.config import setting
+from packstore.errors import ConfigError, sentence
 from packstore.exchange import Exported, Exporter, ExportOptions, exists_error
 from packstore.format.arrays import SOURCE_SHIFT
 from packstore.format.schema import KINDS
@@ -88,7 +89,7 @@ class _Text(NamedTuple):
         text: prompt and response.
         prompt: text of the tokens before the first learned one, possibly with a part of
             a character at its end.
-        has_gaps: whether tokens after the first learned one are not learned.
+        has_gaps: True if some tokens after the first learned one are not learned.
     """
 
     text: str
@@ -120,8 +121,8 @@ class TextDecoder:
         """Return the sequences of an example as texts.
 
         Args:
-            sequences: int32 `[T]` token ids of each, and bool `[T]`, whether each token
-                is learned.
+            sequences: int32 `[T]` token ids of each, and bool `[T]`, True for learned
+                tokens.
         """
         ranges = [self._plain_range(ids) for ids, _ in sequences]
         is_rendered = False
@@ -166,8 +167,8 @@ def split_prompt(texts: Sequence[_Text]) -> tuple[str, list[str]]:
 
 
 def _whole_characters(text: _Text) -> str:
-    """Return the prompt of a sequence, whose last character may be cut, with the whole
-    character.
+    """Return the prompt of a sequence; a character that is cut at its end is completed
+    from the text.
     """
     if text.text.startswith(text.prompt):
         return text.prompt
@@ -266,13 +267,22 @@ def _as_json(value: Any) -> Any:
 def _export(
     dataset: Dataset, place: Location, options: TextOptions, progress: Progress
 ) -> Exported:
+    file_format, compression = format_of(place.url)
+    if file_format not in (None, "json", "jsonl"):
+        raise ConfigError(
+            sentence(
+                where=place.display,
+                rule="a file of JSON lines must not have the suffix of another format",
+                found=file_format,
+                remedy="Name it FILE.jsonl",
+            )
+        )
     if place.is_dir():
         raise exists_error(place, "a folder", remedy="Name a file")
     if not options.overwrite and place.exists():
         raise exists_error(place, "a file")
 
     writer = TextWriter(dataset, options)
-    _, compression = format_of(place.url)
     with Staging(place, BESIDE) as staging:
         with staging.file() as file, _compressed(file, compression) as stream:
             lines = writer.lines(progress)

@@ -119,3 +119,16 @@ def test_a_dry_run_appends_nothing(
     capsys.readouterr()
     assert packstore.open(folder / "ds").version == 1
     assert packstore.clean(str(folder / "ds")).leftovers == []
+
+
+def test_a_dry_run_of_appending_a_dataset(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = pack(folder / "more", pairs(9, 30))
+    for source in (more.url, str(folder / "new.jsonl")):
+        assert main(["append", str(folder / "ds"), source, "--dry-run", "--json"]) == 0
+        result = json.loads(capsys.readouterr().out)
+        num_records = 9 if source == more.url else 5
+        assert result["diagnosis"]["records"] == num_records
+        assert len(result["findings"]) > 1
+    assert packstore.open(folder / "ds").version == 1

@@ -204,6 +204,10 @@ def test_a_completed_append_counts_the_records_of_both_splits(
     # As if it had been killed between the two commits:
     (tmp_path / "vf" / "validation" / "_packstore" / "manifest-000002.json").unlink()
     assert versions(tmp_path / "vf") == [2, 1]
+    assert main(["append", str(tmp_path / "vf"), more, "--dry-run"]) == 0
+    assert f"interrupted append wrote version 2 of {tmp_path}" in (
+        capsys.readouterr().out
+    )
     assert main(["append", str(tmp_path / "vf"), more, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["records_appended"] == 20
     assert versions(tmp_path / "vf") == [2, 2]

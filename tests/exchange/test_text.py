@@ -20,7 +20,7 @@ from stores import Store
 import packstore
 from packstore import Dataset, export
 from packstore.cli import main
-from packstore.errors import DatasetExistsError, TokenizerError
+from packstore.errors import ConfigError, DatasetExistsError, TokenizerError
 
 Pack = Callable[..., Dataset]
 
@@ -368,6 +368,16 @@ def test_files_are_compressed_by_their_suffix(small: Dataset, tmp_path: Path) ->
     assert lzma.decompress((tmp_path / "x.jsonl.xz").read_bytes()) == expected
     compressed = pa.CompressedInputStream(str(tmp_path / "x.jsonl.zst"), "zstd")
     assert compressed.read() == expected
+
+
+@pytest.mark.parametrize("name", ["pairs.csv", "pairs.parquet", "pairs.arrow.zst"])
+def test_a_suffix_of_another_format_is_refused(
+    small: Dataset, tmp_path: Path, name: str
+) -> None:
+    """`pack` would read the lines as that format."""
+    with pytest.raises(ConfigError, match=name):
+        export("text", small, tmp_path / name)
+    assert not (tmp_path / name).exists()
 
 
 def test_standard_output_has_the_lines_alone(

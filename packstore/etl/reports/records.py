@@ -277,7 +277,7 @@ def dry_run_of_append(
     """
     plan = plan_append(dataset, more, tokenizer, **arguments)
     report, config = _report_on_sample(
-        more,
+        plan.source,
         plan.tokenizer,
         plan.config,
         plan.adapter,
@@ -287,9 +287,12 @@ def dry_run_of_append(
         progress=progress,
     )
     findings = []
-    for base in plan.bases.values():
+    for split, base in plan.bases.items():
         findings += _try_destination(base.location)
-        text = f"version {base.version} of {base.url} is extended"
+        text = f"append would write version {base.version + 1} of {base.url}"
+        if split is not None and split == plan.ahead:
+            text = f"an interrupted append wrote version {base.version} of {base.url}; "
+            text += "the same records complete it"
         findings.append(Finding("version", "ok", text))
     findings.append(_find_drops(report.tally, config))
     return replace(report, choices=report.choices[:1]), findings
