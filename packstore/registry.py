@@ -199,26 +199,26 @@ The first one that is valid in the place of a mistake is suggested. ``()``: only
 :data:`ADVICE` has an answer.
 """
 
-_OF_PACKING = "Packing decides it"
-_OF_SPLITS = "`packstore pack --validation-fraction` holds out a part"
+_DECIDED_BY_PACKING = "Packing decides it"
+_SPLIT_BY_PACKING = "`packstore pack --validation-fraction` holds out a part"
 
 ADVICE: Mapping[str, str] = {
     "batch_size": "Batches are cut while training: examples_per_step",
     "shuffle": "The dataset decides: PackedDataset(url, shuffle=…)",
-    "max_length": _OF_PACKING + ": max_length",
-    "max_seq_length": _OF_PACKING + ": pack_size",
-    "cutoff_len": _OF_PACKING + ": max_length",
-    "sequence_len": _OF_PACKING + ": max_length",
-    "template": _OF_PACKING + ": chat_template",
-    "chat_template": _OF_PACKING + ": chat_template",
-    "tokenizer": _OF_PACKING + ": tokenizer",
+    "max_length": _DECIDED_BY_PACKING + ": max_length",
+    "max_seq_length": _DECIDED_BY_PACKING + ": pack_size",
+    "cutoff_len": _DECIDED_BY_PACKING + ": max_length",
+    "sequence_len": _DECIDED_BY_PACKING + ": max_length",
+    "template": _DECIDED_BY_PACKING + ": chat_template",
+    "chat_template": _DECIDED_BY_PACKING + ": chat_template",
+    "tokenizer": _DECIDED_BY_PACKING + ": tokenizer",
     "packing": "Datasets are always packed",
     "neat_packing": "Datasets are always packed",
     "sample_packing": "Datasets are always packed",
     "dataset_prepared_path": "The packed dataset is the prepared one",
-    "val_size": _OF_SPLITS,
-    "val_set_size": _OF_SPLITS,
-    "split_dataset_ratio": _OF_SPLITS,
+    "val_size": _SPLIT_BY_PACKING,
+    "val_set_size": _SPLIT_BY_PACKING,
+    "split_dataset_ratio": _SPLIT_BY_PACKING,
     "overwrite_output_dir": "A run continues its newest checkpoint",
     "early_stopping_patience": "It is a callback, which Python passes: "
     "docs/training.md, Recipes",

@@ -113,12 +113,12 @@ def print_facts(
         stdout_console().print(fact_table(title, facts))
 
 
-def print_result(result: Any) -> None:
+def print_result(result: Any, indent: int | None = 1) -> None:
     """Print one JSON value; dataclasses become objects, and unknown values text.
 
     JSON has no NaN or infinity: they become null.
     """
-    print_json(json.dumps(_as_json(result), indent=1, allow_nan=False) + "\n")
+    print_json(json.dumps(_as_json(result), indent=indent, allow_nan=False) + "\n")
 
 
 def print_outcome(ok: bool, parts: Mapping[str, Any]) -> int:

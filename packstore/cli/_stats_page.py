@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import polars as pl
 
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.manifest.manifest import Records
 
 MAX_ROWS = 12
 """Groups in a chart, the largest ones."""
@@ -110,7 +111,7 @@ def dataset_page(
         drawings[heading].append(drawing)
     drawings[SIDE_DATA] = value_charts(side_values, side_types)
     if groups:
-        has_rewards = _vary(values["reward"], m.kind)
+        has_rewards = _has_varied_rewards(values["reward"], m.kind)
         drawings[groups_heading] = _group_charts(groups, num_groups, has_rewards)
     drawings[RECORDS].append(_dropped_records(m.records))
     return statistics_page(
@@ -164,7 +165,7 @@ def _histogram(name: str, array: Any, *, x_title: str, y_title: str) -> str:
     return charts.histogram(name, array, x_title=x_title, y_title=y_title)
 
 
-def _vary(rewards: Any, kind: str) -> bool:
+def _has_varied_rewards(rewards: Any, kind: str) -> bool:
     """Return True if rewards differ, for pairs within the chosen or the rejected."""
     sides = [rewards[0::2], rewards[1::2]] if kind == "preference" else [rewards]
     return any(len(side) and side.min() < side.max() for side in sides)
@@ -191,7 +192,7 @@ def _length_pairs(supervised: Any) -> str:
     )
 
 
-def _dropped_records(records: Any) -> str:
+def _dropped_records(records: Records) -> str:
     read = f"{records.read:,} read, {records.packed:,} packed"
     if not any(records.dropped.values()):
         return paragraph(f"No record was dropped: {read}.")
@@ -215,37 +216,47 @@ def group_ranges(
     """
     import polars as pl
 
-    percentiles: dict[str, pl.Expr] = {}
-    for column in ("lengths", "rewards"):
-        for series in _series_of(kind):
-            numbers = pl.col(column).list.explode()
-            if kind == "preference":
-                numbers = pl.col(column).list.get(_series_of(kind).index(series))
-            for field, fraction in zip(Range._fields, (0.1, 0.5, 0.9), strict=True):
-                number = numbers.cast(pl.Float64).quantile(fraction, "linear")
-                percentiles[f"{column} {series} {field}"] = number
-
-    named = examples.select(key.cast(pl.String).alias("group"), "lengths", "rewards")
-    groups = named.group_by("group").agg(pl.len().alias("examples"), **percentiles)
+    columns = examples.select(key.cast(pl.String).alias("group"), "lengths", "rewards")
+    percentiles = {**_percentiles("lengths", kind), **_percentiles("rewards", kind)}
+    groups = columns.group_by("group").agg(pl.len().alias("examples"), **percentiles)
     table = groups.collect(engine="streaming")
     largest = table.sort(["examples", "group"], descending=[True, False]).head(MAX_ROWS)
-
-    def ranges_in(row: Mapping[str, Any], column: str) -> dict[str, Range]:
-        return {
-            series: Range(*(row[f"{column} {series} {f}"] for f in Range._fields))
-            for series in _series_of(kind)
-        }
-
     ranges = [
         GroupRanges(
             name=str(row["group"]),
             num_examples=row["examples"],
-            lengths=ranges_in(row, "lengths"),
-            rewards=ranges_in(row, "rewards"),
+            lengths=_ranges_of(row, "lengths", kind),
+            rewards=_ranges_of(row, "rewards", kind),
         )
         for row in largest.iter_rows(named=True)
     ]
     return ranges, len(table)
+
+
+def _percentiles(column: str, kind: str) -> dict[str, pl.Expr]:
+    """Return the percentiles of a column of lists, named as :func:`_ranges_of` reads
+    them.
+    """
+    import polars as pl
+
+    percentiles: dict[str, pl.Expr] = {}
+    for index, series in enumerate(_series_of(kind)):
+        numbers = pl.col(column).list.explode()
+        if kind == "preference":
+            numbers = pl.col(column).list.get(index)
+        for name, fraction in zip(Range._fields, (0.1, 0.5, 0.9), strict=True):
+            percentile = numbers.cast(pl.Float64).quantile(fraction, "linear")
+            percentiles[f"{column} {series} {name}"] = percentile
+    return percentiles
+
+
+def _ranges_of(row: Mapping[str, Any], column: str, kind: str) -> dict[str, Range]:
+    """Return the percentiles of a group by series."""
+    ranges = {}
+    for series in _series_of(kind):
+        numbers = [row[f"{column} {series} {name}"] for name in Range._fields]
+        ranges[series] = Range(*numbers)
+    return ranges
 
 
 def _series_of(kind: str) -> tuple[str, ...]:

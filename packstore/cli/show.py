@@ -5,7 +5,6 @@ browser.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import threading
 import webbrowser
@@ -17,7 +16,7 @@ from rich.text import Text
 
 from packstore.cli import Command
 from packstore.cli._arguments import add_dataset, add_json, add_side, open_dataset
-from packstore.cli._output import identity_of, print_json, stdout_console
+from packstore.cli._output import identity_of, print_result, stdout_console
 from packstore.cli._token_values import (
     PackValues,
     ValueDrawing,
@@ -199,7 +198,7 @@ def _print_packs_as_json(reader: PackReader, numbers: range) -> None:
         "pack_size": m.pack_size,
         "packs": [_pack_as_json(reader, number) for number in numbers],
     }
-    print_json(json.dumps(value) + "\n")
+    print_result(value, indent=None)
 
 
 def _pack_as_json(reader: PackReader, number: int) -> dict[str, Any]:

@@ -154,12 +154,12 @@ def check_names(
     another program is answered once.
     """
     valid = sorted(valid)
-    lists_all = f"{listed_by} lists all"
-    if len(valid) <= MAX_LISTED_NAMES:
-        lists_all = f"{listed_by} explains {', '.join(valid)}"
     hints = {name: suggest(str(name), valid) for name in names if name not in valid}
     if not hints:
         return
+    lists_all = f"{listed_by} lists all"
+    if len(valid) <= MAX_LISTED_NAMES:
+        lists_all = f"{listed_by} explains {', '.join(valid)}"
     if len(hints) == 1:
         [(name, hint)] = hints.items()
         message = f"unknown {noun} {quote(name)}; {lists_all}.{hint}"

@@ -306,6 +306,8 @@ def _start_jobs(
     for split, base in bases.items():
         if split is not None and split == ahead:
             jobs[split] = WriteJob.of_committed(base)
+            # It has the new records, too: they are left out by the number of sources
+            # when duplicates are looked for (`stored_keys`).
             jobs[split].extends = base
             continue
         job = stack.enter_context(writing(base.location, overwrite=True, call="append"))

@@ -65,10 +65,11 @@ def find_sibling(dataset: Dataset) -> Dataset | None:
     split = split_of(dataset)
     if split is None or last_name_of(dataset.location.url) != split:
         return None
+    sibling_split = _sibling_of(split)
     folder = Location(parent_of(dataset.location.url), dataset.location.storage_options)
-    location = folder.join(_other(split))
+    location = folder.join(sibling_split)
     sibling = find_dataset(location.url, location.storage_options)
-    if sibling is None or split_of(sibling) != _other(split):
+    if sibling is None or split_of(sibling) != sibling_split:
         return None
     return sibling
 
@@ -88,11 +89,10 @@ def refuse_lone_split(dataset: Dataset) -> None:
     split = split_of(dataset)
     if split is None:
         return
-    other = _other(split)
     if find_sibling(dataset) is not None:
         remedy = f"Append to {parent_of(dataset.url)}, which extends both"
     else:
-        remedy = f"Keep {split} and {other} in one folder, and append to that folder"
+        remedy = "Keep train and validation in one folder, and append to that folder"
     raise ConfigError(
         sentence(
             where=dataset.url,
@@ -117,9 +117,12 @@ def find_ahead(datasets: Mapping[str | None, Dataset]) -> str | None:
         split: without_paths(list(dataset.manifest.provenance["sources"]))
         for split, dataset in datasets.items()
     }
-    behind, ahead = sorted(sources, key=lambda split: len(sources[split]))
-    if sources[ahead] == sources[behind]:
+    train, validation = sources
+    if sources[train] == sources[validation]:
         return None
+    behind, ahead = train, validation
+    if len(sources[train]) > len(sources[validation]):
+        behind, ahead = validation, train
 
     num_common = len(sources[behind])
     parts = datasets[ahead].manifest.provenance.get("combined_from", ())
@@ -137,6 +140,6 @@ def find_ahead(datasets: Mapping[str | None, Dataset]) -> str | None:
     return ahead
 
 
-def _other(split: str) -> str:
-    (other,) = OTHER_SPLIT.keys() - {split}
-    return other
+def _sibling_of(split: str) -> str:
+    (sibling_split,) = OTHER_SPLIT.keys() - {split}
+    return sibling_split

@@ -41,6 +41,9 @@ from packstore.progress import Progress
 from packstore.tokenizer.records.adapters import Adapter
 from packstore.tokenizer.tally import Sample, Tally
 
+TRAIN_BATCHING = BatchConfig(examples_per_step=DEFAULT_EXAMPLES_PER_STEP)
+"""Steps of a training with the default settings."""
+
 PACK_SIZES = (2048, 4096, 8192, 16384, 32768)
 """Pack sizes of an estimate, unless others are requested."""
 
@@ -93,10 +96,6 @@ def doctor(
     if sample is not None:
         _draw_sample(reader, sample, config.seed, progress)
     return _read(reader, config, progress, should_lint=True)
-
-
-TRAIN_BATCHING = BatchConfig(examples_per_step=DEFAULT_EXAMPLES_PER_STEP)
-"""Steps of a training with the default settings."""
 
 
 def estimate(
@@ -338,9 +337,13 @@ def _report_on_sample(
     sampling = _draw_sample(reader, sample, config.seed, progress)
     total = sampling.total or sampling.records
     layouts = _layouts_of(config, config.pack_size, LAYOUTS, SHARES)
-    alternatives = [each for each in layouts if each != config]
-    of_other_layout = [each for each in alternatives if each.layout != config.layout]
-    of_same_layout = [each for each in alternatives if each.layout == config.layout]
+    alternatives = [choice for choice in layouts if choice != config]
+    of_another_layout = [
+        choice for choice in alternatives if choice.layout != config.layout
+    ]
+    of_same_layout = [
+        choice for choice in alternatives if choice.layout == config.layout
+    ]
     configs = [config, *alternatives]
     with contextlib.closing(Projection(sampling, total, configs)) as projection:
         report = _read(
@@ -350,19 +353,21 @@ def _report_on_sample(
             projection=projection,
             should_lint=should_lint,
         )
-        choices = [projection.choice(config, TRAIN_BATCHING)]
+        choices = _choices(projection, [config])
         if _is_cut_for_layout(report.tally, config):
             choices += _read_again(
-                reader, of_other_layout, TRAIN_BATCHING, sampling, total
+                reader, of_another_layout, TRAIN_BATCHING, sampling, total
             )
         else:
-            choices += [
-                projection.choice(each, TRAIN_BATCHING) for each in of_other_layout
-            ]
-        choices += [projection.choice(each, TRAIN_BATCHING) for each in of_same_layout]
+            choices += _choices(projection, of_another_layout)
+        choices += _choices(projection, of_same_layout)
         scale = projection.scale
     report = replace(report, sample=sampling, scale=scale, choices=choices)
     return report, config
+
+
+def _choices(projection: Projection, configs: Iterable[PackConfig]) -> list[Choice]:
+    return [projection.choice(config, TRAIN_BATCHING) for config in configs]
 
 
 def _try_destination(location: Location) -> list[Finding]:

@@ -388,7 +388,7 @@ def expand(
         InputError: a path leads to no file of a supported format.
     """
     inputs: list[Input] = []
-    empty: NoRecordsError | None = None
+    no_records: NoRecordsError | None = None
     for url in paths:
         location = Location(os.fspath(url), storage_options or {})
         try:
@@ -396,7 +396,7 @@ def expand(
         except NoRecordsError as error:
             if not skip_empty:
                 raise
-            empty = error
+            no_records = error
             continue
         for path, file in files:
             file_format, compression = format_of(path)
@@ -418,8 +418,8 @@ def expand(
                     compression=compression,
                 )
             )
-    if empty is not None and not inputs:
-        raise empty
+    if no_records is not None and not inputs:
+        raise no_records
     return inputs
 
 

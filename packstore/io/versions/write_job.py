@@ -18,7 +18,7 @@ import hashlib
 import logging
 import os
 import uuid
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,13 +200,11 @@ class WriteJob:
                 raise AppendedBefore("same input and settings")
             files = "these very ones, by the hash of the input"
             remedy = "To have them twice, pack them elsewhere and use concat"
+        elif drops_duplicates:
+            return
         else:
-            if drops_duplicates:
-                return
             paths = _paths_of(provenance, repeated)
-            files = f"{len(paths):,} that are: {', '.join(paths[:3])}"
-            if len(paths) > 3:
-                files += " and more"
+            files = f"{len(paths):,} that are: {_first_of(paths)}"
             remedy = "Append the others alone, or drop what is in it (dedup=pair)"
         raise DatasetExistsError(
             sentence(
@@ -226,9 +224,7 @@ class WriteJob:
             return
         num_sources = self._past_provenance["combined_from"][-1]["sources"]
         sources = self._past_provenance["sources"][-num_sources:]
-        paths = ", ".join(str(source["path"]) for source in sources[:3])
-        if num_sources > 3:
-            paths += f" and {num_sources - 3} more"
+        paths = _first_of([str(source["path"]) for source in sources])
         raise DatasetExistsError(
             sentence(
                 where=self.location.display,
@@ -283,6 +279,12 @@ def _paths_of(provenance: Mapping[str, Any], hashes: Container[str]) -> list[str
     """Return the paths of the inputs with these hashes."""
     sources = _hashed_inputs(provenance)
     return [str(source["path"]) for source in sources if source["sha256"] in hashes]
+
+
+def _first_of(paths: Sequence[str]) -> str:
+    """Return the first three paths, and the number of the others, as text."""
+    text = ", ".join(paths[:3])
+    return text if len(paths) <= 3 else f"{text} and {len(paths) - 3:,} more"
 
 
 def _hashed_inputs(provenance: Mapping[str, Any]) -> list[Mapping[str, Any]]:
