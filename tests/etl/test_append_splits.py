@@ -176,6 +176,16 @@ def test_folders_that_are_no_splits_are_refused(tmp_path: Path) -> None:
         packstore.append(tmp_path / "half", records_of(60, 9))
 
 
+def test_the_folder_of_both_splits_is_no_dataset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packstore.pack(records_of(0, 60), tmp_path / "vf", **SETTINGS)
+    for command in ("inspect", "stats", "verify"):
+        assert main([command, str(tmp_path / "vf")]) == 1
+        error = capsys.readouterr().err
+        assert all(split in error for split in SPLITS)
+
+
 def test_json_names_both_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

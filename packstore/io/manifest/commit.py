@@ -160,10 +160,11 @@ def _not_found(
 
     if name == DATASET:
         noun = "a dataset"
-        command = "pack"
+        remedy = "Name the folder that `packstore pack` wrote; of a job with "
+        remedy += "validation_fraction its folder train or validation"
     else:
         noun = f"a {name} dataset"
-        command = "ref-logps"
+        remedy = "Name the folder that `packstore ref-logps` wrote"
     if not location.exists():
         text = sentence(
             where=location.display,
@@ -176,7 +177,7 @@ def _not_found(
         where=location.display,
         rule=f"must be {noun}",
         found=f"no {FOLDER}/{name}-….json in it",
-        remedy=f"Name the folder that `packstore {command}` wrote",
+        remedy=remedy,
     )
     return DatasetNotFoundError(text)
 
