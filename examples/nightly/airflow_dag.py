@@ -1,13 +1,15 @@
 """A nightly job as a DAG of Airflow 3: append, verify, clean; an alert if one fails.
 
-Each step may be run again, however it ended. Settings come from the environment:
+Each step may be run again after a failure. A run appends the records of the day before
+(in UTC). Settings come from the environment:
 
     NIGHTLY_DATASET          folder or URL of the dataset
-    NIGHTLY_SOURCE           pattern of the files of a night; {night} is its date
+    NIGHTLY_SOURCE           pattern of the files of a day; {night} is its date
     NIGHTLY_STORAGE_OPTIONS  storage options as JSON
     NIGHTLY_ALERT_URL        gets a POST request with the text of each failure
 
-Without Airflow, ``python airflow_dag.py 2026-11-30`` runs one night in this process.
+Without Airflow, ``python airflow_dag.py 2026-11-30`` appends the records of that day in
+this process.
 """
 
 from __future__ import annotations
@@ -84,14 +86,16 @@ def run_night(night: str) -> None:
 
 
 try:
-    from airflow.sdk import dag, task
+    from airflow.sdk import CronTriggerTimetable, dag, task
 except ImportError:
     if __name__ == "__main__":
         run_night(sys.argv[1])
 else:
 
     @dag(
-        schedule="30 2 * * *",
+        # Not as a string: the setting create_cron_data_intervals decides which day it is
+        # that `ds` then names.
+        schedule=CronTriggerTimetable("30 2 * * *", timezone="UTC"),
         start_date=datetime(2026, 1, 1),
         catchup=False,
         max_active_runs=1,
@@ -103,6 +107,7 @@ else:
     )
     def nightly() -> None:
         """Append, verify, clean."""
-        task(append)(night="{{ ds }}") >> task(verify)() >> task(clean)()
+        day_before = "{{ macros.ds_add(ds, -1) }}"
+        task(append)(night=day_before) >> task(verify)() >> task(clean)()
 
     nightly_dag = nightly()

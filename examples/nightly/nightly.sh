@@ -6,7 +6,7 @@
 # SOURCE has the records of one night: a pattern or a folder. A night without records is
 # no failure. After a failure, ALERT runs, a shell command that reads the end of the log
 # on standard input, and the exit code is that of the step that failed. The same command
-# may be run again, however it ended.
+# may be run again after a failure or a kill.
 #
 # Flags of every step, such as those of the store, come from PACKSTORE_OPTIONS.
 set -euo pipefail
