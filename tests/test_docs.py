@@ -103,18 +103,12 @@ def test_the_readme_is_short() -> None:
     assert len(words) <= 450
 
 
-NARROW_PAGES = [
-    "README.md",
-    "docs/index.md",
-    "docs/quickstart.md",
-    "docs/training.md",
-    "docs/evaluate.md",
-]
+NARROW_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.parametrize("page", NARROW_PAGES)
-def test_code_has_80_columns(page: str) -> None:
-    text = (ROOT / page).read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", NARROW_PAGES, ids=lambda page: page.name)
+def test_code_has_80_columns(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
     for block in re.findall(r"^```.*?^```$", text, re.M | re.S):
         assert max(map(len, block.splitlines())) <= 80, block
 
