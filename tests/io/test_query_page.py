@@ -1,5 +1,5 @@
-"""The queries of ``docs/query.md`` on Parquet files alone: on random datasets they give
-what ``packstore.scan`` gives.
+"""The queries of ``docs/query.md`` on Parquet files alone: on random datasets, packed at
+once or grown, they give what ``packstore.scan`` gives.
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ from typing import Any
 
 import polars as pl
 import pytest
-from random_datasets import KINDS, LAYOUTS, random_dataset
+from random_datasets import KINDS, LAYOUTS, random_dataset, random_records
 
 import packstore
 
 PAGE = Path(__file__).parents[2] / "docs" / "query.md"
 ENGINES = ("DuckDB", "Polars", "pandas")
 IGNORED = -100
+GROWN = ("appended", "concatenated", "folded")
+CASES = [("packed", layout) for layout in LAYOUTS]
+CASES += [(history, "trees") for history in GROWN]
+"""How a dataset came about, and its layout."""
 
 
 def code_of_section(title: str) -> str:
@@ -63,14 +67,36 @@ def run_query(engine: str, name: str, files: list[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def newest_shards(dataset: packstore.Dataset) -> list[str]:
-    """Return the shards as the function on the page finds them."""
+def dataset_with_history(
+    folder: Path, kind: str, layout: str, history: str, *, seed: int = 0
+) -> packstore.Dataset:
+    """Return a random dataset that was packed at once, or grew as a history says.
+
+    In an appended and a concatenated one, ids inside the shards are not distinct.
+    """
+    dataset = random_dataset(folder / "first", kind, layout, seed=seed)
+    if history == "packed":
+        return dataset
+    if history == "concatenated":
+        second = random_dataset(folder / "second", kind, layout, seed=seed + 100)
+        dataset = packstore.concat([dataset, second], str(folder / "both"))
+    else:
+        dataset = packstore.append(dataset, random_records(kind, 60, seed + 100))
+    assert len({shard.example_id_base for shard in dataset.manifest.shards}) == 2
+    if history == "folded":
+        return packstore.pack(
+            dataset, dataset.url, pack_size=320, overwrite=True, **LAYOUTS[layout]
+        )
+    return dataset
+
+
+def newest_shards(dataset: packstore.Dataset) -> dict[str, int]:
+    """Return the shards and the bases of their ids by the function on the page."""
     code = code_of_section("Which list belongs to what")
     (function,) = re.findall(r"^def newest_shards.*?(?=^\S)", code, re.M | re.S)
     variables = {"json": json, "Path": Path}
     exec(function, variables)
-    files = variables["newest_shards"](dataset.url)  # type: ignore[operator]
-    return [str(file) for file in files]
+    return dict(variables["newest_shards"](dataset.url))  # type: ignore[operator]
 
 
 def examples(dataset: packstore.Dataset) -> list[dict[str, Any]]:
@@ -86,84 +112,77 @@ def assert_rows_equal(rows: list[dict[str, Any]], expected: Any) -> None:
             assert row[name] == (pytest.approx(value) if is_mean else value), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("history", "layout"), CASES)
 def test_pairs_by_source_and_lengths_by_side(
-    tmp_path: Path, engine: str, layout: str
+    tmp_path: Path, history: str, layout: str
 ) -> None:
-    for seed in range(2):
-        dataset = random_dataset(tmp_path / str(seed), "preference", layout, seed=seed)
-        files = newest_shards(dataset)
-        rows = examples(dataset)
+    dataset = dataset_with_history(tmp_path, "preference", layout, history)
+    files = list(newest_shards(dataset))
+    rows = examples(dataset)
 
-        by_source = []
-        for source in sorted({row["source"] for row in rows}):
-            rewards = [row["rewards"] for row in rows if row["source"] == source]
-            by_source.append(
-                {
-                    "source": source,
-                    "pairs": len(rewards),
-                    "chosen": fmean(chosen for chosen, _ in rewards),
-                    "rejected": fmean(rejected for _, rejected in rewards),
-                }
-            )
+    by_source = []
+    for source in sorted({row["source"] for row in rows}):
+        rewards = [row["rewards"] for row in rows if row["source"] == source]
+        by_source.append(
+            {
+                "source": source,
+                "pairs": len(rewards),
+                "chosen": fmean(chosen for chosen, _ in rewards),
+                "rejected": fmean(rejected for _, rejected in rewards),
+            }
+        )
+
+    by_side = []
+    for i, side in enumerate(("chosen", "rejected")):
+        lengths = [row["lengths"][i] for row in rows]
+        by_side.append(
+            {
+                "side": side,
+                "sequences": len(rows),
+                "mean": fmean(lengths),
+                "longest": max(lengths),
+            }
+        )
+
+    for engine in ENGINES:
         assert_rows_equal(run_query(engine, "by_source", files), by_source)
-
-        by_side = []
-        for i, side in enumerate(("chosen", "rejected")):
-            lengths = [row["lengths"][i] for row in rows]
-            by_side.append(
-                {
-                    "side": side,
-                    "sequences": len(rows),
-                    "mean": fmean(lengths),
-                    "longest": max(lengths),
-                }
-            )
         assert_rows_equal(run_query(engine, "by_side", files), by_side)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("engine", ENGINES)
-def test_the_most_frequent_supervised_tokens(
-    tmp_path: Path, engine: str, kind: str, layout: str
+@pytest.mark.parametrize(("history", "layout"), CASES)
+def test_supervised_tokens_and_the_longest_prompts(
+    tmp_path: Path, history: str, kind: str, layout: str
 ) -> None:
-    dataset = random_dataset(tmp_path / "ds", kind, layout)
+    dataset = dataset_with_history(tmp_path, kind, layout, history)
+    files = list(newest_shards(dataset))
     counts: Counter[int] = Counter()
-    for row in examples(dataset):
-        for labels in row["labels"]:
-            counts.update(label for label in labels if label != IGNORED)
-    top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:3]
-    expected = [
-        {"id": token, "times": times, "share": times / counts.total()}
-        for token, times in top
-    ]
-    rows = run_query(engine, "top_tokens", newest_shards(dataset))
-    assert_rows_equal(rows, expected)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_longest_prompts(tmp_path: Path, kind: str, layout: str) -> None:
-    dataset = random_dataset(tmp_path / "ds", kind, layout)
     prompts = []
     for row in examples(dataset):
         for labels in row["labels"]:
+            counts.update(label for label in labels if label != IGNORED)
             first_supervised = next(i for i, x in enumerate(labels) if x != IGNORED)
             prompts.append(first_supervised)
-    expected = [{"prompt": n} for n in sorted(prompts, reverse=True)[:3]]
-    rows = run_query("DuckDB", "longest_prompts", newest_shards(dataset))
-    assert rows == expected
+
+    most_frequent = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:3]
+    top_tokens = [
+        {"id": token, "times": times, "share": times / counts.total()}
+        for token, times in most_frequent
+    ]
+    for engine in ENGINES:
+        assert_rows_equal(run_query(engine, "top_tokens", files), top_tokens)
+
+    longest_prompts = [{"prompt": n} for n in sorted(prompts, reverse=True)[:3]]
+    assert run_query("DuckDB", "longest_prompts", files) == longest_prompts
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_best_of_k_answers(tmp_path: Path, layout: str) -> None:
-    dataset = random_dataset(tmp_path / "ds", "scored", layout)
+@pytest.mark.parametrize(("history", "layout"), CASES)
+def test_the_best_of_k_answers(tmp_path: Path, history: str, layout: str) -> None:
+    dataset = dataset_with_history(tmp_path, "scored", layout, history)
     code = block_that_sets("DuckDB", "best_rewards")
-    query = code[code.index("best_rewards = ") :]
-    variables: dict[str, Any] = {"files": newest_shards(dataset)}
-    exec("import duckdb\npacks = duckdb.read_parquet(files)\n" + query, variables)
+    query = code[code.index("packs = ") :]
+    variables: dict[str, Any] = {"bases": newest_shards(dataset)}
+    exec("import duckdb\n" + query, variables)
     expected = (
         packstore.scan(dataset)
         .select(
@@ -184,7 +203,7 @@ def test_older_versions_are_not_counted(tmp_path: Path) -> None:
         first, tmp_path / "ds", pack_size=320, layout="concat", overwrite=True
     )
     dataset = packstore.open(str(tmp_path / "ds"))
-    files = newest_shards(dataset)
+    files = list(newest_shards(dataset))
     assert len(list((tmp_path / "ds" / "data").iterdir())) > len(files)
     (chosen, rejected) = run_query("DuckDB", "by_side", files)
     assert chosen["sequences"] == rejected["sequences"] == 60
