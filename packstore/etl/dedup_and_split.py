@@ -20,19 +20,20 @@ from packstore.format.arrays import SOURCE_SHIFT, Bool, Examples, Int64
 from packstore.format.seeds import U64, derive, mixed
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.formats import place_of
+from packstore.io.manifest.commit import SPLITS
 from packstore.pack.fill import unpack
 from packstore.tokenizer.tally import Tally
 
 DUPLICATES = {"pair": "duplicate_pair", "prompt": "duplicate_prompt"}
 """Setting `dedup` -> reason under which dropped records are counted."""
 
-OTHER_SPLIT = {"train": "for_validation", "validation": "for_training"}
+OTHER_SPLIT = dict(zip(SPLITS, ("for_validation", "for_training"), strict=True))
 """Split -> reason under which it counts the examples of the other split."""
 
 
 def split_names(config: SelectConfig) -> tuple[str | None, ...]:
     """Return the names of the datasets that a job makes; None: a single one."""
-    return tuple(OTHER_SPLIT) if config.validation_fraction else (None,)
+    return SPLITS if config.validation_fraction else (None,)
 
 
 class Selection:

@@ -158,10 +158,7 @@ def pack(
     )
 
     location = Location(out, options)
-    locations = {
-        split: location if split is None else location.join(split)
-        for split in split_names(config)
-    }
+    locations = locate_splits(location, config)
     existing: dict[str | None, Dataset] = {}
     if not config.overwrite:
         existing = find_committed(locations, open_source, config)
@@ -182,6 +179,14 @@ def pack(
     for dataset in datasets:
         _log_result(dataset)
     return datasets[0]
+
+
+def locate_splits(location: Location, config: PackConfig) -> dict[str | None, Location]:
+    """Return the location of each dataset that a job makes; None: it makes one."""
+    return {
+        split: location if split is None else location.join(split)
+        for split in split_names(config)
+    }
 
 
 def resolve_settings(

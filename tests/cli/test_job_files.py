@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import shutil
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -326,7 +327,65 @@ def test_a_dry_run_finds_what_would_stop_the_job(
     assert main(["pack", "--config", job(max_drop_rate=0.5)]) == 0
     capsys.readouterr()
     assert main(["pack", "--config", job(max_drop_rate=0.5), "--dry-run"]) == 0
-    assert "--overwrite" in capsys.readouterr().out
+    assert "version 1" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("validation_fraction", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "change", ["none", "input", "settings", "append", "one_missing", "overwrite"]
+)
+def test_a_dry_run_compares_a_dataset_as_the_job_does(
+    change: str,
+    validation_fraction: float,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It has the exit code of the job, which refuses a dataset of another one."""
+    settings: dict[str, Any] = {"validation_fraction": validation_fraction}
+    assert main(["pack", "--config", job(**settings)]) == 0
+    if change in ("input", "overwrite"):
+        write_jsonl(folder / "pairs.jsonl", RECORDS[:15])
+    if change == "settings":
+        settings["pack_size"] = 128
+    if change == "append":
+        write_jsonl(folder / "new.jsonl", RECORDS[:1])
+        assert main(["append", "packed", "new.jsonl", "--tokenizer", "t.json"]) == 0
+    if change == "one_missing":
+        shutil.rmtree(folder / "packed" / ("train" if validation_fraction else ""))
+    command = ["pack", "--config", job(**settings)]
+    if change == "overwrite":
+        command.append("--overwrite")
+    capsys.readouterr()
+
+    expected_code = 1 if change in ("input", "settings", "append") else 0
+    assert main([*command, "--dry-run", "--json"]) == expected_code
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    problems = [finding for finding in findings if finding["level"] == "problem"]
+    assert main([*command, "--quiet"]) == expected_code
+    error = capsys.readouterr().err
+    assert len(problems) == expected_code
+    for problem in problems:
+        assert problem["check"] == "version"
+        assert problem["text"] in error
+    is_empty = change == "one_missing" and not validation_fraction
+    datasets = [
+        finding["text"] for finding in findings if finding["check"] == "dataset"
+    ]
+    assert ("none here yet" in datasets) == is_empty
+
+
+def test_a_dry_run_says_that_standard_input_is_not_compared(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    assert main(["pack", "--config", job()]) == 0
+    data = (folder / "pairs.jsonl").read_bytes()
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(data)))
+    command = ["pack", "--config", job(source="-"), "--dry-run", "--json"]
+    capsys.readouterr()
+    assert main(command) == 0
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    (level,) = [f["level"] for f in findings if f["check"] == "version"]
+    assert level == "remark"
 
 
 def test_a_dry_run_names_what_reads_the_records(folder: Path, capsys: Any) -> None:

@@ -31,7 +31,11 @@ from packstore.errors import (
 )
 from packstore.io.dataset.dataset import Dataset
 from packstore.io.dataset.dataset import open as open_dataset
-from packstore.io.manifest.commit import list_versions, require_exclusive
+from packstore.io.manifest.commit import (
+    list_splits,
+    newest_version,
+    require_exclusive,
+)
 from packstore.io.store.clients import PACKAGES
 from packstore.io.store.location import Location
 from packstore.io.store.operations import abort_upload, uploads
@@ -146,17 +150,29 @@ def _time_listing(location: Location) -> str:
 
 
 def _try_to_read(location: Location) -> Iterator[Finding]:
-    """Yield findings about the dataset at the location, if there is one."""
+    """Yield findings about the dataset at the location, or its splits, if any."""
     try:
-        if not list_versions(location):
-            yield Finding("dataset", "ok", "none here yet")
-            return
+        places = [location] if newest_version(location) else list_splits(location)
+    except PackstoreError as error:
+        yield Finding("dataset", "problem", message_with_notes(error))
+        return
+    if not places:
+        yield Finding("dataset", "ok", "none here yet")
+    for place in places:
+        yield from _try_to_read_dataset(place, is_split=place is not location)
+
+
+def _try_to_read_dataset(location: Location, is_split: bool) -> Iterator[Finding]:
+    """Yield findings about a dataset and its first and last shard."""
+    try:
         dataset = open_dataset(location.url, location.storage_options)
     except PackstoreError as error:
         yield Finding("dataset", "problem", message_with_notes(error))
         return
     num_shards = len(dataset.manifest.shards)
     text = f"version {dataset.version}, {num_shards} shards"
+    if is_split:
+        text += f", of {dataset.url}"
     yield Finding("dataset", "ok", text)
     if num_shards:
         last_group = len(dataset.row_groups) - 1

@@ -12,13 +12,21 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from packstore.config import CHECK_RETRIES, REASONS, BatchConfig, PackConfig
 from packstore.config.reading import DEFAULT_EXAMPLES_PER_STEP
-from packstore.errors import ConfigError, InputError, sentence
+from packstore.errors import (
+    ConfigError,
+    InputError,
+    PackstoreError,
+    message_with_notes,
+    sentence,
+)
 from packstore.etl.append import plan_append
-from packstore.etl.pipeline import resolve_settings, with_adapter
+from packstore.etl.pipeline import locate_splits, resolve_settings, with_adapter
+from packstore.etl.provenance import find_committed
 from packstore.etl.repeated_files import find_repeated_files
 from packstore.etl.reports.lint import find_in_tally, lint_blocks
 from packstore.etl.reports.place import Finding, try_place
@@ -31,9 +39,10 @@ from packstore.etl.sources import (
 from packstore.etl.tokenize import TokenizedBlock
 from packstore.etl.totals import count_unrequested_drops, describe_drops
 from packstore.format.schema import LAYOUTS
-from packstore.io.dataset.dataset import Dataset, find_dataset
+from packstore.io.dataset.dataset import Dataset
 from packstore.io.inputs.files import BLOCK_BYTES
 from packstore.io.inputs.sampling import SAMPLE_BLOCK_BYTES, Sampling
+from packstore.io.manifest.commit import newest_version
 from packstore.io.store.location import Location
 from packstore.pack.algorithms import STRATEGIES
 from packstore.pack.plan import MAX_PACK_SIZE
@@ -232,7 +241,7 @@ def dry_run(
         source_options = storage_options
     source, config = resolve_settings(source, source_options or {}, config, settings)
     config, loaded_adapter = with_adapter(config, adapter)
-    report, config = _report_on_sample(
+    report, sampled_config = _report_on_sample(
         source,
         tokenizer,
         config,
@@ -245,8 +254,17 @@ def dry_run(
     findings = _try_destination(destination)
     # If a check has failed, looking for a dataset may raise its error.
     if all(finding.ok for finding in findings):
-        findings.extend(_find_version(destination, config))
-    findings.append(_find_drops(report.tally, config))
+        open_source = partial(
+            open_examples,
+            source,
+            tokenizer,
+            config,
+            source_options or {},
+            adapter=loaded_adapter,
+        )
+        locations = locate_splits(destination, config)
+        findings.extend(_find_versions(locations, source, open_source, config))
+    findings.append(_find_drops(report.tally, sampled_config))
     return report, findings
 
 
@@ -545,16 +563,44 @@ def _is_cut_for_layout(tally: Tally, config: PackConfig) -> bool:
     return config.layout == "concat" and tally.dropped["overlong"] > 0
 
 
-def _find_version(destination: Location, config: PackConfig) -> Iterator[Finding]:
-    """Yield a finding if the destination holds a dataset already."""
-    existing = find_dataset(destination.url, destination.storage_options)
-    if existing is None:
+def _find_versions(
+    locations: Mapping[str | None, Location],
+    source: Any,
+    open_source: Callable[[], ExampleReader],
+    config: PackConfig,
+) -> Iterator[Finding]:
+    """Yield findings if the destination holds datasets already.
+
+    Without `overwrite` they are compared with the job, as ``packstore.pack`` does.
+
+    Args:
+        locations: split -> location of its dataset.
+        source: the records or the dataset.
+        open_source: opens `source`.
+        config: settings of the job.
+    """
+    is_read_already = isinstance(source, Iterator)
+    if config.overwrite or is_read_already:
+        for location in locations.values():
+            version = newest_version(location)
+            if not version:
+                continue
+            text = f"version {version} of {location.display} is there; "
+            if config.overwrite:
+                yield Finding("version", "ok", text + "the job replaces it")
+            else:
+                text += "input that can be read only once is not compared with it"
+                yield Finding("version", "remark", text)
         return
-    text = f"version {existing.version} is there; "
-    if config.overwrite:
-        yield Finding("version", "ok", text + "the job replaces it")
-    else:
-        yield Finding("version", "remark", text + "another job needs --overwrite")
+
+    try:
+        existing = find_committed(locations, open_source, config)
+    except PackstoreError as error:
+        yield Finding("version", "problem", message_with_notes(error))
+        return
+    for dataset in existing.values():
+        text = f"version {dataset.version} of {dataset.url} is of this job; "
+        yield Finding("version", "ok", text + "it stays as it is")
 
 
 def _find_drops(tally: Tally, config: PackConfig) -> Finding:

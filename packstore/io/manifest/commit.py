@@ -39,6 +39,9 @@ DATA = "data"
 DATASET = "manifest"
 """Prefix of the names of a dataset's manifests."""
 
+SPLITS = ("train", "validation")
+"""Folders of the two datasets of a job with `validation_fraction`."""
+
 _SHARD = r"[0-9a-f]{12}(?:-p[0-9]{5,})?-[0-9]{5,}-[0-9a-f]{16}\.(?:parquet|arrow)"
 SHARD = re.compile(rf"{DATA}/(?:{_SHARD}|\.{_SHARD}\.[0-9a-f]{{32}})")
 """Path of a shard, ``data/<run>[-p<partition>]-<index>-<hash>.<format>``, of any job; a
@@ -92,6 +95,12 @@ def newest_version(location: Location, name: str = DATASET) -> int:
     """Return the number of the current version; 0 if none was committed."""
     versions = (_version_of(file, name) for file in location.names(FOLDER))
     return max(versions, default=0)
+
+
+def list_splits(location: Location) -> list[Location]:
+    """Return the splits of a job with `validation_fraction` that lie in a folder."""
+    splits = [location.join(name) for name in SPLITS]
+    return [split for split in splits if newest_version(split)]
 
 
 def _version_of(file: str, name: str) -> int:
