@@ -38,8 +38,10 @@ def load_pairs(folder):
     manifests = (Path(folder) / "_packstore").glob("manifest-*.json")
     newest = max(manifests, key=lambda path: int(path.stem.split("-")[1]))
     manifest = json.loads(newest.read_bytes())
-    if manifest["kind"] != "preference" or manifest["format_version"] != 1:
-        raise ValueError(f"{folder} must hold pairs, in version 1 of the format")
+    if manifest["format_version"] != 1 or manifest["features"]:
+        raise ValueError(f"{folder} needs a newer reader")
+    if manifest["kind"] != "preference":
+        raise ValueError(f"{folder} must hold pairs; found {manifest['kind']}")
 
     files = [f"{folder}/{shard['path']}" for shard in manifest["shards"]]
     packs = load_dataset("parquet", data_files=files, split="train")

@@ -5,6 +5,7 @@ the packs of our loader, and a model gives the same loss on them.
 from __future__ import annotations
 
 import ast
+import json
 import runpy
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,6 +62,22 @@ def test_they_do_not_import_packstore(name: str) -> None:
             assert not any("packstore" in alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert "packstore" not in (node.module or "")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"features": ["of-a-later-release"]}, {"format_version": 2}], ids=repr
+)
+def test_a_dataset_of_a_later_release_is_refused(
+    torch_reader: Any, numpy_reader: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    dataset = random_dataset(tmp_path / "ds", "preference", "concat", n=4, seed=0)
+    (path,) = Path(dataset.url, "_packstore").glob("manifest-*.json")
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(manifest | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match="newer"):
+        torch_reader.Pairs(dataset.url)
+    with pytest.raises(ValueError, match="newer"):
+        next(numpy_reader.read_packs(dataset.url))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

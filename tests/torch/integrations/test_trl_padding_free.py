@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import runpy
 from pathlib import Path
@@ -193,6 +194,21 @@ def perturb(trainer: Any) -> None:
         for parameter in trainer.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(0.02 * noise)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"features": ["of-a-later-release"]}, {"format_version": 2}], ids=repr
+)
+def test_a_dataset_of_a_later_release_is_refused(
+    example: Any, tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    pair = {"prompt": [5], "chosen": [6], "rejected": [7]}
+    dataset = packstore.pack([pair], tmp_path / "ds", pack_size=16)
+    (path,) = Path(dataset.url, "_packstore").glob("manifest-*.json")
+    manifest = json.loads(path.read_text(encoding="utf-8"))
+    path.write_text(json.dumps(manifest | changes), encoding="utf-8")
+    with pytest.raises(ValueError, match="newer"):
+        example.load_pairs(dataset.url)
 
 
 def test_it_does_not_import_packstore() -> None:
