@@ -84,11 +84,15 @@ def fail(args: argparse.Namespace, text: str) -> None:
 
 
 class _TextFormatter(logging.Formatter):
-    """Formats a message as one line, or as the attribute `lines` of its record."""
+    """Formats a message as one line, or as the attribute `lines` of its record.
+
+    A warning says so: it has the form of an error, but the command goes on.
+    """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         lines = getattr(record, "lines", None) or [super().formatMessage(record)]
-        return "\n".join(visible_line(line) for line in lines)
+        text = "\n".join(visible_line(line) for line in lines)
+        return f"warning: {text}" if record.levelno == logging.WARNING else text
 
     def formatException(self, info: Any) -> str:
         return visible(super().formatException(info))
