@@ -57,7 +57,12 @@ def _run_export(args: argparse.Namespace) -> int:
 
     facts: dict[str, object] = {}
     for name, value in exported.facts.items():
-        facts[name] = f"{value:.2%}" if isinstance(value, float) else value
+        if value is None:
+            facts[name] = "unknown"
+        elif isinstance(value, float):
+            facts[name] = f"{value:.2%}"
+        else:
+            facts[name] = value
     files = exported.files
     facts["files"] = files[0]
     if len(files) > 1:

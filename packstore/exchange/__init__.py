@@ -30,7 +30,7 @@ class Exported:
 
     Attributes:
         files: URLs of the files, without secrets.
-        facts: label -> value, to be printed, e.g. the number of rows.
+        facts: label -> value, to be printed, e.g. the number of rows; None: unknown.
     """
 
     files: list[str]

@@ -36,6 +36,7 @@ from packstore.tokenizer import Tokenizer, recorded_tokenizer
 if TYPE_CHECKING:
     from packstore.format.arrays import Bool, Examples, Int32
     from packstore.io.dataset.dataset import Dataset
+    from packstore.io.manifest.manifest import Manifest
     from packstore.progress import Progress
 
 RESERVED_NAMES = frozenset(
@@ -295,8 +296,20 @@ def _export(
     facts: dict[str, object] = {
         "examples": writer.figures.examples,
         "partly learned responses": writer.figures.partly_learned,
+        "merged boundaries": count_merged_boundaries(dataset.manifest),
     }
     return Exported(files=[place.display], facts=facts)
+
+
+def count_merged_boundaries(manifest: Manifest) -> int | None:
+    """Return the number of records with a token that joins prompt and response, or None
+    for a dataset that was packed from another one, which has no notes of its records.
+
+    The tokens do not show it: a prompt may have ended before or inside such a token.
+    """
+    if "repacked_from" in manifest.provenance:
+        return None
+    return manifest.records.noted.get("boundary_merged", 0)
 
 
 @contextlib.contextmanager

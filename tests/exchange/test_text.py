@@ -339,6 +339,44 @@ def test_responses_that_are_partly_learned_are_counted(
     assert exported.facts["partly learned responses"] == 3
 
 
+def test_tokens_that_join_prompt_and_response_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The prompt of such a line ends before the token, unless another response shows
+    its end.
+    """
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {token: i for i, token in enumerate("k.IU")} | {".I": 4, ".U": 5}
+    model = models.BPE(vocab=vocabulary, merges=[(".", "I"), (".", "U")])
+    tokenizer = Tokenizer(model)
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(tmp_path / "joins.json"))
+    settings = settings_for(str(tmp_path / "joins.json"), append_eos=False)
+    responses = [("I", "U"), ("I", "k"), ("k", "kk")]
+    records = [{"prompt": "k.", "chosen": a, "rejected": b} for a, b in responses]
+    dataset = packstore.pack(records, tmp_path / "ds", **settings)
+    assert_packs_again(dataset, tmp_path, **settings)
+    lines = sorted(
+        (line["example_id"], line["prompt"], line["chosen"], line["rejected"])
+        for line in read_lines(tmp_path / "text.jsonl")
+    )
+    expected = [("k", ".I", ".U"), ("k.", "I", "k"), ("k.", "k", "kk")]
+    assert lines == [(i, *texts) for i, texts in enumerate(expected)]
+
+    def merged_boundaries(dataset: Dataset) -> Any:
+        capsys.readouterr()
+        out = str(tmp_path / "out.jsonl")
+        assert main(["export", "text", dataset.url, out, "--overwrite", "--json"]) == 0
+        return json.loads(capsys.readouterr().out)["merged boundaries"]
+
+    assert merged_boundaries(dataset) == 2
+    dataset = packstore.append(dataset, records[:1] * 2)
+    assert merged_boundaries(dataset) == 4
+    repacked = packstore.pack(dataset, tmp_path / "repacked")
+    assert merged_boundaries(repacked) is None
+
+
 def test_token_ids_need_a_tokenizer(
     tmp_path: Path, packed: Pack, tokenizers: dict[str, str]
 ) -> None:
