@@ -318,15 +318,10 @@ def test_clients_of_stores_do_not_announce_their_settings(
 
 def test_a_warning_says_that_it_is_one(folder: Path, tmp_path: Path) -> None:
     """It has the form of an error, but the command goes on."""
-    words = ["pack", "pairs.jsonl", "pairs.jsonl", str(tmp_path / "out"), "--tokenizer"]
-    done = subprocess.run(
-        [sys.executable, "-m", "packstore", *words, "tokenizer.json"],
-        cwd=folder,
-        env=os.environ,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    lines = done.stderr.splitlines()
+    out = str(tmp_path / "out")
+    source = "pairs.jsonl"
+    done = run(folder, "pack", source, source, out, "--tokenizer", "t.json")
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.decode().splitlines()
     assert [line for line in lines if line.startswith("warning: ") and "repeat" in line]
     assert [line for line in lines if not line.startswith("warning: ")]
