@@ -270,7 +270,10 @@ def _group_charts(
     note = "lines from the 10th to the 90th percentile, marks at the median"
     if num_groups > len(groups):
         note += f"; the {len(groups)} largest of {num_groups:,} groups"
-    names = [f"{group.name} ({group.num_examples:,} examples)" for group in groups]
+    names = []
+    for group in groups:
+        unit = "example" if group.num_examples == 1 else "examples"
+        names.append(f"{group.name} ({group.num_examples:,} {unit})")
     lengths = {name: group.lengths for name, group in zip(names, groups, strict=True)}
     drawings = [
         rows.ranges("Length", lengths, x_title="tokens, with the prompt", note=note)

@@ -166,7 +166,7 @@ def _configure_evaluate(parser: argparse.ArgumentParser) -> None:
         metavar="SIDE",
         action="append",
         default=[],
-        help="further side dataset, as of a teacher (repeatable)",
+        help="more side data, such as a teacher's (repeatable)",
     )
     parser.add_argument(
         "--by",

@@ -94,8 +94,7 @@ def _print_text(
 EXPORT = Command(
     configure=_configure_export,
     run=_run_export,
-    examples="  packstore export text prefs-8k prefs.jsonl\n"
-    "  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
+    examples="  packstore export megatron chats-8k bridge-8k --context-parallel 2\n"
     "  packstore export nemo prefs-8k packed_8192_seed0.npy\n"
     "  packstore export megatron --help\n",
 )

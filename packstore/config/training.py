@@ -64,7 +64,7 @@ class TrainModelConfig(Settings):
     )
     side: tuple[str, ...] = setting(
         (),
-        "further side dataset, as of a teacher (repeatable)",
+        "more side data, such as a teacher's (repeatable)",
         metavar="SIDE",
         place=True,
     )

@@ -192,7 +192,7 @@ def test_a_page_of_any_dataset(kind: str, tmp_path: Path) -> None:
     assert ("Lengths and rewards by file" in page) == (kind == "files")
     if kind == "files":
         section = unescape(section_of(page, "Lengths and rewards by file"))
-        assert section.count("(1 examples)</span>") == 12
+        assert section.count("(1 example)</span>") == 12
         assert "the 12 largest of 30 groups" in section
     page_of(dataset, tmp_path, "--by", "file")
 
