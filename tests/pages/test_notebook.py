@@ -112,6 +112,22 @@ def test_the_notebook_is_stored_with_outputs_of_any_machine() -> None:
             assert not re.search(r"/(home|root|tmp|usr|work)\b|\bat 0x|it/s", content)
 
 
+def test_the_plan_of_the_notebook_can_be_compared_with_its_dataset() -> None:
+    """It has the tokens that are stored, not those of whole sequences."""
+    texts = [
+        texts_of(output).get("text/plain", "")
+        for outputs in outputs_of(EXAMPLES / "quickstart.ipynb")
+        for output in outputs
+    ]
+    tokens = [
+        re.findall(r"\btokens=(\d+)", text)
+        for text in texts
+        if text.startswith(("Dataset(", "Plan("))
+    ]
+    assert len(tokens) == 2
+    assert tokens[0] == tokens[1]
+
+
 @pytest.mark.slow
 def test_the_outputs_of_the_notebook_are_those_of_a_run(tmp_path: Path) -> None:
     """Numbers may differ by a tenth: training rounds otherwise on other machines."""
