@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from packstore.config import Settings
 from packstore.errors import (
     ConfigError,
-    DatasetNotFoundError,
     display,
     sentence,
     to_unicode,
@@ -82,18 +81,19 @@ def open_dataset(args: argparse.Namespace) -> Dataset:
 
 def open_dataset_or_sides(args: argparse.Namespace) -> Dataset | list[Side]:
     """Open the dataset of :func:`add_dataset`, or the side datasets that are there."""
+    from packstore.io.dataset.dataset import find_dataset
     from packstore.io.manifest.commit import list_versions
     from packstore.io.manifest.side_manifest import SIDE, list_part_folders
     from packstore.io.side.parts import open_all_sides
     from packstore.io.store.location import Location
 
-    try:
-        return open_dataset(args)
-    except DatasetNotFoundError:
-        location = Location(args.dataset, args.storage_option)
-        if not list_versions(location, SIDE) and not list_part_folders(location):
-            raise
-    return open_all_sides(args.dataset, args.storage_option, args.version)
+    dataset = find_dataset(args.dataset, args.storage_option, args.version)
+    if dataset is not None:
+        return dataset
+    location = Location(args.dataset, args.storage_option)
+    if list_versions(location, SIDE) or list_part_folders(location):
+        return open_all_sides(args.dataset, args.storage_option, args.version)
+    return open_dataset(args)  # raises, as there is none
 
 
 def add_side(parser: argparse.ArgumentParser, help: str) -> None:

@@ -21,7 +21,6 @@ from packstore.config import PackConfig, RunConfig
 from packstore.config.remedies import current_door, spell
 from packstore.errors import (
     ConfigError,
-    DatasetNotFoundError,
     PackstoreError,
     TokenizerError,
     display,
@@ -262,15 +261,16 @@ def _open_bases(
 
     rule = "must be the dataset, which comes before the records"
     require_path(dataset, "dataset", rule)
-    try:
-        base = open_dataset(dataset, storage_options)
-    except DatasetNotFoundError:
-        splits = find_splits(os.fspath(dataset), storage_options)
-        if splits:
-            return splits
-        swapped = _find_swapped(more, storage_options)
-        if swapped is None:
-            raise
+    base = find_dataset(dataset, storage_options)
+    if base is not None:
+        refuse_lone_split(base)
+        return {None: base}
+
+    splits = find_splits(os.fspath(dataset), storage_options)
+    if splits:
+        return splits
+    swapped = _find_swapped(more, storage_options)
+    if swapped is not None:
         raise ConfigError(
             sentence(
                 where=display(os.fspath(dataset)),
@@ -278,9 +278,9 @@ def _open_bases(
                 found=f"one in {swapped.url}",
                 remedy="Swap them",
             )
-        ) from None
-    refuse_lone_split(base)
-    return {None: base}
+        )
+    # There is none: its error says what the place has instead.
+    return {None: open_dataset(dataset, storage_options)}
 
 
 def _find_swapped(

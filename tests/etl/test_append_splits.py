@@ -14,6 +14,7 @@ import pytest
 from small_jobs import pairs, write_jsonl
 
 import packstore
+import packstore.torch as pt
 from packstore import Dataset, errors
 from packstore.cli import main
 from packstore.io.manifest.manifest import Records
@@ -176,14 +177,25 @@ def test_folders_that_are_no_splits_are_refused(tmp_path: Path) -> None:
         packstore.append(tmp_path / "half", records_of(60, 9))
 
 
-def test_the_folder_of_both_splits_is_no_dataset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("splits", [SPLITS, SPLITS[:1], SPLITS[1:]])
+def test_an_error_of_the_folder_of_both_splits_names_those_that_are_there(
+    splits: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    packstore.pack(records_of(0, 60), tmp_path / "vf", **SETTINGS)
-    for command in ("inspect", "stats", "verify"):
-        assert main([command, str(tmp_path / "vf")]) == 1
-        error = capsys.readouterr().err
-        assert all(split in error for split in SPLITS)
+    folder = tmp_path / "vf"
+    packstore.pack(records_of(0, 60), folder, **SETTINGS)
+    for split in set(SPLITS) - set(splits):
+        shutil.rmtree(folder / split)
+    messages = []
+    for command in ("verify", "inspect", "stats", "show", "clean"):
+        assert main([command, str(folder)]) == 1
+        messages.append(capsys.readouterr().err)
+    for read in (packstore.open, packstore.scan, pt.PackedDataset, packstore.clean):
+        with pytest.raises(errors.DatasetNotFoundError) as caught:
+            read(str(folder))
+        messages.append(str(caught.value))
+    for message in messages:
+        for split in SPLITS:
+            assert (str(folder / split) in message) == (split in splits)
 
 
 def test_json_names_both_versions(

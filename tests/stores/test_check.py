@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from fault_proxy import Faults, faulty, website
 from places import Files
 from stores import Store
 from tokenizers import Tokenizer
 
 import packstore
+from packstore import errors
 
 
 def check(url: str, options: dict[str, Any] | None = None) -> tuple[bool, str]:
@@ -46,6 +48,23 @@ def test_a_store(store: Store, pairs: Path, tokenizer: Tokenizer) -> None:
             Bucket=store.bucket, Prefix=store.path
         )
         assert not uploads.get("Uploads")
+
+
+def test_a_folder_of_splits_on_a_store(store: Store) -> None:
+    """Both are checked, and named where one dataset is needed."""
+    records = [
+        {"prompt": [5, 6, 7 + n], "chosen": [8, 9], "rejected": [9]} for n in range(30)
+    ]
+    settings = {"pack_size": 64, "validation_fraction": 0.3}
+    packstore.pack(records, store.url, storage_options=store.options, **settings)
+    ok, text = check(store.url, store.options)
+    assert ok, text
+    for read in (packstore.open, packstore.scan, packstore.clean):
+        with pytest.raises(errors.DatasetNotFoundError) as caught:
+            read(store.url, storage_options=store.options)
+        for split in ("train", "validation"):
+            assert f"{store.url}/{split}" in text
+            assert f"{store.url}/{split}" in str(caught.value)
 
 
 def test_a_folder_that_is_not_there_stays_away(tmp_path: Path) -> None:

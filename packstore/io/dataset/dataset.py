@@ -16,7 +16,6 @@ import pyarrow as pa
 from packstore.config import ReadConfig
 from packstore.errors import (
     ConfigError,
-    DatasetNotFoundError,
     PackstoreError,
     sentence,
 )
@@ -27,7 +26,7 @@ from packstore.io.dataset.cache import Cache
 from packstore.io.dataset.pack_index import SizeTable
 from packstore.io.dataset.reader import GroupBytes, ShardReader
 from packstore.io.dataset.verify import VerifyReport, verify
-from packstore.io.manifest.commit import require_files
+from packstore.io.manifest.commit import list_versions, require_files
 from packstore.io.manifest.manifest import Manifest, read_manifest
 from packstore.io.manifest.merge import last_parts
 from packstore.io.store.location import Location, PerProcess
@@ -412,22 +411,27 @@ def open(
 
 
 def find_dataset(
-    source: object, storage_options: Mapping[str, Any] | None = None
+    source: object,
+    storage_options: Mapping[str, Any] | None = None,
+    version: int | None = None,
 ) -> Dataset | None:
     """Open the dataset at `source`; return None if it is another source (file, glob,
     table).
 
     Raises:
+        DatasetNotFoundError: the dataset does not have this version.
         FormatError: the manifest is not valid.
         StorageError: the store refuses.
     """
     if not isinstance(source, str | os.PathLike):
         return None
     url = os.fspath(source)
+    location = Location(url, storage_options or {})
     has_wildcard = any(character in url for character in "*?[")
-    if has_wildcard and not Location(url, storage_options or {}).is_dir():
+    if has_wildcard and not location.is_dir():
         return None
-    try:
-        return open(url, storage_options)
-    except DatasetNotFoundError:
+    sizes = list_versions(location)
+    if not sizes:
         return None
+    manifest, number = read_manifest(location, version, sizes)
+    return Dataset(location, manifest, number).cached(ReadConfig())

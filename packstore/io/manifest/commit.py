@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -168,9 +168,11 @@ def _not_found(
         return DatasetNotFoundError(text)
 
     if name == DATASET:
+        splits = list_splits(location)
+        if splits:
+            return splits_instead_of_dataset(location, splits)
         noun = "a dataset"
-        remedy = "Name the folder that `packstore pack` wrote; of a job with "
-        remedy += "validation_fraction its folder train or validation"
+        remedy = "Name the folder that `packstore pack` wrote"
     else:
         noun = f"a {name} dataset"
         remedy = "Name the folder that `packstore ref-logps` wrote"
@@ -187,6 +189,20 @@ def _not_found(
         rule=f"must be {noun}",
         found=f"no {FOLDER}/{name}-….json in it",
         remedy=remedy,
+    )
+    return DatasetNotFoundError(text)
+
+
+def splits_instead_of_dataset(
+    location: Location, splits: Sequence[Location]
+) -> DatasetNotFoundError:
+    """Return the error for a folder of splits where one dataset is needed."""
+    names = " and ".join(split.display for split in splits)
+    text = sentence(
+        where=location.display,
+        rule="must be one dataset",
+        found=f"the folder of a job with validation_fraction, which holds {names}",
+        remedy="Name one of them" if len(splits) > 1 else "Name it",
     )
     return DatasetNotFoundError(text)
 

@@ -349,10 +349,15 @@ class Manifest:
 
 
 def read_manifest(
-    location: Location, version: int | None = None
+    location: Location,
+    version: int | None = None,
+    sizes: Mapping[int, int] | None = None,
 ) -> tuple[Manifest, int]:
-    """Return the manifest of a dataset, by default the current one, and its version."""
-    data, where, number = read_committed(location, version)
+    """Return the manifest of a dataset, by default the current one, and its version.
+
+    `sizes`: see :func:`read_committed`.
+    """
+    data, where, number = read_committed(location, version, sizes=sizes)
     return Manifest.from_json(data, where), number
 
 

@@ -36,9 +36,11 @@ from packstore.io.manifest.commit import (
     DATASET,
     FOLDER,
     SHARD,
+    list_splits,
     list_versions,
     manifest_path,
     read_committed,
+    splits_instead_of_dataset,
 )
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.partition_notes import PARTITIONS
@@ -197,14 +199,11 @@ def clean(
         older_than=older_than,
         no_writers=no_writers,
     )
-    try:
-        _require_packstore_files(location)
-    except DatasetNotFoundError:
-        part_folders = sorted(list_part_folders(location))
-        if not part_folders:
-            raise
-    else:
+    if _has_packstore_files(location):
         return clean_folder(location)
+    part_folders = sorted(list_part_folders(location))
+    if not part_folders:
+        raise _not_found(location)
     reports = {name: clean_folder(location.join(name)) for name in part_folders}
     return _joined(reports, location)
 
@@ -270,21 +269,29 @@ def _check_settings(
         )
 
 
-def _require_packstore_files(location: Location) -> None:
-    """Raise DatasetNotFoundError if packstore never wrote to a place."""
+def _has_packstore_files(location: Location) -> bool:
+    """Return True if packstore ever wrote to a place."""
     # A first job that failed leaves nothing but shards.
     folders = [DATA, FOLDER, WRITERS, PARTITIONS, *_part_folders(location)]
     for folder in folders:
         for file in list_folder(location, folder):
             if _PACKSTORE_PATH.fullmatch(file.path):
-                return
+                return True
+    return False
+
+
+def _not_found(location: Location) -> DatasetNotFoundError:
+    """Return the error for a place without a dataset, finished or not."""
+    splits = list_splits(location)
+    if splits:
+        return splits_instead_of_dataset(location, splits)
     text = sentence(
         where=location.display,
         rule="must be a dataset, or the place of an unfinished one",
         found=f"no {FOLDER} in it" if location.exists() else "no such folder",
         remedy="Check the path",
     )
-    raise DatasetNotFoundError(text)
+    return DatasetNotFoundError(text)
 
 
 def _require_none_running(writers: Sequence[Writer], where: str) -> None:
