@@ -198,6 +198,29 @@ def test_an_error_of_the_folder_of_both_splits_names_those_that_are_there(
             assert (str(folder / split) in message) == (split in splits)
 
 
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_the_folder_of_both_splits_is_folded_split_by_split(
+    flags: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "vf"
+    packstore.pack(records_of(0, 60), folder, **SETTINGS)
+    packstore.append(folder, records_of(60, 9))
+    before = contents(folder)
+    for out in (folder, tmp_path / "new"):
+        assert main(["pack", str(folder), str(out), *flags]) == 1
+        error = capsys.readouterr().err
+        assert all(str(folder / split) in error for split in SPLITS)
+    assert contents(folder) == before
+
+    for split in SPLITS:
+        place = str(folder / split)
+        assert main(["pack", place, place, "--overwrite"]) == 0
+    assert versions(folder) == [3, 3]
+    assert contents(folder) == before
+    packstore.append(folder, records_of(69, 9))
+    assert versions(folder) == [4, 4]
+
+
 def test_json_names_both_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

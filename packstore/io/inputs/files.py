@@ -50,7 +50,7 @@ from packstore.io.inputs.in_memory import (
     open_in_memory,
     record_pieces,
 )
-from packstore.io.manifest.commit import FOLDER
+from packstore.io.manifest.commit import FOLDER, list_splits
 from packstore.io.store.location import Entry, Location
 from packstore.io.store.storage_errors import as_storage_errors
 
@@ -486,6 +486,7 @@ def _list_folder(folder: Location) -> list[Location]:
     In a folder that ``save_to_disk`` of ``datasets`` wrote, these are its data files.
     """
     if folder.is_dir(FOLDER):
+        _refuse_splits(folder)
         raise InputError(
             sentence(
                 folder.display,
@@ -504,6 +505,7 @@ def _list_folder(folder: Location) -> list[Location]:
     names = [name for name in file_names if _has_records(name)]
     require_one_split(folder, names)
     if not names:
+        _refuse_splits(folder)
         raise NoRecordsError(
             sentence(
                 folder.display,
@@ -514,6 +516,22 @@ def _list_folder(folder: Location) -> list[Location]:
         )
     _log_ignored_files(folder, entries, {*names, *FILES_WITHOUT_RECORDS})
     return [folder.join(name) for name in names]
+
+
+def _refuse_splits(folder: Location) -> None:
+    """Raise InputError for the folder of a job with `validation_fraction`."""
+    splits = list_splits(folder)
+    if not splits:
+        return
+    names = " and ".join(split.display for split in splits)
+    raise InputError(
+        sentence(
+            folder.display,
+            rule="must be a folder of records, or one packed dataset",
+            found=f"the folder of a job with validation_fraction, which holds {names}",
+            remedy="Pack each of them alone, by a command of its own",
+        )
+    )
 
 
 def _has_records(name: str) -> bool:
