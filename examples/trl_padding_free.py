@@ -109,15 +109,18 @@ def without_padding(forward):
     return run
 
 
+def without_adapter(model):
+    """Return the model inside PEFT's wrapper, whose layers have the adapter."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 class PaddingFreeDPOTrainer(DPOTrainer):
     """DPOTrainer on pairs of :func:`load_pairs`; its models see no padding."""
 
     def __init__(self, model, args, **kwargs):
         args.remove_unused_columns = False
         super().__init__(model, args=args, data_collator=collate, **kwargs)
-        policy = self.model
-        if hasattr(policy, "get_base_model"):  # a model with an adapter of PEFT
-            policy = policy.get_base_model()
+        policy = without_adapter(self.model)
         policy.forward = without_padding(policy.forward)
         if self.ref_model is not None:
             self.ref_model.forward = without_padding(self.ref_model.forward)
@@ -134,6 +137,7 @@ def largest_difference(model, batch):
         model: of a :class:`PaddingFreeDPOTrainer`.
         batch: from :func:`collate`, on the device of the model.
     """
+    model = without_adapter(model)
     inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
     labels = inputs["input_ids"].masked_fill(batch["completion_mask"] == 0, -100)
     padded_forward = model.forward.__wrapped__

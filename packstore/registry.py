@@ -180,6 +180,8 @@ NAMES_HERE: Mapping[str, tuple[str, ...]] = {  # see :func:`suggest`
     "lora_r": ("peft_config",),
     "lora_rank": ("peft_config",),
     "lora_alpha": ("peft_config",),
+    "use_dora": ("peft_config",),
+    "use_rslora": ("peft_config",),
     "lora_dropout": ("peft_config",),
     "lora_target": ("peft_config",),
     "lora_target_modules": ("peft_config",),
@@ -220,6 +222,9 @@ ADVICE: Mapping[str, str] = {
     "val_set_size": _SPLIT_BY_PACKING,
     "split_dataset_ratio": _SPLIT_BY_PACKING,
     "overwrite_output_dir": "A run continues its newest checkpoint",
+    "dataset_dir": "Datasets are given by their paths",
+    "max_samples": "Leave records out before packing",
+    "dpo_label_smoothing": "It is label_smoothing of loss cdpo",
     "early_stopping_patience": "It is a callback, which Python passes: "
     "docs/training.md, Recipes",
 }

@@ -303,6 +303,8 @@ def test_it_trains_as_with_padding(
     assert records[-1]["loss"] < records[0]["loss"]
     # The tokens of the sequences, and nothing else, in every pass of the policy.
     assert set(model_tokens) == {int(records[0]["num_tokens"])}
+    batch = next(iter(unpadded.get_train_dataloader()))
+    assert example.largest_difference(unpadded.model, batch) < 1e-2
 
 
 def count_model_tokens(trainer: Any) -> list[int]:
