@@ -236,10 +236,10 @@ def _group_figures(dataset: Dataset, by: str) -> dict[str, dict[str, float]]:
     figures = {
         "examples": pl.len(),
         "tokens unpacked": tokens.sum(),
-        "mean": tokens.mean(),
-        "median": tokens.quantile(0.5, "linear"),
-        "p99": tokens.quantile(0.99, "linear"),
-        "max": tokens.max(),
+        "mean tokens": tokens.mean(),
+        "median tokens": tokens.quantile(0.5, "linear"),
+        "p99 tokens": tokens.quantile(0.99, "linear"),
+        "max tokens": tokens.max(),
     }
     if dataset.manifest.kind == "preference":
         figures["reward gap"] = pl.col("gap").cast(pl.Float64).mean()

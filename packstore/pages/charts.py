@@ -8,10 +8,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from packstore.pages.axes import Area, figure, labels, short, svg_text, ticks
+from packstore.pages.axes import Area, Label, figure, labels, short, svg_text, ticks
 from packstore.pages.frame import as_html
 
 MAX_BARS = 48
+
+LABEL_SPACE = 0.08
+"""Least distance of the label of outliers from others, as a share of the axis."""
 
 MAX_CELLS = 24
 """Columns of a histogram of pairs, and its rows."""
@@ -76,7 +79,7 @@ def histogram(
 class _Bins:
     """Bars of equal width from `low` on; the last one also holds outliers.
 
-    A bar holds a single number if these are integers and its `width` is 1.
+    A bar holds a single number if all are whole numbers and its `width` is 1.
     """
 
     low: float
@@ -104,8 +107,22 @@ class _Bins:
             return f"{short(self.start(i))}: {count}"
         return f"{short(self.start(i))} to {short(self.end(i))}: {count}"
 
-    def labels(self) -> list[tuple[float, str]]:
-        """Return the labels of the axis: in the middle of bars of a single number."""
+    def labels(self) -> list[Label]:
+        """Return the labels of the axis: in the middle of bars of a single number. The
+        label of a last bar with outliers is its start with a plus sign.
+        """
+        if not self.has_outliers:
+            return self._tick_labels()
+        last_bar = len(self.counts) - 1
+        position = (last_bar + 0.5) / len(self.counts)
+        tick_labels = [
+            (tick_position, text)
+            for tick_position, text in self._tick_labels()
+            if tick_position < position - LABEL_SPACE
+        ]
+        return [*tick_labels, (position, f"{short(self.start(last_bar))}+")]
+
+    def _tick_labels(self) -> list[Label]:
         num_bars = len(self.counts)
         if not self.are_single:
             return labels(self.low, self.start(num_bars))
@@ -118,12 +135,16 @@ class _Bins:
 
 
 def _bins(values: npt.NDArray[np.generic]) -> _Bins:
-    """Count the values in each bar. For integers, the width of bars is an integer."""
-    are_integers = values.dtype.kind in "iub"
+    """Count the values in each bar. For whole numbers, such as most rewards, the width
+    of bars is an integer, and a short range has a bar for each number.
+    """
     numbers = np.asarray(values, np.float64)
+    are_integers = bool((numbers == np.floor(numbers)).all())
     low = float(numbers.min())
     maximum = float(numbers.max())
     high = _high(numbers, smallest_range=1 if are_integers else 1e-12)
+    if are_integers and maximum - low < MAX_BARS:
+        high = maximum
 
     width = max((high - low) / MAX_BARS, 1e-12)
     if are_integers:

@@ -152,10 +152,10 @@ def test_groups_equal_a_loop_over_the_packs(
         expected = {
             "examples": len(values),
             "tokens unpacked": sum(values),
-            "mean": np.mean(values),
-            "median": np.percentile(values, 50),
-            "p99": np.percentile(values, 99),
-            "max": max(values),
+            "mean tokens": np.mean(values),
+            "median tokens": np.percentile(values, 50),
+            "p99 tokens": np.percentile(values, 99),
+            "max tokens": max(values),
             "reward gap": np.mean(gaps[group]),
         }
         assert result["by"][group] == pytest.approx(expected, rel=1e-6)

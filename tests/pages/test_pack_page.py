@@ -126,6 +126,37 @@ def test_an_axis_begins_and_ends_beside_its_values(low: float, high: float) -> N
     assert (min(labels), max(labels)) == (low, high)
 
 
+def labels_and_bars(numbers: Any) -> tuple[list[str], list[str]]:
+    """Return the labels and the bars of a histogram: values and their number."""
+    drawing = histogram("rewards", numbers, x_title="reward", y_title="sequences")
+    labels = re.findall(r"middle\">([0-9][^<]*)<", drawing)
+    return labels, re.findall(r"<title>(.*?)</title>", drawing)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_whole_numbers_of_a_short_range_have_a_bar_each(dtype: Any) -> None:
+    numbers = np.repeat([1, 2, 9], [300, 200, 1]).astype(dtype)
+    labels, bars = labels_and_bars(numbers)
+    assert [bar for bar in bars if not bar.endswith(": 0")] == [
+        "1: 300",
+        "2: 200",
+        "9: 1",
+    ]
+    assert not any(label.endswith("+") for label in labels)
+
+
+@pytest.mark.parametrize("scale", [1, 0.7])
+def test_a_last_bar_of_outliers_is_labelled(scale: float) -> None:
+    """Others of the axis keep their distance from its label."""
+    numbers = scale * np.repeat([1, 2, 6, 900], [300, 200, 100, 1])
+    labels, bars = labels_and_bars(numbers)
+    start, end = bars[-1].partition(":")[0].split(" to ")
+    assert float(start) <= scale * 6
+    assert float(end) == scale * 900
+    assert [label for label in labels if label.endswith("+")] == [f"{start}+"]
+    assert f"{start}" not in labels
+
+
 @pytest.mark.parametrize("made", ["hostile", "harmless"])
 def test_a_pack_is_drawn_as_it_is_stored(
     made: str, request: pytest.FixtureRequest, tmp_path: Path
