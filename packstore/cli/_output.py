@@ -154,14 +154,15 @@ def identity_of(dataset: Dataset) -> dict[str, Any]:
 def print_dataset(
     args: argparse.Namespace,
     datasets: Mapping[str | None, Dataset],
-    num_appended: int | None = None,
+    appended: Mapping[str | None, int] | None = None,
 ) -> None:
     """Print a dataset that a job has committed.
 
     Args:
         args: the command line.
         datasets: split -> its dataset; None: there are no splits.
-        num_appended: number of records that were appended; None: the job appends none.
+        appended: split -> number of records that were appended to it; None: the job
+            appends none.
     """
     dataset = next(iter(datasets.values()))
     m = dataset.manifest
@@ -170,14 +171,19 @@ def print_dataset(
     facts: dict[str, object] = {"version": dataset.version}
     result = identity_of(dataset)
     if len(datasets) > 1:
-        splits = {str(name): identity_of(split) for name, split in datasets.items()}
-        result["splits"] = splits
+        result["splits"] = {
+            str(name): _split_as_json(
+                split, None if appended is None else appended[name]
+            )
+            for name, split in datasets.items()
+        }
         for name, split in datasets.items():
             num_records = split.manifest.records.packed
             facts[f"{name} split"] = (
                 f"{num_records:,} records, version {split.version} of {split.url}"
             )
-    if num_appended is not None:
+    if appended is not None:
+        num_appended = sum(appended.values())
         facts["records appended"] = num_appended
         result["records_appended"] = num_appended
 
@@ -203,6 +209,17 @@ def print_dataset(
         "fingerprint": m.fingerprint,
     }
     print_facts(args, title, facts, result)
+
+
+def _split_as_json(dataset: Dataset, num_appended: int | None) -> dict[str, Any]:
+    """Return the identity and the counts of one split, by the names that the result of
+    a single dataset has.
+    """
+    result = identity_of(dataset)
+    if num_appended is not None:
+        result["records_appended"] = num_appended
+    manifest = dataset.manifest
+    return {**result, "records": manifest.records, "totals": manifest.totals}
 
 
 def _describe_sharing(totals: Totals) -> str:

@@ -184,7 +184,7 @@ def _run_append(args: argparse.Namespace) -> int:
         result = append_records(
             **arguments, allow_empty=args.allow_empty, progress=progress
         )
-    print_dataset(args, result.datasets, result.num_records)
+    print_dataset(args, result.datasets, result.records_by_split)
     return 0
 
 

@@ -113,12 +113,12 @@ class AppendResult:
 
     Attributes:
         datasets: split -> newest version of its dataset; None: there are no splits.
-        num_records: number of records that were appended; 0: nothing was new, and there
-            is no new version.
+        records_by_split: split -> number of records that were appended to it; all 0:
+            nothing was new, and there is no new version.
     """
 
     datasets: Mapping[str | None, Dataset]
-    num_records: int
+    records_by_split: Mapping[str | None, int]
 
     @property
     def dataset(self) -> Dataset:
@@ -135,7 +135,7 @@ def append_records(
     progress: Progress | None = None,
     **arguments: Any,
 ) -> AppendResult:
-    """Do :func:`append`; return all datasets, and the number of records.
+    """Do :func:`append`; return all datasets, and the numbers of records.
 
     Further arguments are those of :func:`plan_append`.
     """
@@ -158,7 +158,7 @@ def append_records(
         except AppendedBefore as reason:
             _refuse_incomplete(jobs)
             log.info("%s: already there, %s", place, reason)
-            return AppendResult(bases, num_records=0)
+            return AppendResult(bases, dict.fromkeys(bases, 0))
         except NoRecordsError as error:
             if not allow_empty:
                 remedy = "If that is no mistake, allow it (allow_empty=True, "
@@ -166,14 +166,15 @@ def append_records(
                 raise NoRecordsError(f"{error} {remedy}") from None
             _refuse_incomplete(jobs)
             log.info("%s: nothing to append: %s", place, error)
-            return AppendResult(bases, num_records=0)
+            return AppendResult(bases, dict.fromkeys(bases, 0))
 
     datasets = {split: job.committed for split, job in jobs.items()}
     num_earlier_sources = min(_count_sources(base) for base in bases.values())
-    num_records = 0
-    for extended in datasets.values():
-        num_records += _log_appended(extended, num_earlier_sources)
-    return AppendResult(datasets, num_records)
+    records_by_split = {
+        split: _log_appended(extended, num_earlier_sources)
+        for split, extended in datasets.items()
+    }
+    return AppendResult(datasets, records_by_split)
 
 
 @dataclass(frozen=True, eq=False)

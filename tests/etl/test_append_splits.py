@@ -228,15 +228,32 @@ def test_json_names_both_versions(
     packstore.pack(
         str(tmp_path / "vf" / "train"), tmp_path / "vf" / "train", overwrite=True
     )
+    packed_before = {
+        split: dataset.manifest.records.packed
+        for split, dataset in zip(SPLITS, open_splits(tmp_path / "vf"), strict=True)
+    }
     more = write_jsonl(tmp_path / "more.jsonl", records_of(60, 20))
     for num_appended in (20, 0):
         assert main(["append", str(tmp_path / "vf"), more, "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
         assert result["records_appended"] == num_appended
-        assert result["splits"] == {
-            "train": {"url": str(tmp_path / "vf" / "train"), "version": 3},
-            "validation": {"url": str(tmp_path / "vf" / "validation"), "version": 2},
+        splits = result["splits"]
+        assert {name: split["version"] for name, split in splits.items()} == {
+            "train": 3,
+            "validation": 2,
         }
+        for name, split in splits.items():
+            dataset = packstore.open(tmp_path / "vf" / name)
+            assert split["url"] == dataset.url
+            assert split["records"]["packed"] == dataset.manifest.records.packed
+            assert split["totals"]["examples"] == dataset.manifest.pairs
+        appended = {name: split["records_appended"] for name, split in splits.items()}
+        expected = {
+            name: split["records"]["packed"] - packed_before[name]
+            for name, split in splits.items()
+        }
+        assert appended == (expected if num_appended else {"train": 0, "validation": 0})
+        assert sum(appended.values()) == num_appended
         assert (result["url"], result["version"]) == (str(tmp_path / "vf" / "train"), 3)
 
 
