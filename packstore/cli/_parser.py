@@ -160,12 +160,10 @@ class Parser(argparse.ArgumentParser):
         refused, as the value would be taken for a file.
         """
         words = sys.argv[1:] if args is None else list(args)
-        switches = {
-            flag
-            for action in self._actions
-            if action.option_strings and action.nargs == 0
-            for flag in action.option_strings
-        }
+        switches = set[str]()
+        for action in self._actions:
+            if action.nargs == 0:
+                switches.update(action.option_strings)
         for flag, value in itertools.pairwise(words):
             if flag in switches and value.lower() in ("true", "false"):
                 off = f"--no-{flag[2:]}"

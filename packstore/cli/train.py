@@ -187,10 +187,13 @@ def _print_evaluate_command(config: TrainConfig) -> None:
     if not isinstance(config.loss, str):
         return
     if config.eval_dataset is None:
-        dataset, ref_logps, sides = config.train_dataset, config.ref_logps, config.side
+        dataset = config.train_dataset
+        ref_logps = config.ref_logps
+        sides = config.side
     else:
         dataset = config.eval_dataset
-        ref_logps, sides = config.eval_ref_logps, config.eval_side
+        ref_logps = config.eval_ref_logps
+        sides = config.eval_side
     places = [dataset, *ref_logps, *sides]
     if config.storage_options or any(display(place) != place for place in places):
         return

@@ -96,7 +96,8 @@ class _Scale(NamedTuple):
 
     @classmethod
     def of(cls, numbers: Sequence[float]) -> _Scale:
-        low, high = min(numbers), max(numbers)
+        low = min(numbers)
+        high = max(numbers)
         if low == high:
             high = low + 1
         return cls(low, high)
