@@ -123,8 +123,12 @@ def _print_clean_report(report: CleanReport, lists_all: bool) -> None:
 
     files = report.removable
     amount = f"{len(files):,} files, {sum(file.bytes for file in files):,} bytes"
-    if not files:
+    num_spared = len(report.leftovers) - len(files)
+    if not report.leftovers:
         console.print("nothing to remove", style="green")
+    elif not files:
+        noun = "file is" if num_spared == 1 else "files are"
+        console.print(f"nothing is removed: {num_spared:,} {noun} spared")
     elif report.deleted:
         console.print(f"removed {amount}", style="green")
     else:

@@ -60,7 +60,7 @@ time, each in one shard: these stay in the cache.
 _COLUMNS_WITH_SIZES = ("lengths", "seq_boundaries", "example_ids")
 """Columns of a shard that are enough to count sizes."""
 
-_REMEDY = "The index or the shard was replaced: run `packstore verify`"
+_REMEDY = "The index or the shard was damaged or replaced: copy the dataset again"
 
 
 def put_index(

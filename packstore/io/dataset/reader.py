@@ -50,10 +50,10 @@ GroupBytes: TypeAlias = bytes | memoryview
 HASHED_BYTES = 1 << 20
 """Bytes that are hashed at once outside row groups."""
 
-_REMEDY = (
-    "The file was damaged or replaced: copy the dataset again; `packstore verify` "
-    "lists all damage"
-)
+COPY_AGAIN = "The file was damaged or replaced: copy the dataset again"
+"""Remedy for a damaged shard in the report of ``packstore verify``."""
+
+_REMEDY = f"{COPY_AGAIN}; `packstore verify` lists all damage"
 
 
 class ShardReader:
@@ -65,6 +65,7 @@ class ShardReader:
         shard: the shard's entry in it.
         stream: reads the bytes, if the row groups are read in order.
         cache: keeps the bytes on the local disk.
+        remedy: of the errors of a damaged shard.
 
     All methods raise :class:`StorageError` if the store refuses, and
     :class:`IntegrityError` if the shard is damaged.
@@ -77,6 +78,7 @@ class ShardReader:
         shard: ShardInfo,
         stream: ShardStream | None = None,
         cache: Cache | None = None,
+        remedy: str = _REMEDY,
     ) -> None:
         self.shard = shard
         self.where = location.join(shard.path).display
@@ -84,6 +86,7 @@ class ShardReader:
         self._manifest = manifest
         self._stream = stream
         self._cache = cache
+        self._remedy = remedy
         self._lock = threading.Lock()
         self._file: ParquetShard | ArrowFile | None = None
 
@@ -149,7 +152,7 @@ class ShardReader:
         :class:`IntegrityError`.
         """
         where = f"{self.where}, {part}"
-        with decoding(where, _REMEDY):
+        with decoding(where, self._remedy):
             try:
                 yield
             except StorageError as error:

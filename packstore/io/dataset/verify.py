@@ -14,7 +14,7 @@ import numpy as np
 from packstore.errors import ConfigError, PackstoreError, quote, sentence
 from packstore.format.arrays import SOURCE_SHIFT, Int64
 from packstore.io.dataset.pack_index import PackIndex, require_same
-from packstore.io.dataset.reader import ShardReader, ShardStream
+from packstore.io.dataset.reader import COPY_AGAIN, ShardReader, ShardStream
 from packstore.io.manifest.manifest import Manifest
 from packstore.io.manifest.stored_file import check_stored
 from packstore.io.shards.shard import (
@@ -208,7 +208,7 @@ def _check_shard(
     with problems.collect(), ShardStream(location, shard) as stream:
         result.num_bytes = location.size(shard.path)
         problems.compare(where, "bytes", shard.bytes, result.num_bytes)
-        reader = ShardReader(location, manifest, shard, stream)
+        reader = ShardReader(location, manifest, shard, stream, remedy=COPY_AGAIN)
         with problems.collect(), reader.error_context("footer"):
             reader.footer()  # raises if it is damaged
         if problems:  # each row group would repeat them

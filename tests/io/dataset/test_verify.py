@@ -208,6 +208,16 @@ def _joined(groups: dict[str, Any]) -> dict[str, Any]:
     return {**joined, "longest": [max(groups["longest"])], "crc32": "0" * 8}
 
 
+def test_only_readers_recommend_to_verify(stored: Dataset) -> None:
+    spoil(0, lambda data: flipped(data, len(data) // 3))(stored)
+    problems = stored.verify().problems
+    assert problems
+    assert all("packstore verify" not in problem for problem in problems)
+    with pytest.raises(IntegrityError, match="packstore verify"):
+        for _ in open_dataset(stored.url).iter_packs():
+            pass
+
+
 def test_ids_of_sources_that_do_not_exist(tmp_path: Path) -> None:
     """Combined with others, they would meet the ids of these."""
     files = [write_jsonl(tmp_path / f"{n}.jsonl", pairs(9, 9 * n)) for n in (0, 1)]

@@ -294,6 +294,21 @@ def test_a_run_is_as_young_as_its_youngest_file(
     assert files(place) == {SHARD, note}
 
 
+def test_a_report_of_spared_files_alone_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "Nothing to remove" is said only of a place without leftovers."""
+    pack(tmp_path / "ds", pairs(9))
+    for num_spared in (0, 2):
+        for number in range(num_spared):
+            Files(str(tmp_path / "ds")).write(f"{SHARD[:-9]}{number}.parquet", b"1")
+        assert main(["clean", str(tmp_path / "ds"), "--delete"]) == 0
+        *listed, verdict = capsys.readouterr().out.splitlines()
+        assert len(listed) == num_spared
+        assert ("nothing to remove" in verdict) == (num_spared == 0)
+        assert (f"{num_spared} files are spared" in verdict) == (num_spared > 0)
+
+
 def test_an_unknown_age_is_spared(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     location = Files(place)
     location.write(SHARD, b"1")
