@@ -50,7 +50,8 @@ def test_packing_shuffles_and_packing_anew_too(
         assert f"fill rate {100 * made.manifest.fill_rate:.2f} %" in caplog.text
         kept = packstore.pack(records(), tmp_path / "kept", shuffle=False, **settings)
         assert "(shuffle=False): packs hold neighbours of the input" in caplog.text
-    anew = packstore.pack(kept, tmp_path / "anew", pack_size=512)
+    again = packstore.pack(kept, tmp_path / "again")
+    anew = packstore.pack(kept, tmp_path / "anew", shuffle=True)
     parts = enumerate(np.array_split(records(), 48))
     files = [
         write_jsonl(tmp_path / f"{i:02d}.jsonl", part.tolist()) for i, part in parts
@@ -61,9 +62,10 @@ def test_packing_shuffles_and_packing_anew_too(
     assert mixture(kept) < 0.4
     for dataset in (made, anew, cut):
         assert 0.97 < mixture(dataset) < 1.03
-    for dataset in (made, kept, anew, cut):
+    for dataset in (made, kept, again, anew, cut):
         planning = dataset.manifest.statistics.planning
-        assert planning["shuffle"] is (dataset is not kept)
+        # Packing again keeps the settings, unless others are given.
+        assert planning["shuffle"] is (dataset not in (kept, again))
         assert dataset.manifest.provenance["settings"]["shuffle"] is planning["shuffle"]
     assert made.manifest.lineage == kept.manifest.lineage
     assert len(made) <= len(kept) + 1

@@ -381,7 +381,7 @@ def test_what_would_train_nothing_or_something_else(
         ),
         (
             {"examples_per_step": "9"},
-            "examples_per_step must be a whole number or None; found '9'",
+            "examples_per_step must be a whole number; found '9'",
         ),
         (
             {"eval_ref_logps": 3},
