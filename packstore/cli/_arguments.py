@@ -20,6 +20,7 @@ from packstore.config import Settings
 from packstore.errors import (
     ConfigError,
     display,
+    quote,
     sentence,
     to_unicode,
 )
@@ -105,6 +106,25 @@ def add_side(parser: argparse.ArgumentParser, help: str) -> None:
         metavar="VALUES",
         help=f"{help} (repeatable)",
     )
+
+
+def check_group_column(by: str, columns: Iterable[str]) -> None:
+    """Raise ConfigError if the value of ``--by`` is neither `file` nor a column.
+
+    Args:
+        by: the value of the flag.
+        columns: names of columns whose values make groups.
+    """
+    names = [FILE, *columns]
+    if by not in names:
+        raise ConfigError(
+            sentence(
+                "--by",
+                rule=f"must be one of: {', '.join(names)}",
+                found=quote(by),
+                remedy="`packstore pack --carry NAME` carries further columns",
+            )
+        )
 
 
 def add_storage_options(parser: argparse.ArgumentParser, source: bool = False) -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from packstore.io.dataset.dataset import Dataset
     from packstore.io.manifest.manifest import Records
     from packstore.io.shards.shard import Totals
+    from packstore.io.side.side import Side
 
 UNFOLDED_WIDTH = 1 << 20
 """Width of output that is no terminal: no cell is folded, so that text can be found."""
@@ -144,7 +145,7 @@ def _as_json(value: Any) -> Any:
     return value if isinstance(value, str | int | None) else str(value)
 
 
-def identity_of(dataset: Dataset) -> dict[str, Any]:
+def identity_of(dataset: Dataset | Side) -> dict[str, Any]:
     """Return the first fields of the JSON result of every command that takes or makes a
     dataset.
     """

@@ -13,10 +13,10 @@ import pyarrow.parquet as pq
 
 from packstore.cli import Command
 from packstore.cli._arguments import (
-    FILE,
     add_dataset,
     add_json,
     add_settings,
+    check_group_column,
     open_dataset,
 )
 from packstore.cli._messages import show_progress
@@ -42,7 +42,6 @@ from packstore.io.side.parts import open_sides
 from packstore.io.side.side import Side, open_side
 from packstore.io.store.storage_errors import as_storage_errors
 from packstore.pages.frame import check_writable
-from packstore.registry import choice
 
 GROUP_TYPES = ("string", "int64", "bool")
 """Types of columns whose values make groups."""
@@ -198,7 +197,8 @@ def _run_evaluate(args: argparse.Namespace) -> int:
         if loss.reference and not (args.reference_model or args.ref_logps):
             raise ConfigError(
                 f"loss {loss_name!r} compares with a reference: give the model "
-                "that training began with as --reference-model, or --ref-logps."
+                "that training began with as --reference-model, or --ref-logps. A "
+                "reward model is evaluated with --loss bradley_terry."
             )
         warn_about_unused(loss, args.reference_model, *args.ref_logps)
         urls = args.ref_logps if loss.reference else ()
@@ -235,8 +235,8 @@ def _run_evaluate(args: argparse.Namespace) -> int:
 
 
 def _check_group_column(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Raise UnknownNameError if no column has the name in ``--by``, or its values make
-    no groups.
+    """Raise ConfigError if no column has the name in ``--by``, or its values make no
+    groups.
 
     Otherwise the error would come after the model is loaded.
     """
@@ -247,7 +247,7 @@ def _check_group_column(args: argparse.Namespace, dataset: Dataset) -> None:
     for side in joined:
         types |= side.manifest.known_columns
     names = [name for name, type_name in types.items() if type_name in GROUP_TYPES]
-    choice("--by", args.by, (FILE, *names))
+    check_group_column(args.by, names)
 
 
 def _print_evaluation(

@@ -179,7 +179,7 @@ def _run_verify(args: argparse.Namespace) -> int:
     if args.json:
         result = {**identity_of(source), **asdict(report)}
         if sides:
-            result["side"] = _sides_as_json(side_problems, side_reports)
+            result["side"] = _sides_as_json(sides, side_problems, side_reports)
         return print_outcome(is_ok, result)
 
     _print_verdict(report.problems, _describe_dataset(report))
@@ -198,7 +198,8 @@ def _verify_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
     reports = [side.verify() for side in sides]
     problems = _problems_of(reports)
     if args.json:
-        return print_outcome(not problems, _sides_as_json(problems, reports))
+        result = _sides_as_json(sides, problems, reports)
+        return print_outcome(not problems, result)
     _print_verdict(problems, _describe_sides(reports))
     return 1 if problems else 0
 
@@ -226,13 +227,13 @@ def _check_join(dataset: Dataset, sides: Sequence[Side]) -> list[str]:
 
 
 def _sides_as_json(
-    problems: Sequence[str], reports: Sequence[SideReport]
+    sides: Sequence[Side], problems: Sequence[str], reports: Sequence[SideReport]
 ) -> dict[str, Any]:
     return {
+        "sides": [identity_of(side) for side in sides],
         "problems": problems,
         "examples": sum(report.examples for report in reports),
         "shards": sum(report.shards for report in reports),
-        "urls": [report.url for report in reports],
     }
 
 

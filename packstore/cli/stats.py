@@ -14,6 +14,7 @@ from packstore.cli._arguments import (
     add_dataset,
     add_json,
     add_side,
+    check_group_column,
     open_dataset_or_sides,
 )
 from packstore.cli._messages import show_progress
@@ -43,7 +44,6 @@ from packstore.errors import ConfigError, display
 from packstore.format.arrays import SOURCE_SHIFT, Packs
 from packstore.pages import frame
 from packstore.pages.statistics import statistics_page
-from packstore.registry import choice
 
 if TYPE_CHECKING:
     import polars as pl
@@ -96,7 +96,7 @@ def _run_dataset(args: argparse.Namespace, dataset: Dataset) -> int:
     from packstore.io.side.join import SideColumns
 
     if args.by is not None:
-        choice("--by", args.by, (FILE, *dataset.manifest.carried))
+        check_group_column(args.by, dataset.manifest.carried)
     side = SideColumns(dataset, args.side) if args.side else None
 
     values = _read_values(args, dataset, side)
@@ -140,6 +140,7 @@ def _run_sides(args: argparse.Namespace, sides: Sequence[Side]) -> int:
     if args.json:
         print_result(
             {
+                "sides": [identity_of(side) for side in sides],
                 "examples": statistics.examples,
                 "columns": _columns_as_json(columns),
                 "values": summary,

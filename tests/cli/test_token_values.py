@@ -202,6 +202,10 @@ def test_verify_checks_a_side_dataset_alone_and_against_its_dataset(
     result = json.loads(run(capsys, "verify", dataset.url, "--side", values, "--json"))
     assert result["ok"]
     assert result["side"]["examples"] == 30
+    identity = [{"url": values, "version": 1}]
+    assert result["side"]["sides"] == identity
+    for command in ("verify", "stats"):
+        assert json.loads(run(capsys, command, values, "--json"))["sides"] == identity
 
 
 def problems_of(capsys: pytest.CaptureFixture[str], *command: str) -> str:
