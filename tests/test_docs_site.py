@@ -98,6 +98,7 @@ def test_code_does_what_the_page_says(
         run_page(page, dict(names))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ["own-model.md"])
 def test_python_runs_in_a_fresh_interpreter(page: str, tmp_path: Path) -> None:
     """Top to bottom, without the files and variables of the quickstart."""
