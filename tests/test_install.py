@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import runpy
 import subprocess
@@ -69,6 +70,7 @@ def run_in(
     done = subprocess.run(
         [python, "-I", *arguments],
         cwd=folder,
+        env={**os.environ, "TMPDIR": "/tmp"},  # workers of loaders need a short path
         capture_output=True,
         encoding="utf-8",
         check=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -271,6 +272,7 @@ def drawn_by_a_browser(folder: Path) -> str:
     page = (folder / "page.html").as_uri()
     done = subprocess.run(
         [CHROMIUM, *flags.split(), page],
+        env={**os.environ, "TMPDIR": "/tmp"},  # a long path is too long for its socket
         capture_output=True,
         encoding="utf-8",
         timeout=120,
