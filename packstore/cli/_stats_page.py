@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -179,26 +180,28 @@ def _length_pairs(supervised: Any) -> str:
     """
     if not len(supervised):
         return paragraph("lengths: no pairs")
-    chosen, rejected = supervised[0::2], supervised[1::2]
+    chosen = supervised[0::2]
+    rejected = supervised[1::2]
     return charts.pair_histogram(
         "Length of the chosen and of the rejected response",
         chosen,
         rejected,
         x_title="chosen, supervised tokens",
         y_title="rejected, supervised tokens",
-        counted="pairs",
+        count_title="pairs",
         note=f"chosen longer in {np.mean(chosen > rejected):.1%} of the pairs (below "
         f"the dashed line), as long in {np.mean(chosen == rejected):.1%}",
     )
 
 
 def _dropped_records(records: Records) -> str:
-    read = f"{records.read:,} read, {records.packed:,} packed"
+    totals = f"{records.read:,} read, {records.packed:,} packed"
     if not any(records.dropped.values()):
-        return paragraph(f"No record was dropped: {read}.")
-    dropped = sorted(records.dropped.items(), key=lambda item: (-item[1], item[0]))
-    note = f"records: {read}"
-    return rows.bars("Records dropped, by reason", dict(dropped), note=note)
+        return paragraph(f"No record was dropped: {totals}.")
+    in_order = dict(sorted(records.dropped.items()))
+    largest_first = Counter(in_order).most_common()
+    title = "Records dropped, by reason"
+    return rows.bars(title, dict(largest_first), note=f"records: {totals}")
 
 
 def group_ranges(

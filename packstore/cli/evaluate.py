@@ -241,10 +241,8 @@ def _check_group_column(args: argparse.Namespace, dataset: Dataset) -> None:
     Otherwise the error would come after the model is loaded.
     """
     types = dict(dataset.manifest.carried)
-    joined = open_sides(
-        [*args.ref_logps, *args.side], dataset.manifest, args.storage_option
-    )
-    for side in joined:
+    urls = [*args.ref_logps, *args.side]
+    for side in open_sides(urls, dataset.manifest, args.storage_option):
         types |= side.manifest.known_columns
     names = [name for name, type_name in types.items() if type_name in GROUP_TYPES]
     check_group_column(args.by, names)

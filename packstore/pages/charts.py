@@ -179,7 +179,7 @@ def pair_histogram(
     *,
     x_title: str,
     y_title: str,
-    counted: str,
+    count_title: str,
     note: str,
 ) -> str:
     """Return a histogram of pairs of integers, with a line where both are equal.
@@ -190,12 +190,12 @@ def pair_histogram(
         title: the caption.
         x, y: `[n]`, at least 0.
         x_title, y_title: the quantities, with their units.
-        counted: the name of the pairs, for the legend.
+        count_title: the name of the pairs, for the legend.
         note: a text below the drawing.
     """
     area = Area(height=400, bottom=64)
-    both = np.concatenate([x, y]).astype(np.float64)
-    high = max(_high(both, smallest_range=1), 1.0)
+    values = np.concatenate([x, y]).astype(np.float64)
+    high = max(_high(values, smallest_range=1), 1.0)
     width = float(np.ceil((high + 1) / MAX_CELLS))
     num_cells = int(high // width) + 1
     columns = np.minimum(x // width, num_cells - 1).astype(np.int64)
@@ -224,9 +224,9 @@ def pair_histogram(
     shapes.append(
         f'<line class="equal" x1="{start_x}" y1="{start_y}" x2="{end_x}" y2="{end_y}"/>'
     )
-    shapes += _colour_legend(area, counted, largest)
+    shapes += _colour_legend(area, count_title, largest)
 
-    if both.max() > high:
+    if values.max() > high:
         last_start = short((num_cells - 1) * width)
         note += f"; the last column and row hold all from {last_start} on"
     axis_labels = labels(0, num_cells * width)
@@ -246,12 +246,12 @@ def _opacity(count: float, largest: int) -> float:
     return 0.15 + 0.85 * float(np.log1p(count) / np.log1p(largest))
 
 
-def _colour_legend(area: Area, counted: str, largest: int) -> list[str]:
+def _colour_legend(area: Area, count_title: str, largest: int) -> list[str]:
     """Return squares of the colours, with the counts that they stand for."""
     counts = np.unique(np.geomspace(1, largest, COLOURS).round()).astype(np.int64)
     y = area.height - 16
-    elements = [svg_text(counted, 0, y + 10, anchor="start")]
-    x = 12.0 + 7 * len(counted)
+    elements = [svg_text(count_title, 0, y + 10, anchor="start")]
+    x = 12.0 + 7 * len(count_title)
     for count in counts.tolist():
         elements.append(
             f'<rect class="bar" fill-opacity="{_opacity(count, largest):.2f}" '

@@ -60,12 +60,10 @@ def ranges(title: str, groups: Groups, *, x_title: str, note: str) -> str:
         x_title: the quantity, with its unit.
         note: a text below the rows.
     """
-    numbers = [
-        number
-        for group in groups.values()
-        for group_range in group.values()
-        for number in group_range
-    ]
+    numbers: list[float] = []
+    for group in groups.values():
+        for group_range in group.values():
+            numbers += group_range
     scale = _Scale.of(numbers)
     series = list(next(iter(groups.values())))
 
@@ -147,11 +145,15 @@ def _legend(series: Sequence[str]) -> str:
 
 
 def _table(groups: Groups, series: Sequence[str]) -> tuple[list[str], list[list[str]]]:
-    columns = ["", *(f"{name}, {field}" for name in series for field in Range._fields)]
-    rows = [
-        [name, *(short(number) for numbers in group.values() for number in numbers)]
-        for name, group in groups.items()
-    ]
+    columns = [""]
+    for name in series:
+        columns += [f"{name}, {field}" for field in Range._fields]
+    rows = []
+    for name, group in groups.items():
+        row = [name]
+        for group_range in group.values():
+            row += [short(number) for number in group_range]
+        rows.append(row)
     return columns, rows
 
 
